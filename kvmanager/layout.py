@@ -1,0 +1,163 @@
+"""The exact description of one model's KVCache, and what a transfer of it looks like.
+
+A `KVLayout` is built once, at the edge where the engine is known, and from then on answers two
+questions with no engine at hand: are two caches interchangeable (`fingerprint`), and which bytes
+make up the KVCache of n tokens (`transfer_bytes`, `extents`). It does not know tensors, devices,
+sockets or where anything is stored.
+
+The logical byte range of a transfer is, without padding: for each tensor-parallel rank, for each
+group, for each layer of the group, the pages of `KVGroup.pages(n)` in order. Pages that one layer
+finishes together are therefore neighbours, and a rank's share is one contiguous range.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+from blake3 import blake3
+
+FORMAT_VERSION = 1
+"""Order of bytes in a transfer. 1: rank, group, layer, page."""
+
+
+class KVKind(StrEnum):
+    """How a layer's cache grows with the sequence."""
+
+    FULL = "full"
+    MLA = "mla"
+    WINDOW = "window"
+    RECURRENT = "recurrent"
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be described or decoded."""
+
+
+class KVLayer(msgspec.Struct, frozen=True):
+    """One layer: its name in the engine, and the bytes of one page that carry data."""
+
+    name: str
+    page_bytes: int
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers that share a KV kind and a block table (vLLM's KV cache group)."""
+
+    kind: KVKind
+    tokens_per_block: int
+    layers: tuple[KVLayer, ...]
+    window_tokens: int = 0
+
+    def pages(self, num_tokens: int) -> range:
+        """Indices into the block table that the token after `num_tokens` computed ones needs.
+
+        Full attention needs every page. A window of W tokens reaches back to position
+        `num_tokens - W + 1`. A recurrent layer needs its state after the last token, kept in the
+        page of that token's block.
+        """
+        end = -(-num_tokens // self.tokens_per_block)
+        match self.kind:
+            case KVKind.RECURRENT:
+                return range(max(0, end - 1), end)
+            case KVKind.WINDOW:
+                first_token = max(0, num_tokens - self.window_tokens + 1)
+                return range(min(first_token // self.tokens_per_block, end), end)
+            case KVKind.FULL | KVKind.MLA:
+                return range(end)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes of this group's share of a transfer of `num_tokens`, on one rank."""
+        return len(self.pages(num_tokens)) * sum(layer.page_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExtent:
+    """Where one layer's pages lie in a transfer: page `pages[i]` starts at `offset` + i pages."""
+
+    group_index: int
+    layer: KVLayer
+    pages: range
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pages) * self.layer.page_bytes
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """A model's KVCache as one engine (all its tensor-parallel ranks) holds it."""
+
+    model_id: str
+    config_digest: str
+    cache_dtype: str
+    memory_order: str
+    tp_size: int
+    groups: tuple[KVGroup, ...]
+    format_version: int = FORMAT_VERSION
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "KVLayout":
+        """The layout that `encode` wrote; raises `LayoutError` for anything else."""
+        try:
+            layout = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise LayoutError(f"not a KV layout: {error}") from error
+        layout.validate()
+        return layout
+
+    def validate(self) -> None:
+        """Raises `LayoutError` naming the first value that cannot be."""
+        if self.format_version != FORMAT_VERSION:
+            raise LayoutError(
+                f"KV layout format {self.format_version} is not {FORMAT_VERSION}: "
+                "both sides must run the same release"
+            )
+        if self.tp_size < 1 or not self.groups:
+            raise LayoutError(f"tp_size {self.tp_size} and {len(self.groups)} groups: both >= 1")
+        for group in self.groups:
+            if group.tokens_per_block < 1 or not group.layers:
+                raise LayoutError(f"a {group.kind} group without tokens per block or layers")
+            if (group.kind is KVKind.WINDOW) != (group.window_tokens > 0):
+                raise LayoutError(f"a {group.kind} group with window {group.window_tokens} tokens")
+            for layer in group.layers:
+                if layer.page_bytes < 1:
+                    raise LayoutError(f"layer {layer.name} has pages of {layer.page_bytes} bytes")
+
+    def fingerprint(self) -> bytes:
+        """32 bytes; equal exactly when the caches of two engines are interchangeable."""
+        return blake3(self.encode()).digest()
+
+    def rank_bytes(self, num_tokens: int) -> int:
+        """Bytes of one rank's share of a transfer of `num_tokens`."""
+        return sum(group.bytes_for(num_tokens) for group in self.groups)
+
+    def transfer_bytes(self, num_tokens: int) -> int:
+        """Bytes of a whole transfer of the first `num_tokens` tokens, all ranks."""
+        if num_tokens < 1:
+            raise ValueError(f"a transfer holds at least 1 token, got {num_tokens}")
+        return self.tp_size * self.rank_bytes(num_tokens)
+
+    def extents(self, num_tokens: int, tp_rank: int) -> Iterator[LayerExtent]:
+        """The layers of one rank's share in transfer order; offsets count from byte 0 of the
+        whole transfer."""
+        offset = tp_rank * self.rank_bytes(num_tokens)
+        for index, group in enumerate(self.groups):
+            pages = group.pages(num_tokens)
+            for layer in group.layers:
+                extent = LayerExtent(index, layer, pages, offset)
+                offset += extent.nbytes
+                yield extent
+
+    def describe(self) -> str:
+        """One line for logs and errors."""
+        groups = ", ".join(
+            f"{len(g.layers)} {g.kind}"
+            + (f"({g.window_tokens})" if g.window_tokens else "")
+            + f" x {g.layers[0].page_bytes} B/{g.tokens_per_block} tokens"
+            for g in self.groups
+        )
+        return f"{self.model_id} {self.cache_dtype} tp={self.tp_size} [{groups}]"
