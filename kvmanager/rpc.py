@@ -1,0 +1,249 @@
+"""Typed request/reply calls between our processes: msgspec structs carried by gRPC, no protoc.
+
+It does not know what any service means, keeps no state between calls and never retries: whether a
+call may be repeated is the caller's knowledge.
+
+A service is a mapping from method name to `Method`. Requests and replies are `msgspec.Struct` types
+encoded as msgpack, so adding a field with a default keeps old and new processes compatible. A
+handler fails by raising `RpcError`; the code travels as a gRPC status plus a trailer that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+import msgspec
+
+if TYPE_CHECKING:
+    from transport import TlsFiles
+
+logger = logging.getLogger("prfaas.kvmanager.rpc")
+
+ErrorCode = Literal[
+    "NO_ROOM", "NOT_FOUND", "INVALID", "UNAVAILABLE", "REFUSED", "INTERNAL", "TIMEOUT"
+]
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+"""Bound on one request or reply; a million token ids take about 5 MB."""
+
+_CODE_TRAILER: Final = "prfaas-code"
+
+_STATUS_OF: Final[dict[str, Any]] = {
+    "NO_ROOM": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "INVALID": grpc.StatusCode.INVALID_ARGUMENT,
+    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "REFUSED": grpc.StatusCode.FAILED_PRECONDITION,
+    "INTERNAL": grpc.StatusCode.INTERNAL,
+    "TIMEOUT": grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+# What gRPC itself says, when no handler of ours spoke. RESOURCE_EXHAUSTED is then a message
+# over the size limit.
+_CODE_OF: Final[dict[Any, ErrorCode]] = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "INVALID",
+    grpc.StatusCode.INVALID_ARGUMENT: "INVALID",
+    grpc.StatusCode.UNIMPLEMENTED: "INVALID",
+    grpc.StatusCode.NOT_FOUND: "NOT_FOUND",
+    grpc.StatusCode.UNAVAILABLE: "UNAVAILABLE",
+    grpc.StatusCode.CANCELLED: "UNAVAILABLE",
+    grpc.StatusCode.ABORTED: "UNAVAILABLE",
+    grpc.StatusCode.FAILED_PRECONDITION: "REFUSED",
+    grpc.StatusCode.PERMISSION_DENIED: "REFUSED",
+    grpc.StatusCode.UNAUTHENTICATED: "REFUSED",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "TIMEOUT",
+}
+
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Our targets are cluster-internal: an http_proxy meant for the internet must not swallow them.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # A peer whose host vanished is noticed during a long call, not at its deadline.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+_SERVER_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # With SO_REUSEPORT a second process could share our port and take half of the calls.
+    ("grpc.so_reuseport", 0),
+)
+
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+
+
+class RpcError(Exception):
+    """A call that failed: `code` is one of `ErrorCode`, `message` is meant for a person."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code: ErrorCode = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[RequestT, ReplyT]):
+    """One callable method: the request is decoded as `request_type` before the handler sees it.
+
+    `reply_type` says what the handler returns. The handler is cancelled when the caller goes away.
+    """
+
+    request_type: type[RequestT]
+    reply_type: type[ReplyT]
+    handler: Callable[[RequestT], Awaitable[ReplyT]]
+
+
+class RpcServer:
+    """Serves `services` (service name -> method name -> Method) on one TCP port."""
+
+    def __init__(
+        self,
+        bind: str,
+        services: Mapping[str, Mapping[str, Method[Any, Any]]],
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """`bind` is "host:port"; port 0 picks a free one."""
+        self._bind = bind
+        self._services = services
+        self._tls = tls
+        self._server: Any = None
+
+    async def start(self) -> int:
+        """Begin to serve on the running loop; the real port. RpcError(UNAVAILABLE): not bound."""
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        for name, methods in self._services.items():
+            handlers = {
+                method_name: grpc.unary_unary_rpc_method_handler(_adapt(method))
+                for method_name, method in methods.items()
+            }
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+        try:
+            port = self._add_port(server)
+        except RuntimeError as error:
+            raise RpcError("UNAVAILABLE", f"cannot bind {self._bind}: {error}") from error
+        if port == 0:
+            raise RpcError("UNAVAILABLE", f"cannot bind {self._bind}")
+        await server.start()
+        self._server = server
+        return port
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Refuse new calls, give running ones `grace_s`, then cancel them. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace_s)
+
+    def _add_port(self, server: Any) -> int:
+        if self._tls is None:
+            return int(server.add_insecure_port(self._bind))
+        key, cert, ca = _read_tls(self._tls)
+        credentials = grpc.ssl_server_credentials(
+            [(key, cert)], root_certificates=ca, require_client_auth=True
+        )
+        return int(server.add_secure_port(self._bind, credentials))
+
+
+class RpcClient:
+    """Calls one service at one target.
+
+    The channel is opened by the first call and reconnects by itself.
+    """
+
+    def __init__(self, target: str, service: str, tls: TlsFiles | None = None) -> None:
+        """`target` is "host:port"; with `tls` the server's certificate must name that host."""
+        self.target = target
+        self._service = service
+        self._tls = tls
+        self._channel: Any = None
+
+    async def call(
+        self, method: str, request: msgspec.Struct, reply_type: type[ReplyT], timeout_s: float
+    ) -> ReplyT:
+        """One call. Raises RpcError, also for connection trouble (UNAVAILABLE) and TIMEOUT.
+
+        Cancelling the awaiting task cancels the handler at the server.
+        """
+        if self._channel is None:
+            self._channel = self._open_channel()
+        invoke = self._channel.unary_unary(f"/{self._service}/{method}")
+        try:
+            raw: bytes = await invoke(msgspec.msgpack.encode(request), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._explain(method, error) from error
+        except grpc.aio.UsageError as error:
+            raise RpcError("UNAVAILABLE", f"{self.target}: client is closed") from error
+        try:
+            return msgspec.msgpack.decode(raw, type=reply_type)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RpcError(
+                "INTERNAL", f"{self.target}: bad reply to {self._service}.{method}: {error}"
+            ) from error
+
+    async def close(self) -> None:
+        """Close the channel; running calls fail. Idempotent, and a later call opens a fresh one."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _open_channel(self) -> Any:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
+        key, cert, ca = _read_tls(self._tls)
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=ca, private_key=key, certificate_chain=cert
+        )
+        return grpc.aio.secure_channel(self.target, credentials, options=_CHANNEL_OPTIONS)
+
+    def _explain(self, method: str, error: Any) -> RpcError:
+        named = dict(error.trailing_metadata() or ()).get(_CODE_TRAILER)
+        if named in _STATUS_OF:
+            return RpcError(named, error.details() or "")
+        code = _CODE_OF.get(error.code(), "INTERNAL")
+        return RpcError(code, f"{self.target} {self._service}.{method}: {error.details()}")
+
+
+def _adapt(method: Method[Any, Any]) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    """The gRPC-facing handler: raw bytes in and out, every failure a readable status."""
+    decoder = msgspec.msgpack.Decoder(method.request_type)
+
+    async def handle(raw: bytes, context: Any) -> bytes:
+        try:
+            request = decoder.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            await _abort(context, "INVALID", f"bad {method.request_type.__name__}: {error}")
+        try:
+            reply = await method.handler(request)
+        except RpcError as error:
+            await _abort(context, error.code, error.message)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            logger.exception("handler of %s failed", method.request_type.__name__)
+            await _abort(context, "INTERNAL", f"{type(error).__name__}: {error}")
+        return msgspec.msgpack.encode(reply)
+
+    return handle
+
+
+async def _abort(context: Any, code: ErrorCode, message: str) -> NoReturn:
+    await context.abort(
+        _STATUS_OF[code], message or code, trailing_metadata=((_CODE_TRAILER, code),)
+    )
+    raise AssertionError("abort returned")
+
+
+def _read_tls(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
+    return tls.key.read_bytes(), tls.cert.read_bytes(), tls.ca.read_bytes()
