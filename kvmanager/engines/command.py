@@ -1,0 +1,121 @@
+"""How one stock vLLM engine is started with our connector: its command line and its environment.
+
+Pure: starts nothing, reads no environment of its own, and does not know who supervises the engine.
+"""
+
+import json
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+CONNECTOR: Final = "PrfaasConnector"
+CONNECTOR_MODULE: Final = "kvmanager.vllm_connector.connector"
+
+# The `vllm` console command looks up a distribution called vllm, which the CPU build does not have.
+_SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
+
+_PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+class EngineSpec(BaseModel):
+    """One vLLM engine: what it serves, where, with how much memory, and its node agent's socket.
+
+    `kv_space_gib` set means an engine on the CPU; on a GPU leave it out and put
+    `--gpu-memory-utilization` into `args`. `args` go to vLLM as they are, after ours, so they win.
+    `env` is added last. With `agent_socket` None the engine runs without our connector.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    instance: str
+    model: str
+    served_name: str
+    host: str = "127.0.0.1"
+    port: int = Field(ge=1, le=65535)
+    dtype: str = "auto"
+    max_model_len: int | None = Field(default=None, ge=2)
+    block_size: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    enable_prefix_caching: bool = False
+    enforce_eager: bool = False
+    kv_space_gib: int | None = Field(default=None, ge=1)
+    agent_socket: str | None = None
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    python: str = sys.executable
+
+    @property
+    def url(self) -> str:
+        """Base URL for a client on a host that can reach the engine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def kv_transfer_config(self) -> dict[str, object]:
+        """vLLM's `--kv-transfer-config`. A failed load is computed again, never an error."""
+        return {
+            "kv_connector": CONNECTOR,
+            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "agent_socket": self.agent_socket,
+                "instance": self.instance,
+            },
+        }
+
+    def argv(self) -> list[str]:
+        """The whole command line."""
+        argv = [self.python, "-m", _SERVER_MODULE]
+        argv += ["--model", self.model, "--served-model-name", self.served_name]
+        argv += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
+        optional = {
+            "--max-model-len": self.max_model_len,
+            "--block-size": self.block_size,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+        }
+        for flag, value in optional.items():
+            if value is not None:
+                argv += [flag, str(value)]
+        if self.tensor_parallel_size > 1:
+            argv += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        prefix = "" if self.enable_prefix_caching else "no-"
+        argv.append(f"--{prefix}enable-prefix-caching")
+        if self.enforce_eager:
+            argv.append("--enforce-eager")
+        # `cached_tokens` in an answer's usage exists only with the first; a log line for every
+        # health probe would bury what matters.
+        argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+        if self.agent_socket is not None:
+            argv += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
+        return argv + list(self.args)
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """`inherited` plus what the engine needs; `env` of this spec wins."""
+        environment = dict(inherited)
+        environment |= {
+            "VLLM_DO_NOT_TRACK": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONPATH": _python_path(inherited.get("PYTHONPATH", "")),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if Path(self.model).is_dir():
+            # Everything is here; a look-up at a hub would only add a timeout without a network.
+            environment["HF_HUB_OFFLINE"] = "1"
+        if self.kv_space_gib is not None:
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_space_gib)
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        return environment | self.env
+
+
+def _python_path(inherited: str) -> str:
+    """A search path on which the engine's Python finds `kvmanager`, installed or not."""
+    root = str(_PROJECT_ROOT)
+    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return inherited
+    parts = [part for part in inherited.split(":") if part and part != root]
+    return ":".join([root, *parts])

@@ -1,0 +1,72 @@
+"""What can go wrong between a cluster front and its engines.
+
+    EngineError
+      EngineStartFailed     the process ended, or never became healthy; carries its last log lines
+      EngineUnreachable     no connection, connection lost, timeout: another instance may do
+      EngineRefused         the engine answered with an error status; body kept for pass-through
+    PrefillFailed           one prefill leg is over without KVCache at the landing
+
+Does not know how a gateway turns these into answers for clients.
+"""
+
+from typing import Literal
+
+PrefillCode = Literal[
+    "queue_full",  # the cluster's job queue is at its bound
+    "queue_timeout",  # waited in the queue for longer than allowed
+    "no_instance",  # no healthy instance for this model that is not being drained
+    "engine_failed",  # the engine died, was unreachable or answered with a server error
+    "rejected",  # the engine refused the request itself (4xx): no other instance will take it
+    "agent_failed",  # the sending node's agent is unreachable or broken
+    "outbox_no_room",  # the sending node has no memory for the outgoing KVCache
+    "transfer_failed",  # the KVCache did not arrive
+    "timeout",  # a bound on the whole leg passed
+    "invalid",  # the job contradicts itself or repeats one that is running
+    "closed",  # the front is shutting down
+    "unreachable",  # the remote front does not answer
+]
+"""Why a prefill leg failed. Part of the gRPC contract between a gateway and a remote front."""
+
+
+class EngineError(Exception):
+    """Base of everything an engine, or the process around it, does wrong."""
+
+
+class EngineStartFailed(EngineError):
+    """The process ended or stayed unhealthy while it was starting.
+
+    `log_tail` holds its last log lines, also shown in the message.
+    """
+
+    def __init__(self, name: str, reason: str, log_tail: list[str], log_path: str) -> None:
+        shown = "\n".join(f"    {line}" for line in log_tail) or "    (the log is empty)"
+        super().__init__(f"{name}: {reason}; last lines of {log_path}:\n{shown}")
+        self.name = name
+        self.reason = reason
+        self.log_tail = log_tail
+
+
+class EngineUnreachable(EngineError):
+    """No answer from the engine's HTTP server, or the connection broke before the answer ended."""
+
+
+class EngineRefused(EngineError):
+    """The engine answered with an error status.
+
+    `status` and `body` are the answer as it came, for a caller that passes it on to its client.
+    """
+
+    def __init__(self, status: int, body: bytes, content_type: str = "application/json") -> None:
+        super().__init__(f"HTTP {status}: {body[:500].decode('utf-8', 'replace')}")
+        self.status = status
+        self.body = body
+        self.content_type = content_type
+
+
+class PrefillFailed(Exception):
+    """A prefill leg ended without KVCache at the landing. `message` is meant for a person."""
+
+    def __init__(self, code: PrefillCode, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code: PrefillCode = code
+        self.message = message

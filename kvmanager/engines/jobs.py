@@ -1,0 +1,131 @@
+"""Value types of a prefill leg: where KVCache must land, the job, and what came of it.
+
+They travel between gateway and cluster fronts as msgpack; fields may be added with defaults. They
+do not know who runs the job.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+Role = Literal["prefill", "decode", "both"]
+"""What an instance of a local PD cluster may be asked to do."""
+
+
+class Landing(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory reserved on a receiving node for exactly one transfer.
+
+    Ids, tokens, fingerprints and digests are lower-case hex. `num_tokens` is the number of tokens
+    whose KVCache lands, `token_digest` the digest of exactly those (`kvmanager.hashing`).
+    `host`, `port` is where the receiving agent takes data connections.
+    """
+
+    transfer_id: str
+    token: str
+    nbytes: int
+    num_tokens: int
+    host: str
+    port: int
+    layout_fingerprint: str
+    token_digest: str
+
+
+class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Compute the KVCache of `prompt_token_ids` and send it to `landing`.
+
+    `prompt_token_ids` excludes the prompt's last token, which the decode engine recomputes.
+    A lower `priority` is served earlier. `model` is the served name; "" means that the cluster
+    serves only one. `traceparent` is a W3C trace context header or "".
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    landing: Landing
+    cache_salt: str | None = None
+    priority: int = 0
+    traceparent: str = ""
+    model: str = ""
+
+
+class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill leg that ended with every byte verified at the landing.
+
+    `queue_s` is time in the front's queue, `prefill_s` the engine's HTTP time, `transfer_tail_s`
+    the time from the end of the prefill to the receiver's confirmation.
+    `sent_share_at_prefill_end` (0..1) is the share of bytes on the wire when the prefill ended.
+    `cached_tokens` is what the engine's prefix cache spared it. `num_attempts` counts instances
+    tried.
+    """
+
+    instance: str
+    queue_s: float
+    prefill_s: float
+    transfer_tail_s: float
+    nbytes: int
+    sent_share_at_prefill_end: float
+    cached_tokens: int = 0
+    num_attempts: int = 1
+
+
+class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance as its front sees it now; `reason` says why it is not healthy."""
+
+    name: str
+    role: Role
+    model: str
+    healthy: bool
+    draining: bool
+    running: int
+    max_concurrent: int
+    reason: str = ""
+    num_restarts: int = 0
+
+
+class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A front's load. `healthy` means that a job submitted now would find an instance.
+
+    `queued_tokens` and `running_tokens` count prompt tokens, the better measure of waiting time.
+    """
+
+    name: str
+    healthy: bool
+    queue_depth: int
+    running: int
+    instances: tuple[InstanceReport, ...]
+    max_queued: int = 0
+    queued_tokens: int = 0
+    running_tokens: int = 0
+
+
+def producer_params(
+    landing: Landing, *, arena_epoch: str, runs: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """The `kv_transfer_params` that make an engine fill the outbox at `runs` of its agent."""
+    return {
+        "prfaas": {
+            "role": "producer",
+            "transfer_id": landing.transfer_id,
+            "num_tokens": landing.num_tokens,
+            "arena_epoch": arena_epoch,
+            "runs": [list(run) for run in runs],
+            "layout_fingerprint": landing.layout_fingerprint,
+        }
+    }
+
+
+def consumer_params(
+    landing: Landing, *, arena_epoch: str, runs: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """The `kv_transfer_params` that make an engine load the landing at `runs` of its agent."""
+    return {
+        "prfaas": {
+            "role": "consumer",
+            "transfer_id": landing.transfer_id,
+            "num_tokens": landing.num_tokens,
+            "token_digest": landing.token_digest,
+            "arena_epoch": arena_epoch,
+            "runs": [list(run) for run in runs],
+            "layout_fingerprint": landing.layout_fingerprint,
+        }
+    }
