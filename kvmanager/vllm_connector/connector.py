@@ -1,0 +1,207 @@
+"""`PrfaasConnector`: what vLLM loads with `--kv-transfer-config`. A thin facade.
+
+    {"kv_connector": "PrfaasConnector",
+     "kv_connector_module_path": "kvmanager.vllm_connector.connector",
+     "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+     "kv_connector_extra_config": {"agent_socket": "/run/prfaas/agent.sock", "instance": "d0"}}
+
+`kv_role` may also be `kv_producer` or `kv_consumer`: the other role's requests are then computed
+as if they carried no parameters. Interface: vLLM's `KVConnectorBase_V1` with `SupportsHMA`.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvmanager.agent.engine_client import EngineClient
+from kvmanager.agent.protocol import PROTOCOL_VERSION, Hello
+from kvmanager.layout import KVLayout
+from kvmanager.vllm_connector.engine_layout import layout_of
+from kvmanager.vllm_connector.metadata import PrfaasMetadata
+from kvmanager.vllm_connector.scheduler import SchedulerSide
+from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
+from kvmanager.vllm_connector.worker import WorkerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+DEFAULT_LANDING_TIMEOUT_S = 120.0
+FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
+    """Streams prefilled KVCache to the node agent and loads landed KVCache from it."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        socket_path = extra.get("agent_socket")
+        if not socket_path:
+            raise ValueError(
+                "PrfaasConnector needs kv_connector_extra_config.agent_socket: "
+                "the path that `prfaas agent --socket` listens on"
+            )
+        layout = layout_of(vllm_config, kv_cache_config)
+        self._layout = layout
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                layout,
+                kv_cache_config,
+                mamba_cache_mode=vllm_config.cache_config.mamba_cache_mode,
+                landing_timeout_s=float(
+                    extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)
+                ),
+                produces=self._kv_transfer_config.is_kv_producer,
+                consumes=self._kv_transfer_config.is_kv_consumer,
+            )
+            hello = _hello(extra, "scheduler", layout, 0)
+            self._scheduler.connect(EngineClient(socket_path, hello, self._scheduler))
+        else:
+            rank = vllm_config.parallel_config.rank
+            self._worker = WorkerSide(layout, rank, kv_cache_config)
+            self._client = EngineClient(
+                socket_path, _hello(extra, "worker", layout, rank), self._worker
+            )
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        self._worker.register_kv_caches(kv_caches)
+        self._worker.connect(self._client)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.start_step(self._metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are over before a request is scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        assert self._worker is not None
+        self._worker.save_kv_layer(self._metadata(), layer_name)
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.wait_for_save(self._metadata())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._worker is not None
+        return self._worker.transfer_results()
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        return self._worker.take_stats() if self._worker is not None else None
+
+    def _metadata(self) -> PrfaasMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PrfaasMetadata)
+        return metadata
+
+    # Scheduler side.
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: pages are copied out while they are computed, so preemption loses nothing."""
+        return False
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def on_new_request(self, request: "Request") -> None:
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        assert self._scheduler is not None
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PrfaasMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        assert self._scheduler is not None
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.request_finished(request, aborted=request.status not in FINISHED_WELL)
+        return False, None
+
+    # Both.
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True: `save_kv_layer` must run between the layers of a replayed graph."""
+        return True
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> "KVConnectorStats | None":
+        return TransferStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PrfaasPromMetrics:
+        return PrfaasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _hello(extra: dict[str, Any], role: str, layout: KVLayout, tp_rank: int) -> Hello:
+    return Hello(
+        version=PROTOCOL_VERSION,
+        instance=str(extra.get("instance", f"pid-{os.getppid()}")),
+        role=role,
+        pid=os.getpid(),
+        tp_rank=tp_rank,
+        tp_size=layout.tp_size,
+        layout=layout.encode(),
+    )

@@ -1,0 +1,114 @@
+"""Turns vLLM's KV cache configuration into a `KVLayout`, once, at the edge.
+
+Knows vLLM's spec classes and nothing of transfers.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+RECURRENT_TOKENS_PER_BLOCK = 1
+"""A recurrent group moves one state whatever the engine's block size, which differs with prefix
+caching on and off: the layout leaves it out so that both kinds of engine understand each other."""
+
+
+def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KVLayout:
+    """The layout of one engine's transferable KVCache.
+
+    Raises `LayoutError` for what the connector cannot move: cross attention, chunked local
+    attention, context parallelism, and memory orders in which a page is not one run of bytes.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+        raise LayoutError("pipeline and decode context parallelism are not supported; use TP")
+    if vllm_config.speculative_config is not None:
+        raise LayoutError("speculative decoding is not supported; remove --speculative-config")
+    model = vllm_config.model_config
+    served_names = model.served_model_name
+    layout = KVLayout(
+        model_id=served_names if isinstance(served_names, str) else served_names[0],
+        config_digest=_config_digest(model.hf_config),
+        cache_dtype=str(vllm_config.cache_config.cache_dtype) + "/" + str(model.dtype),
+        memory_order=kv_cache_config.kv_cache_layout or "default",
+        tp_size=parallel.tensor_parallel_size,
+        groups=tuple(_group(group) for group in kv_cache_config.transfer_groups),
+    )
+    layout.validate()
+    return layout
+
+
+def state_block_index(spec: KVCacheSpec, mamba_cache_mode: str, computed_tokens: int) -> int:
+    """Where a recurrent group's block table holds the state after `computed_tokens` tokens.
+
+    Without prefix caching a request has one state block. With it the table is indexed by position
+    and the running state is in the block of the last computed token.
+    """
+    if mamba_cache_mode == "none":
+        return 0
+    return (computed_tokens - 1) // spec.block_size
+
+
+def _config_digest(hf_config: Any) -> str:
+    """Digest of the model's configuration without what names a place on disk."""
+    config = hf_config.to_dict()
+    for key in ("_name_or_path", "transformers_version", "name_or_path"):
+        config.pop(key, None)
+    return blake3(repr(sorted(config.items(), key=lambda item: item[0])).encode()).hexdigest()[:32]
+
+
+def _group(group: "KVCacheGroupSpec") -> KVGroup:
+    specs = dict(_layer_specs(group))
+    spec = next(iter(specs.values()))
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+    recurrent = isinstance(spec, MambaSpec)
+    return KVGroup(
+        kind=_kind(spec),
+        tokens_per_block=RECURRENT_TOKENS_PER_BLOCK if recurrent else spec.block_size,
+        window_tokens=window,
+        layers=tuple(KVLayer(name, data_bytes(layer)) for name, layer in specs.items()),
+    )
+
+
+def _layer_specs(group: "KVCacheGroupSpec") -> Iterator[tuple[str, KVCacheSpec]]:
+    spec = group.kv_cache_spec
+    for name in group.layer_names:
+        yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _kind(spec: KVCacheSpec) -> KVKind:
+    match spec:
+        case MambaSpec():
+            return KVKind.RECURRENT
+        case ChunkedLocalAttentionSpec() | CrossAttentionSpec():
+            raise LayoutError(f"{type(spec).__name__} layers cannot be transferred")
+        case SlidingWindowSpec():
+            return KVKind.WINDOW
+        case MLAAttentionSpec():
+            return KVKind.MLA
+        case AttentionSpec():
+            return KVKind.FULL
+        case _:
+            raise LayoutError(f"{type(spec).__name__} layers cannot be transferred")
+
+
+def data_bytes(spec: KVCacheSpec) -> int:
+    """Bytes at the start of one page that carry data; vLLM pads pages to one common size."""
+    if isinstance(spec, AttentionSpec | MambaSpec):
+        return int(spec.real_page_size_bytes)
+    return int(spec.page_size_bytes)

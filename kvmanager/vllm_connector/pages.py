@@ -1,0 +1,212 @@
+"""Moves pages between an engine's KV tensors and the agent's arena, on the CPU or a GPU.
+
+`LayerPages` is one layer seen as rows of bytes, one row a block. A `PageCopier` gathers rows into a
+transfer's bytes and scatters them back. Knows no requests, groups or steps.
+"""
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from kvmanager.layout import KVLayer, LayoutError
+
+if TYPE_CHECKING:
+    from kvmanager.arena import Arena
+    from transport import ByteSpace
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+Done = Callable[[], None]
+
+
+class LayerPages:
+    """One layer's cache as a uint8 tensor of shape (num_blocks, page_bytes), rows strided."""
+
+    def __init__(self, layer: KVLayer, rows: torch.Tensor) -> None:
+        self.layer = layer
+        self.rows = rows
+
+    @classmethod
+    def of(
+        cls, layer: KVLayer, cache: torch.Tensor | Sequence[torch.Tensor], config: "KVCacheConfig"
+    ) -> "LayerPages":
+        """The pages of `cache`, as vLLM registered it.
+
+        Raises `LayoutError` where a page is not one run of bytes (heads outside of blocks).
+        """
+        first = cache if isinstance(cache, torch.Tensor) else cache[0]
+        place = next(t for t in config.kv_cache_tensors if layer.name in t.layers)
+        if first.dim() == 4 and not _is_one_run(first):
+            raise LayoutError(
+                f"layer {layer.name} keeps a block in several pieces "
+                f"(strides {tuple(first.stride())}); set VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC"
+            )
+        storage = torch.empty(0, dtype=torch.uint8, device=first.device)
+        storage.set_(first.untyped_storage())  # type: ignore[call-overload]
+        rows = storage.as_strided(
+            (config.num_blocks, layer.page_bytes),
+            (place.block_stride, 1),
+            first.storage_offset() * first.element_size(),
+        )
+        return cls(layer, rows)
+
+
+def _is_one_run(cache: torch.Tensor) -> bool:
+    """Whether the dimensions inside a block fill one run of bytes, in any order."""
+    inner = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
+    expected = 1
+    for stride, size in inner:
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class PageCopier(Protocol):
+    """Copies rows; `store` may return before the copy is over and calls `done` when it is."""
+
+    def store(
+        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int, done: Done
+    ) -> None: ...
+
+    def load(
+        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def copier_for(device: torch.device, arena: "Arena") -> PageCopier:
+    """The copier for tensors on `device` and bytes in `arena`."""
+    return CudaPageCopier(device, arena) if device.type == "cuda" else CpuPageCopier()
+
+
+def _split(
+    space: "ByteSpace", offset: int, num_rows: int, row_bytes: int
+) -> list[list[memoryview]]:
+    """For each row, the pieces of memory it goes to; one piece unless the arena is fragmented."""
+    return [space.views(offset + row * row_bytes, row_bytes) for row in range(num_rows)]
+
+
+class CpuPageCopier:
+    """Plain copies in the caller's thread: on a CPU the engine's memory is the arena's kin."""
+
+    def store(
+        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int, done: Done
+    ) -> None:
+        rows = pages.rows.numpy()
+        for block, pieces in zip(
+            block_ids, _split(space, offset, len(block_ids), rows.shape[1]), strict=True
+        ):
+            start = 0
+            for piece in pieces:
+                np.frombuffer(piece, np.uint8)[:] = rows[block, start : start + len(piece)]
+                start += len(piece)
+        done()
+
+    def load(
+        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
+    ) -> None:
+        rows = pages.rows.numpy()
+        for block, pieces in zip(
+            block_ids, _split(space, offset, len(block_ids), rows.shape[1]), strict=True
+        ):
+            start = 0
+            for piece in pieces:
+                rows[block, start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+                start += len(piece)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class CudaPageCopier:
+    """Gathers pages on the engine's stream, then copies them to the pinned arena on a side stream.
+
+    The gather is ordered with the forward pass, so the engine may overwrite the pages at once; the
+    device-to-host copy overlaps the layers that follow. A thread waits for the copies' events and
+    calls `done` in order. Loads run on the caller's thread and a stream of their own.
+    """
+
+    def __init__(self, device: torch.device, arena: "Arena") -> None:
+        self._device = device
+        self._arena = arena
+        self._store_stream = torch.cuda.Stream(device)
+        self._load_stream = torch.cuda.Stream(device)
+        self._pinned_address = _pin(arena.buffer)
+        self._pending: deque[tuple[torch.cuda.Event, torch.Tensor, Done]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._complete, name="prfaas-cuda-store", daemon=True
+        )
+        self._thread.start()
+
+    def store(
+        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int, done: Done
+    ) -> None:
+        ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device, non_blocking=True)
+        gathered = pages.rows.index_select(0, ids).view(-1)
+        self._store_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._store_stream):
+            start = 0
+            for piece in space.views(offset, gathered.numel()):
+                host = torch.frombuffer(piece, dtype=torch.uint8)
+                host.copy_(gathered[start : start + len(piece)], non_blocking=True)
+                start += len(piece)
+            event = torch.cuda.Event()
+            event.record(self._store_stream)
+        gathered.record_stream(self._store_stream)
+        with self._changed:
+            self._pending.append((event, gathered, done))
+            self._changed.notify()
+
+    def load(
+        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
+    ) -> None:
+        row_bytes = pages.rows.shape[1]
+        with torch.cuda.device(self._device), torch.cuda.stream(self._load_stream):
+            staged = torch.empty(len(block_ids) * row_bytes, dtype=torch.uint8, device=self._device)
+            start = 0
+            for piece in space.views(offset, staged.numel()):
+                host = torch.frombuffer(piece, dtype=torch.uint8)
+                staged[start : start + len(piece)].copy_(host, non_blocking=True)
+                start += len(piece)
+            ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+            pages.rows.index_copy_(0, ids, staged.view(-1, row_bytes))
+            self._load_stream.synchronize()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout=5)
+        torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
+
+    def _complete(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closed)
+                if not self._pending:
+                    return
+                event, _, done = self._pending.popleft()
+            event.synchronize()
+            done()
+
+
+def _pin(buffer: memoryview) -> int:
+    """Register a mapping as page-locked host memory; returns its address.
+
+    Raises `RuntimeError` when the driver refuses (a locked-memory limit, usually).
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    status = torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0)
+    if int(status) != 0:
+        raise RuntimeError(
+            f"cudaHostRegister of {buffer.nbytes} bytes failed with {status}: "
+            "raise the locked-memory limit (ulimit -l) of the engine"
+        )
+    return address

@@ -1,0 +1,60 @@
+"""What a cluster front tells the connector about one request, inside vLLM's `kv_transfer_params`.
+
+    {"prfaas": {"role": "producer", "transfer_id": ..., "num_tokens": n, "arena_epoch": ...,
+                "runs": [[first_block, count], ...], "layout_fingerprint": ...}}
+
+A consumer's parameters also carry the digest of the n tokens whose KVCache will land. Knows no
+engine objects.
+"""
+
+from typing import Any
+
+import msgspec
+
+KEY = "prfaas"
+
+
+class ParamsError(ValueError):
+    """`kv_transfer_params` that are not ours or are malformed."""
+
+
+class TransferParams(msgspec.Struct, frozen=True, tag_field="role"):
+    """Fields both roles share. Ids, digests and fingerprints are hex strings."""
+
+    transfer_id: str
+    num_tokens: int
+    arena_epoch: str
+    runs: tuple[tuple[int, int], ...]
+    layout_fingerprint: str
+
+    @property
+    def id_bytes(self) -> bytes:
+        return bytes.fromhex(self.transfer_id)
+
+
+class ProducerParams(TransferParams, frozen=True, tag="producer"):
+    """This engine prefills `num_tokens` tokens and hands their pages to its agent's outbox."""
+
+
+class ConsumerParams(TransferParams, frozen=True, tag="consumer"):
+    """This engine decodes after loading `num_tokens` tokens from a landing of its agent."""
+
+    token_digest: str
+
+
+def parse(kv_transfer_params: dict[str, Any] | None) -> ProducerParams | ConsumerParams | None:
+    """The parameters meant for this connector, or None where there are none.
+
+    Raises `ParamsError` naming the field that is wrong.
+    """
+    ours = (kv_transfer_params or {}).get(KEY)
+    if ours is None:
+        return None
+    try:
+        params = msgspec.convert(ours, type=ProducerParams | ConsumerParams)
+        bytes.fromhex(params.transfer_id)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ParamsError(f"kv_transfer_params[{KEY!r}]: {error}") from error
+    if params.num_tokens < 1:
+        raise ParamsError(f"kv_transfer_params[{KEY!r}]: num_tokens is {params.num_tokens}")
+    return params

@@ -1,0 +1,84 @@
+"""What the connector reports through vLLM: `vllm:prfaas_*` on the engine's /metrics."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+COUNTERS = {
+    "sent_bytes": "KVCache bytes handed to the node agent.",
+    "loaded_bytes": "KVCache bytes loaded from landings.",
+    "loads": "Landings loaded into the engine.",
+    "failed_sends": "Transfers that this engine gave up as producer.",
+    "failed_loads": "Landings that could not be loaded; their prompts were recomputed.",
+}
+
+
+@dataclass
+class TransferStats(KVConnectorStats):
+    """Counts since the last report; `data` maps the keys of `COUNTERS` to numbers."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
+
+    def add_sent(self, nbytes: int) -> None:
+        self.data["sent_bytes"] += nbytes
+
+    def add_loaded(self, nbytes: int) -> None:
+        self.data["loaded_bytes"] += nbytes
+        self.data["loads"] += 1
+
+    def add_failed_send(self) -> None:
+        self.data["failed_sends"] += 1
+
+    def add_failed_load(self) -> None:
+        self.data["failed_loads"] += 1
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for key, value in other.data.items():
+            self.data[key] = self.data.get(key, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+
+class PrfaasPromMetrics(KVConnectorPromMetrics):
+    """Prometheus counters, one per key of `COUNTERS`."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            key: self.create_metric_per_engine(
+                self._counter_cls(
+                    name=f"vllm:prfaas_{key}", documentation=text, labelnames=labelnames
+                )
+            )
+            for key, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for key, counters in self._counters.items():
+            counters[engine_idx].inc(transfer_stats_data.get(key, 0))
+
+
+__all__ = ["COUNTERS", "PrfaasPromMetrics", "TransferStats"]

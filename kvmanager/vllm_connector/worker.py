@@ -1,0 +1,259 @@
+"""The connector's half in each vLLM worker: copies finished pages out and landed pages in.
+
+While the forward pass runs, `save_kv_layer` is called after every attention layer: the pages of that
+layer which this chunk filled go to the arena and are announced to the agent at once. Recurrent
+states have no such hook and are final only with the last chunk: they follow in `wait_for_save`.
+Loads run on a thread of their own, beside the engine's steps.
+
+Nothing here raises into the engine: a producer's failure aborts that transfer, a consumer's is
+reported so that vLLM recomputes the prompt.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from kvmanager.agent.engine_client import EngineClient
+from kvmanager.agent.protocol import Welcome
+from kvmanager.arena import Arena, ArenaSpace
+from kvmanager.layout import KVKind, KVLayout, LayerExtent
+from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, SendStep, TransferRef
+from kvmanager.vllm_connector.pages import LayerPages, PageCopier, copier_for
+from kvmanager.vllm_connector.stats import TransferStats
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("prfaas.kvmanager.connector")
+
+
+class StaleArenaError(Exception):
+    """The agent that owns a transfer's memory is gone or was restarted."""
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One outbox this worker fills: what is left to send of each layer."""
+
+    space: ArenaSpace
+    extents: dict[str, LayerExtent]
+    num_sent_pages: dict[str, int] = field(default_factory=dict)
+    failed: bool = False
+
+
+class WorkerSide:
+    """Called by vLLM through the facade, with vLLM's own names."""
+
+    def __init__(self, layout: KVLayout, tp_rank: int, kv_cache_config: KVCacheConfig) -> None:
+        self._layout = layout
+        self._tp_rank = tp_rank
+        self._config = kv_cache_config
+        self._pages: dict[str, LayerPages] = {}
+        self._device = torch.device("cpu")
+        self._client: EngineClient | None = None
+        self._copier: PageCopier | None = None
+        self._copier_epoch = ""
+        self._outgoing: dict[bytes, Outgoing] = {}
+        self._stats = TransferStats()
+        self._results_lock = threading.Lock()
+        self._finished_loads: set[str] = set()
+        self._failed_loads: set[str] = set()
+        self._load_queue: queue.SimpleQueue[LoadStep | None] = queue.SimpleQueue()
+        self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn where the engine's pages are. Raises `LayoutError` for an unsupported geometry."""
+        for group in self._layout.groups:
+            for layer in group.layers:
+                cache = kv_caches[layer.name]
+                self._pages[layer.name] = LayerPages.of(layer, cache, self._config)
+        self._device = next(iter(self._pages.values())).rows.device
+        logger.info("moving %s, %s", self._layout.describe(), self._device)
+
+    def connect(self, client: EngineClient) -> None:
+        """Use this client; its events must be wired to the `on_*` methods."""
+        self._client = client
+        client.start()
+        self._loader.start()
+
+    def close(self) -> None:
+        self._load_queue.put(None)
+        if self._loader.is_alive():
+            self._loader.join(timeout=5)
+        if self._copier is not None:
+            self._copier.close()
+        if self._client is not None:
+            self._client.close()
+
+    # Events of the agent; a worker only needs to know the arena, which it looks up when it copies.
+
+    def on_connected(self, welcome: Welcome, arena: Arena) -> None:
+        logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
+
+    def on_disconnected(self) -> None:
+        logger.warning("agent disconnected")
+
+    def on_landed(self, transfer_id: bytes) -> None:
+        """The scheduler's side acts on it."""
+
+    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+        """The scheduler's side acts on it."""
+
+    # Producer.
+
+    def start_step(self, meta: PrfaasMetadata) -> None:
+        """Before the step's loads and after its metadata is bound."""
+        for load in meta.loads:
+            self._load_queue.put(load)
+        for transfer_id in meta.ended:
+            self._outgoing.pop(transfer_id, None)
+
+    def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
+        """Send what the running step added to this attention layer."""
+        for step in meta.sends:
+            self._guarded_send(step, layer_name)
+
+    def wait_for_save(self, meta: PrfaasMetadata) -> None:
+        """Send recurrent states after the last chunk, and tell the agent that prefill is over."""
+        for step in meta.sends:
+            if not step.is_last:
+                continue
+            for group in self._layout.groups:
+                if group.kind is KVKind.RECURRENT:
+                    for layer in group.layers:
+                        self._guarded_send(step, layer.name)
+            self._client_or_raise.prefill_end(step.ref.transfer_id, self._tp_rank)
+
+    def _guarded_send(self, step: SendStep, layer_name: str) -> None:
+        transfer_id = step.ref.transfer_id
+        try:
+            outgoing = self._outgoing.get(transfer_id)
+            if outgoing is None:
+                outgoing = self._outgoing[transfer_id] = self._open(step.ref)
+            if not outgoing.failed and layer_name in outgoing.extents:
+                self._send(step, outgoing, outgoing.extents[layer_name])
+        except Exception as error:
+            # The engine must go on whatever happens to one transfer.
+            logger.exception("sending layer %s of %s", layer_name, transfer_id.hex())
+            self._fail(step.ref, f"{type(error).__name__}: {error}")
+
+    def _open(self, ref: TransferRef) -> Outgoing:
+        return Outgoing(
+            self._space(ref),
+            {e.layer.name: e for e in self._layout.extents(ref.num_tokens, self._tp_rank)},
+        )
+
+    def _fail(self, ref: TransferRef, reason: str) -> None:
+        self._outgoing[ref.transfer_id] = Outgoing(ArenaSpace.empty(), {}, failed=True)
+        self._stats.add_failed_send()
+        self._client_or_raise.abort(ref.transfer_id, reason)
+
+    def _send(self, step: SendStep, outgoing: Outgoing, extent: LayerExtent) -> None:
+        blocks = step.blocks[extent.group_index]
+        first = outgoing.num_sent_pages.get(extent.layer.name, 0)
+        stop = self._num_final_pages(step, extent)
+        if stop <= first:
+            return
+        outgoing.num_sent_pages[extent.layer.name] = stop
+        page_bytes = extent.layer.page_bytes
+        offset = extent.offset + first * page_bytes
+        nbytes = (stop - first) * page_bytes
+        transfer_id = step.ref.transfer_id
+        client = self._client_or_raise
+        self._stats.add_sent(nbytes)
+        self._copier_or_raise.store(
+            self._pages[extent.layer.name],
+            blocks[first:stop],
+            outgoing.space,
+            offset,
+            lambda: client.ready(transfer_id, [(offset, nbytes)]) and None,
+        )
+
+    def _num_final_pages(self, step: SendStep, extent: LayerExtent) -> int:
+        """How many of the layer's pages no later chunk will change."""
+        if step.is_last:
+            return len(extent.pages)
+        group = self._layout.groups[extent.group_index]
+        if group.kind is KVKind.RECURRENT:
+            return 0
+        return max(0, step.computed_tokens // group.tokens_per_block - extent.pages.start)
+
+    # Consumer.
+
+    def transfer_results(self) -> KVConnectorTransferResults:
+        """Loads that ended since the last call; failed ones are in both sets, as vLLM asks."""
+        with self._results_lock:
+            results = KVConnectorTransferResults(
+                finished_recving=self._finished_loads, failed_recving=self._failed_loads
+            )
+            self._finished_loads, self._failed_loads = set(), set()
+        return results
+
+    def take_stats(self) -> TransferStats | None:
+        stats, self._stats = self._stats, TransferStats()
+        return None if stats.is_empty() else stats
+
+    def _run_loads(self) -> None:
+        while (step := self._load_queue.get()) is not None:
+            failed = False
+            try:
+                self._load(step)
+            except Exception:
+                logger.exception("loading %s; computing it here", step.ref.transfer_id.hex())
+                self._stats.add_failed_load()
+                failed = True
+            with self._results_lock:
+                self._finished_loads.add(step.request_id)
+                if failed:
+                    self._failed_loads.add(step.request_id)
+
+    def _load(self, step: LoadStep) -> None:
+        space = self._space(step.ref)
+        nbytes = 0
+        for extent in self._layout.extents(step.ref.num_tokens, self._tp_rank):
+            blocks = step.blocks[extent.group_index]
+            skipped = len(extent.pages) - len(blocks)
+            if not blocks:
+                continue
+            self._check_blocks(blocks, extent)
+            offset = extent.offset + skipped * extent.layer.page_bytes
+            self._copier_or_raise.load(self._pages[extent.layer.name], blocks, space, offset)
+            nbytes += len(blocks) * extent.layer.page_bytes
+        self._stats.add_loaded(nbytes)
+
+    @staticmethod
+    def _check_blocks(blocks: Sequence[int], extent: LayerExtent) -> None:
+        """Block 0 is vLLM's null block: writing it would hide an error in the block tables."""
+        if 0 in blocks:
+            raise ValueError(
+                f"the engine gave no block for a page that layer {extent.layer.name} needs"
+            )
+
+    # Arena.
+
+    def _space(self, ref: TransferRef) -> ArenaSpace:
+        """The bytes of a transfer. Raises `StaleArenaError` when its agent is gone."""
+        arena = self._client_or_raise.arena
+        if arena is None or arena.epoch != ref.arena_epoch:
+            raise StaleArenaError(
+                f"transfer {ref.transfer_id.hex()} is in arena {ref.arena_epoch}, "
+                f"this worker has {arena.epoch if arena else 'none'}"
+            )
+        if self._copier_epoch != arena.epoch:
+            if self._copier is not None:
+                self._copier.close()
+            self._copier = copier_for(self._device, arena)
+            self._copier_epoch = arena.epoch
+        return arena.space(ref.runs, self._layout.transfer_bytes(ref.num_tokens))
+
+    @property
+    def _copier_or_raise(self) -> PageCopier:
+        assert self._copier is not None, "_space() comes first"
+        return self._copier
+
+    @property
+    def _client_or_raise(self) -> EngineClient:
+        assert self._client is not None, "connect() comes first"
+        return self._client
