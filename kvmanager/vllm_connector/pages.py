@@ -136,7 +136,7 @@ class CudaPageCopier:
         self._arena = arena
         self._store_stream = torch.cuda.Stream(device)
         self._load_stream = torch.cuda.Stream(device)
-        self._pinned_address = _pin(arena.buffer)
+        self._pinned_address = _pin(arena.memory)
         self._pending: deque[tuple[torch.cuda.Event, torch.Tensor, Done]] = deque()
         self._changed = threading.Condition()
         self._closed = False

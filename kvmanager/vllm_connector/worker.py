@@ -35,12 +35,11 @@ class StaleArenaError(Exception):
 
 @dataclass(slots=True)
 class Outgoing:
-    """One outbox this worker fills: what is left to send of each layer."""
+    """One outbox this worker fills: how far each layer has come."""
 
     space: ArenaSpace
     extents: dict[str, LayerExtent]
     num_sent_pages: dict[str, int] = field(default_factory=dict)
-    failed: bool = False
 
 
 class WorkerSide:
@@ -55,7 +54,8 @@ class WorkerSide:
         self._client: EngineClient | None = None
         self._copier: PageCopier | None = None
         self._copier_epoch = ""
-        self._outgoing: dict[bytes, Outgoing] = {}
+        # None: this worker gave the transfer up; later steps leave it alone.
+        self._outgoing: dict[bytes, Outgoing | None] = {}
         self._stats = TransferStats()
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
@@ -129,10 +129,10 @@ class WorkerSide:
     def _guarded_send(self, step: SendStep, layer_name: str) -> None:
         transfer_id = step.ref.transfer_id
         try:
-            outgoing = self._outgoing.get(transfer_id)
-            if outgoing is None:
-                outgoing = self._outgoing[transfer_id] = self._open(step.ref)
-            if not outgoing.failed and layer_name in outgoing.extents:
+            if transfer_id not in self._outgoing:
+                self._outgoing[transfer_id] = self._open(step.ref)
+            outgoing = self._outgoing[transfer_id]
+            if outgoing is not None and layer_name in outgoing.extents:
                 self._send(step, outgoing, outgoing.extents[layer_name])
         except Exception as error:
             # The engine must go on whatever happens to one transfer.
@@ -146,7 +146,7 @@ class WorkerSide:
         )
 
     def _fail(self, ref: TransferRef, reason: str) -> None:
-        self._outgoing[ref.transfer_id] = Outgoing(ArenaSpace.empty(), {}, failed=True)
+        self._outgoing[ref.transfer_id] = None
         self._stats.add_failed_send()
         self._client_or_raise.abort(ref.transfer_id, reason)
 
@@ -246,7 +246,7 @@ class WorkerSide:
                 self._copier.close()
             self._copier = copier_for(self._device, arena)
             self._copier_epoch = arena.epoch
-        return arena.space(ref.runs, self._layout.transfer_bytes(ref.num_tokens))
+        return arena.view(ref.runs, self._layout.transfer_bytes(ref.num_tokens))
 
     @property
     def _copier_or_raise(self) -> PageCopier:
