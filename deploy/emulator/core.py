@@ -1,0 +1,203 @@
+"""The arithmetic of an emulated link: when a byte leaves the bottleneck and when it arrives.
+
+Three small machines, all with time as an argument: `RateClock` (the bottleneck, shared by every
+connection of one direction), `DelayLine` (the propagation delay of one connection in one
+direction, order kept) and `ByteQueue` (the bytes that are inside the link meanwhile, in chunks
+of a shared pool). No sockets, no clock, no randomness: jitter is handed in by the caller.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+UNLIMITED_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class LinkShape:
+    """What a link is like. `rate_bytes_per_s` 0 means no limit; `rtt_s` is there and back."""
+
+    rate_bytes_per_s: float = 0.0
+    rtt_s: float = 0.0
+    jitter_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.rate_bytes_per_s, self.rtt_s, self.jitter_s) < 0:
+            raise ValueError("rate, rtt and jitter of a link cannot be negative")
+
+    @property
+    def one_way_s(self) -> float:
+        return self.rtt_s / 2
+
+
+class RateClock:
+    """A bottleneck of a fixed rate as a virtual clock: the instant at which it falls idle.
+
+    Equivalent to a token bucket whose depth is `read_ahead_s` worth of bytes, but it also says
+    exactly when the last admitted byte has passed. Bytes may be admitted up to `read_ahead_s`
+    before their turn: the queue in front of a real bottleneck, and what lets a process that
+    is scheduled late still fill the link.
+    """
+
+    __slots__ = ("_idle_at_s", "_rate", "read_ahead_s")
+
+    def __init__(self, rate_bytes_per_s: float, read_ahead_s: float = 0.008) -> None:
+        self._rate = rate_bytes_per_s
+        self.read_ahead_s = read_ahead_s
+        self._idle_at_s = float("-inf")
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        return self._rate
+
+    def room_bytes(self, now_s: float) -> int:
+        """How many bytes may be admitted now."""
+        if self._rate == 0:
+            return UNLIMITED_BYTES
+        backlog_s = max(0.0, self._idle_at_s - now_s)
+        return max(0, int((self.read_ahead_s - backlog_s) * self._rate))
+
+    def admit(self, now_s: float, nbytes: int) -> float:
+        """Take `nbytes`; the instant at which the last of them has passed the bottleneck."""
+        if self._rate == 0:
+            return now_s
+        self._idle_at_s = max(now_s, self._idle_at_s) + nbytes / self._rate
+        return self._idle_at_s
+
+    def room_at_s(self, now_s: float, nbytes: int) -> float:
+        """The earliest instant at which `room_bytes` is at least `nbytes`."""
+        if self._rate == 0:
+            return now_s
+        wanted_s = min(nbytes / self._rate, self.read_ahead_s)
+        return max(now_s, self._idle_at_s - self.read_ahead_s + wanted_s)
+
+    def change_rate(self, now_s: float, rate_bytes_per_s: float) -> None:
+        """Go on with another rate; what is queued is served at the new one."""
+        backlog_bytes = max(0.0, self._idle_at_s - now_s) * self._rate
+        self._rate = rate_bytes_per_s
+        self._idle_at_s = now_s + (backlog_bytes / rate_bytes_per_s if rate_bytes_per_s else 0.0)
+
+
+class DelayLine:
+    """Byte counts on their way with the instant each arrives; a stream, so never reordered."""
+
+    __slots__ = ("_due_bytes", "_marks", "_on_way_bytes")
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque()
+        self._on_way_bytes = 0
+        self._due_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Everything inside: on its way, or arrived and not yet taken."""
+        return self._on_way_bytes + self._due_bytes
+
+    def push(self, arrive_at_s: float, nbytes: int) -> None:
+        """`nbytes` more; they arrive at `arrive_at_s`, or with what was pushed before if later."""
+        if self._marks and arrive_at_s < self._marks[-1][0]:
+            arrive_at_s = self._marks[-1][0]
+        self._marks.append((arrive_at_s, nbytes))
+        self._on_way_bytes += nbytes
+
+    def due(self, now_s: float) -> int:
+        """Bytes that have arrived by now and were not taken."""
+        marks = self._marks
+        while marks and marks[0][0] <= now_s:
+            nbytes = marks.popleft()[1]
+            self._on_way_bytes -= nbytes
+            self._due_bytes += nbytes
+        return self._due_bytes
+
+    def take(self, nbytes: int) -> None:
+        """Remove `nbytes` that `due` reported; ValueError beyond that."""
+        if nbytes > self._due_bytes:
+            raise ValueError(f"{nbytes} bytes taken, {self._due_bytes} have arrived")
+        self._due_bytes -= nbytes
+
+    def next_arrival_s(self) -> float | None:
+        """When the next bytes arrive, None if nothing is on its way."""
+        return self._marks[0][0] if self._marks else None
+
+    def clear(self) -> None:
+        self._marks.clear()
+        self._on_way_bytes = self._due_bytes = 0
+
+
+class ChunkPool:
+    """Equal buffers, re-used: the memory a busy link works in stays the same (and in cache)."""
+
+    def __init__(self, chunk_bytes: int = 256 << 10, max_spare: int = 64) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._max_spare = max_spare
+        self._spare: list[memoryview] = []
+
+    def take(self) -> memoryview:
+        return self._spare.pop() if self._spare else memoryview(bytearray(self.chunk_bytes))
+
+    def give_back(self, chunk: memoryview) -> None:
+        if len(self._spare) < self._max_spare:
+            self._spare.append(chunk)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    memory: memoryview
+    start: int = 0
+    end: int = 0
+
+
+@dataclass(slots=True)
+class ByteQueue:
+    """Bytes in order, received into and sent from pool chunks without another copy."""
+
+    pool: ChunkPool
+    _chunks: deque[_Chunk] = field(default_factory=deque)
+    num_bytes: int = 0
+
+    def free_space(self, min_bytes: int) -> memoryview:
+        """Memory for the next bytes, at least `min_bytes` (at most a chunk) long."""
+        tail = self._chunks[-1] if self._chunks else None
+        if tail is None or len(tail.memory) - tail.end < min_bytes:
+            tail = _Chunk(self.pool.take())
+            self._chunks.append(tail)
+        return tail.memory[tail.end :]
+
+    def filled(self, nbytes: int) -> None:
+        """`nbytes` (0 allowed) were written at the start of what `free_space` returned."""
+        self._chunks[-1].end += nbytes
+        self.num_bytes += nbytes
+        if not self.num_bytes:
+            self.clear()
+
+    def front(self, limit_bytes: int) -> list[memoryview]:
+        """The oldest bytes, at most `limit_bytes` of them, as views to send from."""
+        views: list[memoryview] = []
+        for chunk in self._chunks:
+            if limit_bytes <= 0:
+                break
+            stop = min(chunk.end, chunk.start + limit_bytes)
+            if stop > chunk.start:
+                views.append(chunk.memory[chunk.start : stop])
+                limit_bytes -= stop - chunk.start
+        return views
+
+    def drop_front(self, nbytes: int) -> None:
+        """The oldest `nbytes` are done with."""
+        if nbytes > self.num_bytes:
+            raise ValueError(f"{nbytes} bytes dropped, {self.num_bytes} are held")
+        self.num_bytes -= nbytes
+        while self._chunks and (nbytes or not self.num_bytes):
+            head = self._chunks[0]
+            step = min(nbytes, head.end - head.start)
+            head.start += step
+            nbytes -= step
+            if head.start < head.end:
+                break
+            self.pool.give_back(self._chunks.popleft().memory)
+
+    def clear(self) -> None:
+        while self._chunks:
+            self.pool.give_back(self._chunks.popleft().memory)
+        self.num_bytes = 0
