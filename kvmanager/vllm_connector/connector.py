@@ -10,9 +10,17 @@ as if they carried no parameters. Interface: vLLM's `KVConnectorBase_V1` with `S
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.request import RequestStatus
+
 from kvmanager.agent.engine_client import EngineClient
 from kvmanager.agent.protocol import PROTOCOL_VERSION, Hello
 from kvmanager.layout import KVLayout
@@ -21,13 +29,6 @@ from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
 from kvmanager.vllm_connector.worker import WorkerSide
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
-from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,9 +70,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 layout,
                 kv_cache_config,
                 mamba_cache_mode=vllm_config.cache_config.mamba_cache_mode,
-                landing_timeout_s=float(
-                    extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)
-                ),
+                landing_timeout_s=float(extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)),
                 produces=self._kv_transfer_config.is_kv_producer,
                 consumes=self._kv_transfer_config.is_kv_consumer,
             )
@@ -195,7 +194,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return PrfaasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _hello(extra: dict[str, Any], role: str, layout: KVLayout, tp_rank: int) -> Hello:
+def _hello(
+    extra: dict[str, Any], role: Literal["scheduler", "worker"], layout: KVLayout, tp_rank: int
+) -> Hello:
     return Hello(
         version=PROTOCOL_VERSION,
         instance=str(extra.get("instance", f"pid-{os.getppid()}")),

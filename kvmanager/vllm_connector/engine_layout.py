@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -18,6 +17,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+
+from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -48,10 +48,18 @@ class LoadStep:
     blocks: tuple[list[int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class EndedSend:
+    """A producer request that is over. `failure`: why its outbox stays incomplete, else ''."""
+
+    transfer_id: bytes
+    failure: str = ""
+
+
 @dataclass(slots=True)
 class PrfaasMetadata(KVConnectorMetadata):
-    """One step: what to send, what to load, which transfers are over."""
+    """One step: what to send, what to load, which outboxes are over."""
 
     sends: list[SendStep] = field(default_factory=list)
     loads: list[LoadStep] = field(default_factory=list)
-    ended: list[bytes] = field(default_factory=list)
+    ended: list[EndedSend] = field(default_factory=list)

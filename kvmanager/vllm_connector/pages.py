@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+
 from kvmanager.layout import KVLayer, LayoutError
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
     from kvmanager.arena import Arena
     from transport import ByteSpace
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Done = Callable[[], None]
 
@@ -45,7 +47,7 @@ class LayerPages:
                 f"(strides {tuple(first.stride())}); set VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC"
             )
         storage = torch.empty(0, dtype=torch.uint8, device=first.device)
-        storage.set_(first.untyped_storage())  # type: ignore[call-overload]
+        storage.set_(first.untyped_storage())
         rows = storage.as_strided(
             (config.num_blocks, layer.page_bytes),
             (place.block_stride, 1),
@@ -69,12 +71,20 @@ class PageCopier(Protocol):
     """Copies rows; `store` may return before the copy is over and calls `done` when it is."""
 
     def store(
-        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int, done: Done
+        self,
+        pages: LayerPages,
+        block_ids: Sequence[int],
+        space: "ByteSpace",
+        offset: int,
+        done: Done,
     ) -> None: ...
 
     def load(
         self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
     ) -> None: ...
+
+    def drain(self) -> None:
+        """Returns when no `store` is under way."""
 
     def close(self) -> None: ...
 
@@ -95,7 +105,12 @@ class CpuPageCopier:
     """Plain copies in the caller's thread: on a CPU the engine's memory is the arena's kin."""
 
     def store(
-        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int, done: Done
+        self,
+        pages: LayerPages,
+        block_ids: Sequence[int],
+        space: "ByteSpace",
+        offset: int,
+        done: Done,
     ) -> None:
         rows = pages.rows.numpy()
         for block, pieces in zip(
@@ -118,6 +133,9 @@ class CpuPageCopier:
             for piece in pieces:
                 rows[block, start : start + len(piece)] = np.frombuffer(piece, np.uint8)
                 start += len(piece)
+
+    def drain(self) -> None:
+        """`store` is over when it returns."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -146,7 +164,12 @@ class CudaPageCopier:
         self._thread.start()
 
     def store(
-        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int, done: Done
+        self,
+        pages: LayerPages,
+        block_ids: Sequence[int],
+        space: "ByteSpace",
+        offset: int,
+        done: Done,
     ) -> None:
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device, non_blocking=True)
         gathered = pages.rows.index_select(0, ids).view(-1)
@@ -178,6 +201,9 @@ class CudaPageCopier:
             ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
             pages.rows.index_copy_(0, ids, staged.view(-1, row_bytes))
             self._load_stream.synchronize()
+
+    def drain(self) -> None:
+        self._store_stream.synchronize()
 
     def close(self) -> None:
         with self._changed:

@@ -22,7 +22,13 @@ from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVKind, KVLayout
 from kvmanager.vllm_connector.engine_layout import state_block_index
-from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, SendStep, TransferRef
+from kvmanager.vllm_connector.metadata import (
+    EndedSend,
+    LoadStep,
+    PrfaasMetadata,
+    SendStep,
+    TransferRef,
+)
 from kvmanager.vllm_connector.params import (
     ConsumerParams,
     ParamsError,
@@ -99,7 +105,7 @@ class SchedulerSide:
         self._consumers: dict[str, Consumer] = {}
         self._request_of: dict[bytes, str] = {}
         self._loads: list[LoadStep] = []
-        self._ended: list[bytes] = []
+        self._ended: list[EndedSend] = []
 
     def connect(self, client: EngineClient) -> None:
         """Use this client; its events must be wired to the `on_*` methods."""
@@ -155,7 +161,6 @@ class SchedulerSide:
             logger.error("request %s: %s; computing it here", request.request_id, problem)
             self._refuse(params, problem)
         elif isinstance(params, ProducerParams):
-            self._client_or_raise.attach(ref.transfer_id)
             self._producers[request.request_id] = Producer(ref)
         else:
             self._watch(request.request_id, ref)
@@ -183,8 +188,7 @@ class SchedulerSide:
 
     def _refuse(self, params: TransferParams, problem: str) -> None:
         if isinstance(params, ProducerParams):
-            self._client_or_raise.attach(params.id_bytes)
-            self._client_or_raise.abort(params.id_bytes, problem)
+            self._ended.append(EndedSend(params.id_bytes, problem))
         else:
             self._client_or_raise.watch(params.id_bytes)
             self._client_or_raise.release(params.id_bytes)
@@ -265,9 +269,7 @@ class SchedulerSide:
         return table[first_page : pages.stop]
 
     def _state_index(self, group_index: int, computed_tokens: int) -> int:
-        return state_block_index(
-            self._specs[group_index], self._mamba_cache_mode, computed_tokens
-        )
+        return state_block_index(self._specs[group_index], self._mamba_cache_mode, computed_tokens)
 
     def build_connector_meta(self, output: "SchedulerOutput") -> PrfaasMetadata:
         self._engine_is_idle = output.total_num_scheduled_tokens == 0
@@ -324,11 +326,9 @@ class SchedulerSide:
         """The request is over; its blocks may be freed at once, its pages were copied out."""
         producer = self._producers.pop(request.request_id, None)
         if producer is not None:
-            if aborted or not producer.done:
-                self._client_or_raise.abort(
-                    producer.ref.transfer_id, f"prefill ended early: {request.status.name}"
-                )
-            self._ended.append(producer.ref.transfer_id)
+            early = aborted or not producer.done
+            failure = f"prefill ended early: {request.status.name}" if early else ""
+            self._ended.append(EndedSend(producer.ref.transfer_id, failure))
         consumer = self._consumers.get(request.request_id)
         if consumer is None:
             return

@@ -1,7 +1,7 @@
 """The connector's half in each vLLM worker: copies finished pages out and landed pages in.
 
-While the forward pass runs, `save_kv_layer` is called after every attention layer: the pages of that
-layer which this chunk filled go to the arena and are announced to the agent at once. Recurrent
+While the forward pass runs, `save_kv_layer` is called after every attention layer: the pages of
+that layer which this chunk filled go to the arena and are announced to the agent at once. Recurrent
 states have no such hook and are final only with the last chunk: they follow in `wait_for_save`.
 Loads run on a thread of their own, beside the engine's steps.
 
@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
 from kvmanager.agent.engine_client import EngineClient
 from kvmanager.agent.protocol import Welcome
 from kvmanager.arena import Arena, ArenaSpace
@@ -23,8 +26,6 @@ from kvmanager.layout import KVKind, KVLayout, LayerExtent
 from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, SendStep, TransferRef
 from kvmanager.vllm_connector.pages import LayerPages, PageCopier, copier_for
 from kvmanager.vllm_connector.stats import TransferStats
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
@@ -54,6 +55,7 @@ class WorkerSide:
         self._client: EngineClient | None = None
         self._copier: PageCopier | None = None
         self._copier_epoch = ""
+        self._sending = threading.Lock()
         # None: this worker gave the transfer up; later steps leave it alone.
         self._outgoing: dict[bytes, Outgoing | None] = {}
         self._stats = TransferStats()
@@ -87,7 +89,7 @@ class WorkerSide:
         if self._client is not None:
             self._client.close()
 
-    # Events of the agent; a worker only needs to know the arena, which it looks up when it copies.
+    # Events of the agent, on the client's thread.
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
@@ -99,7 +101,13 @@ class WorkerSide:
         """The scheduler's side acts on it."""
 
     def on_failed(self, transfer_id: bytes, reason: str) -> None:
-        """The scheduler's side acts on it."""
+        """An outbox is over without success: stop, and say so once no copy is under way."""
+        logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
+        with self._sending:
+            self._outgoing[transfer_id] = None
+            if self._copier is not None:
+                self._copier.drain()
+        self._client_or_raise.release(transfer_id)
 
     # Producer.
 
@@ -107,8 +115,13 @@ class WorkerSide:
         """Before the step's loads and after its metadata is bound."""
         for load in meta.loads:
             self._load_queue.put(load)
-        for transfer_id in meta.ended:
-            self._outgoing.pop(transfer_id, None)
+        for ended in meta.ended:
+            with self._sending:
+                self._outgoing.pop(ended.transfer_id, None)
+                if ended.failure and self._copier is not None:
+                    self._copier.drain()
+            if ended.failure:
+                self._client_or_raise.abort(ended.transfer_id, ended.failure)
 
     def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
         """Send what the running step added to this attention layer."""
@@ -129,24 +142,31 @@ class WorkerSide:
     def _guarded_send(self, step: SendStep, layer_name: str) -> None:
         transfer_id = step.ref.transfer_id
         try:
-            if transfer_id not in self._outgoing:
-                self._outgoing[transfer_id] = self._open(step.ref)
-            outgoing = self._outgoing[transfer_id]
-            if outgoing is not None and layer_name in outgoing.extents:
-                self._send(step, outgoing, outgoing.extents[layer_name])
+            with self._sending:
+                if transfer_id not in self._outgoing:
+                    self._outgoing[transfer_id] = self._open(step.ref)
+                outgoing = self._outgoing[transfer_id]
+                if outgoing is not None and layer_name in outgoing.extents:
+                    self._send(step, outgoing, outgoing.extents[layer_name])
         except Exception as error:
             # The engine must go on whatever happens to one transfer.
             logger.exception("sending layer %s of %s", layer_name, transfer_id.hex())
             self._fail(step.ref, f"{type(error).__name__}: {error}")
 
     def _open(self, ref: TransferRef) -> Outgoing:
+        space = self._space(ref)
+        if not self._client_or_raise.attach(ref.transfer_id):
+            raise StaleArenaError("the agent is gone")
         return Outgoing(
-            self._space(ref),
+            space,
             {e.layer.name: e for e in self._layout.extents(ref.num_tokens, self._tp_rank)},
         )
 
     def _fail(self, ref: TransferRef, reason: str) -> None:
-        self._outgoing[ref.transfer_id] = None
+        with self._sending:
+            self._outgoing[ref.transfer_id] = None
+            if self._copier is not None:
+                self._copier.drain()
         self._stats.add_failed_send()
         self._client_or_raise.abort(ref.transfer_id, reason)
 
