@@ -1,0 +1,191 @@
+"""What an engine and its node agent say over the unix socket: messages and framing.
+
+It does not know sockets, threads or what a message causes.
+
+A frame is a little-endian u32 length and that many bytes of msgpack: one message, a map whose
+"type" names it. Unknown fields are ignored, unknown types and values outside their bounds are a
+`ProtocolError`. Every id is the 16 raw bytes of a transfer id; the same id may name a landing and
+an outbox of one agent, when a prefill is handed over inside a host.
+
+Who may touch memory, and how it comes back:
+
+- An engine that fills an outbox says `Attach` before it writes the first byte. `Failed` for it
+  means stop; the engine answers `Release` (or `Abort`) once no copy into the outbox is under way,
+  and only then are the blocks used for something else. What was said to be `Ready` must not be
+  written again; a transfer that completes needs no `Release`.
+- An engine that waits for a landing says `Watch`, on one connection. `Landed` makes its instance
+  the owner: the memory is stable until one `Release` from any connection of the instance. `Failed`
+  ends the watch; nothing is owned then.
+- A closed connection forgets its watches and fails the outboxes it was still filling. Memory it
+  could touch is reused when its process is gone, or after a grace time.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+PROTOCOL_VERSION: Final = 1
+"""1: first version."""
+
+MAX_FRAME_BYTES: Final = 4 << 20
+MAX_RANGES_PER_READY: Final = 8192
+
+_LENGTH: Final = struct.Struct("<I")
+
+TransferId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Reason = Annotated[str, msgspec.Meta(max_length=4096)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+
+
+class ProtocolError(Exception):
+    """The other side sent something that is not a message of this protocol."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of an engine: who it is. `layout` is `KVLayout.encode()`."""
+
+    instance: Name
+    role: Literal["scheduler", "worker"]
+    pid: int
+    layout: Annotated[bytes, msgspec.Meta(max_length=2 << 20)]
+    tp_rank: Rank = 0
+    tp_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] = 1
+    version: int = PROTOCOL_VERSION
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """This engine will fill this outbox; its death fails the transfer."""
+
+    transfer_id: TransferId
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """These (offset, length) ranges of the outbox hold their final bytes."""
+
+    transfer_id: TransferId
+    ranges: Annotated[list[tuple[Offset, Offset]], msgspec.Meta(max_length=MAX_RANGES_PER_READY)]
+
+
+class PrefillEnd(msgspec.Struct, frozen=True, tag="prefill_end"):
+    """The forward pass of the last chunk is over on this rank."""
+
+    transfer_id: TransferId
+    tp_rank: Rank = 0
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The engine gives the outbox up and no longer writes into it."""
+
+    transfer_id: TransferId
+    reason: Reason
+
+
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Tell this engine how the landing ends, and let it own what landed."""
+
+    transfer_id: TransferId
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """This engine neither reads nor writes the transfer's memory any more."""
+
+    transfer_id: TransferId
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """First message of the agent: where its arena is. A new epoch is a new, empty arena."""
+
+    arena_epoch: str
+    arena_path: str
+    arena_bytes: int
+    block_bytes: int
+    version: int = PROTOCOL_VERSION
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The agent closes the connection and says why."""
+
+    reason: str
+
+
+class Landed(msgspec.Struct, frozen=True, tag="landed"):
+    """Every byte of the landing is in place and verified; this connection owns it now."""
+
+    transfer_id: TransferId
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The watched landing or attached outbox is over without success."""
+
+    transfer_id: TransferId
+    reason: str
+
+
+TransferMessage = Attach | Ready | PrefillEnd | Abort | Watch | Release
+EngineMessage = Hello | TransferMessage
+AgentMessage = Welcome | Refused | Landed | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_agent_decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+
+
+def encode_frame(message: EngineMessage | AgentMessage) -> bytes:
+    """The message as one frame; raises ProtocolError when it is over MAX_FRAME_BYTES."""
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(payload)} bytes: at most {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def decode_engine_message(payload: bytes) -> EngineMessage:
+    """What an engine said; raises ProtocolError."""
+    try:
+        return _engine_decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"bad message from an engine: {error}") from error
+
+
+def decode_agent_message(payload: bytes) -> AgentMessage:
+    """What an agent said; raises ProtocolError."""
+    try:
+        return _agent_decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"bad message from the agent: {error}") from error
+
+
+class FrameDecoder:
+    """Cuts a byte stream into payloads; a length is checked before its bytes are waited for."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads completed by `data`; raises ProtocolError for an impossible length.
+
+        After an error the stream has no frame boundary any more and must be closed.
+        """
+        buffer = self._buffer
+        buffer += data
+        payloads = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if not 0 < length <= MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {length} bytes: 1 to {MAX_FRAME_BYTES}")
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            payloads.append(bytes(buffer[start + _LENGTH.size : end]))
+            start = end
+        del buffer[:start]
+        return payloads
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        return len(self._buffer)

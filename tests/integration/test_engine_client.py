@@ -1,0 +1,367 @@
+"""EngineClient against an in-process agent stand-in on a real unix socket."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Empty, Queue
+
+import pytest
+
+from kvmanager.agent.engine_client import EngineClient
+from kvmanager.agent.protocol import (
+    Attach,
+    EngineMessage,
+    Failed,
+    FrameDecoder,
+    Hello,
+    Landed,
+    PrefillEnd,
+    Ready,
+    Refused,
+    Release,
+    Watch,
+    Welcome,
+    decode_engine_message,
+    encode_frame,
+)
+from kvmanager.arena import Arena
+
+TID = bytes(range(16))
+HELLO = Hello(instance="d0", role="scheduler", pid=1, layout=b"layout", tp_rank=3, tp_size=4)
+
+
+class Events:
+    def __init__(self) -> None:
+        self.seen: Queue[tuple[object, ...]] = Queue()
+        self.raising = False
+
+    def _note(self, *what: object) -> None:
+        self.seen.put(what)
+        if self.raising:
+            raise RuntimeError("the engine has a bug")
+
+    def on_connected(self, welcome: Welcome, arena: Arena) -> None:
+        self._note("connected", arena.epoch)
+
+    def on_disconnected(self) -> None:
+        self._note("disconnected")
+
+    def on_landed(self, transfer_id: bytes) -> None:
+        self._note("landed", transfer_id)
+
+    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+        self._note("failed", transfer_id, reason)
+
+    def next(self, timeout_s: float = 5.0) -> tuple[object, ...]:
+        return self.seen.get(timeout=timeout_s)
+
+
+class StandIn:
+    """One listening socket; the test accepts, reads and writes by hand."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "agent.sock"
+        self.arena = Arena.create(directory, 4, prefault=False)
+        self.listener: socket.socket | None = None
+        self.listen()
+
+    def listen(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(self.path))
+        self.listener.listen()
+        self.listener.settimeout(5)
+
+    def accept(self) -> "Peer":
+        assert self.listener is not None
+        connection, _ = self.listener.accept()
+        connection.settimeout(5)
+        return Peer(connection, self.arena)
+
+    def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+        self.path.unlink(missing_ok=True)
+        self.arena.close()
+
+
+class Peer:
+    def __init__(self, connection: socket.socket, arena: Arena) -> None:
+        self.connection = connection
+        self.arena = arena
+        self._decoder = FrameDecoder()
+        self._messages: list[EngineMessage] = []
+
+    def read(self) -> EngineMessage:
+        while not self._messages:
+            data = self.connection.recv(1 << 16)
+            assert data, "the client closed"
+            self._messages += map(decode_engine_message, self._decoder.feed(data))
+        return self._messages.pop(0)
+
+    def welcome(self, *, version: int = 1) -> Hello:
+        hello = self.read()
+        assert isinstance(hello, Hello)
+        arena = self.arena
+        self.send(Welcome(arena.epoch, str(arena.path), arena.nbytes, arena.block_bytes, version))
+        return hello
+
+    def send(self, *messages: Welcome | Refused | Landed | Failed) -> None:
+        self.connection.sendall(b"".join(encode_frame(message) for message in messages))
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[StandIn]:
+    stand_in = StandIn(tmp_path)
+    yield stand_in
+    stand_in.close()
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def client(agent: StandIn, events: Events) -> Iterator[EngineClient]:
+    engine = EngineClient(agent.path, HELLO, events)
+    yield engine
+    engine.close()
+    assert "prfaas-engine-client" not in {thread.name for thread in threading.enumerate()}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not reached"
+        time.sleep(0.01)
+
+
+def connect(agent: StandIn, client: EngineClient, events: Events) -> Peer:
+    client.start()
+    peer = agent.accept()
+    assert peer.welcome() == HELLO
+    assert events.next() == ("connected", agent.arena.epoch)
+    return peer
+
+
+def test_messages_arrive_in_order_and_the_arena_is_shared(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    peer = connect(agent, client, events)
+    assert client.arena is not None
+    client.arena.view([(2, 1)], 5).views(0, 5)[0][:] = b"hello"
+    assert agent.arena.view([(2, 1)], 5).views(0, 5)[0] == b"hello"
+    assert client.attach(TID)
+    assert client.ready(TID, [(0, 10), (20, 5)])
+    assert client.prefill_end(TID)
+    assert client.watch(TID)
+    assert client.release(TID)
+    assert [peer.read() for _ in range(5)] == [
+        Attach(TID),
+        Ready(TID, [(0, 10), (20, 5)]),
+        PrefillEnd(TID, 3),
+        Watch(TID),
+        Release(TID),
+    ]
+    peer.send(Landed(TID), Failed(TID, "no"))
+    assert events.next() == ("landed", TID)
+    assert events.next() == ("failed", TID, "no")
+    peer.close()
+    assert events.next() == ("disconnected",)
+    assert client.arena is None
+    assert not client.watch(TID)
+
+
+def test_events_behind_the_welcome_are_not_lost(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    client.start()
+    peer = agent.accept()
+    peer.read()
+    arena = agent.arena
+    peer.send(Welcome(arena.epoch, str(arena.path), arena.nbytes, arena.block_bytes), Landed(TID))
+    assert events.next()[0] == "connected"
+    assert events.next() == ("landed", TID)
+    peer.close()
+
+
+def test_without_an_agent_everything_answers_false_until_one_comes(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    agent.listener.close()  # type: ignore[union-attr]
+    agent.path.unlink()
+    client.start()
+    assert not client.attach(TID)
+    assert not client.ready(TID, [(0, 1)])
+    with pytest.raises(Empty):
+        events.next(timeout_s=0.2)
+    agent.listen()
+    connect(agent, client, events).close()
+
+
+def test_restarted_agent_with_a_new_arena_is_found(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    first = connect(agent, client, events)
+    old = client.arena
+    assert old is not None
+    kept = old.view([(0, 1)], 4).views(0, 4)[0]
+    agent.close()
+    first.close()
+    assert events.next() == ("disconnected",)
+    agent.arena = Arena.create(agent.path.parent, 4, prefault=False)
+    agent.listen()
+    peer = agent.accept()
+    peer.welcome()
+    assert events.next() == ("connected", agent.arena.epoch)
+    assert agent.arena.epoch != old.epoch
+    kept[:] = b"late"  # memory of the old epoch stays mapped while it is held, and hurts nobody
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        encode_frame(Landed(TID)),
+        encode_frame(Refused("two layouts")),
+        encode_frame(Welcome("x", "/nonexistent/arena", 4096, 4096)),
+        b"\xff\xff\xff\xff",
+        b"\x01\x00\x00\x00\xc1",
+        b"",
+    ],
+)
+def test_bad_greetings_are_retried(
+    agent: StandIn, client: EngineClient, events: Events, frame: bytes
+) -> None:
+    client.start()
+    bad = agent.accept()
+    bad.read()
+    bad.connection.sendall(frame)
+    bad.close()
+    peer = agent.accept()
+    peer.welcome()
+    assert events.next()[0] == "connected"
+    peer.close()
+
+
+def test_other_version_is_not_connected(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    client.start()
+    peer = agent.accept()
+    peer.welcome(version=99)
+    assert peer.connection.recv(1) == b""
+    peer.close()
+    with pytest.raises(Empty):
+        events.next(timeout_s=0.1)
+
+
+def test_raising_callbacks_do_not_end_the_client(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    events.raising = True
+    peer = connect(agent, client, events)
+    peer.send(Landed(TID))
+    assert events.next() == ("landed", TID)
+    assert client.watch(TID)
+    peer.close()
+    assert events.next() == ("disconnected",)
+
+
+def test_stuck_agent_never_blocks_the_caller(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    peer = connect(agent, client, events)
+    ranges = [(i * 2, 1) for i in range(8000)]
+    began_s = time.monotonic()
+    while client.ready(TID, ranges):
+        assert time.monotonic() - began_s < 20
+    assert events.next() == ("disconnected",)
+    peer.close()
+    again = agent.accept()
+    again.welcome()
+    assert events.next()[0] == "connected"
+    assert client.watch(TID)
+    assert again.read() == Watch(TID), "nothing of the lost connection may follow"
+    again.close()
+
+
+def test_slow_agent_gets_everything(agent: StandIn, client: EngineClient, events: Events) -> None:
+    peer = connect(agent, client, events)
+    ranges = [(i << 32, 1) for i in range(8000)]
+    for _ in range(20):  # far more than a socket buffer, less than the client's bound
+        assert client.ready(TID, ranges)
+    for _ in range(20):
+        assert peer.read() == Ready(TID, ranges)
+    peer.close()
+
+
+def test_many_ranges_are_split(agent: StandIn, client: EngineClient, events: Events) -> None:
+    peer = connect(agent, client, events)
+    assert client.ready(TID, ((i * 2, 1) for i in range(8193)))
+    parts = [peer.read(), peer.read()]
+    assert [len(part.ranges) for part in parts if isinstance(part, Ready)] == [8192, 1]
+    peer.close()
+
+
+def test_callers_mistakes_answer_false(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    peer = connect(agent, client, events)
+    assert not client.attach(b"short")
+    assert not client.ready(TID, [(-1, 5)])
+    assert not client.ready(TID, [("a", 5)])  # type: ignore[list-item]
+    assert not client.prefill_end(None)  # type: ignore[arg-type]
+    assert client.release(TID)
+    assert peer.read() == Release(TID)
+    peer.close()
+
+
+def test_close_disconnects_and_may_be_called_from_a_callback(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    peer = connect(agent, client, events)
+    events.on_landed = lambda _: client.close()  # type: ignore[method-assign]
+    peer.send(Landed(TID))
+    assert events.next() == ("disconnected",)
+    assert peer.connection.recv(1) == b""
+    peer.close()
+    client.start()
+    assert not client.connected
+
+
+def test_close_during_the_handshake_is_prompt(agent: StandIn, client: EngineClient) -> None:
+    client.start()
+    peer = agent.accept()
+    peer.read()
+    began_s = time.monotonic()
+    client.close()
+    assert time.monotonic() - began_s < 1
+    peer.close()
+
+
+def test_sends_from_many_threads_stay_whole_frames(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    peer = connect(agent, client, events)
+
+    def work() -> None:
+        for index in range(200):
+            client.ready(TID, [(index, 1)] * 50)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(800):
+        message = peer.read()
+        assert isinstance(message, Ready)
+        assert len(message.ranges) == 50
+    for thread in threads:
+        thread.join()
+    peer.close()
