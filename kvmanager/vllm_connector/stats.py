@@ -68,12 +68,17 @@ class PrfaasPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
-            key: self.create_metric_per_engine(
+            key: self._per_engine(
                 self._counter_cls(
                     name=f"vllm:prfaas_{key}", documentation=text, labelnames=labelnames
                 )
             )
             for key, text in COUNTERS.items()
+        }
+
+    def _per_engine(self, counter: Any) -> dict[int, Any]:
+        return {
+            index: counter.labels(*values) for index, values in self.per_engine_labelvalues.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -95,7 +95,12 @@ class WorkerSide:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
 
     def on_disconnected(self) -> None:
+        """Every outbox is lost; their memory may belong to others soon."""
         logger.warning("agent disconnected")
+        with self._sending:
+            self._outgoing = dict.fromkeys(self._outgoing)
+            if self._copier is not None:
+                self._copier.drain()
 
     def on_landed(self, transfer_id: bytes) -> None:
         """The scheduler's side acts on it."""
