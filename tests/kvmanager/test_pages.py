@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from kvmanager.layout import KVLayer, LayoutError
 from kvmanager.vllm_connector.pages import CpuPageCopier, LayerPages
 

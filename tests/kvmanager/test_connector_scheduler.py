@@ -1,0 +1,264 @@
+"""The connector's scheduler half: when a request waits, loads, sends, and when it goes alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvmanager.hashing import token_digest
+from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.vllm_connector.metadata import PrfaasMetadata
+from kvmanager.vllm_connector.scheduler import SchedulerSide
+
+LAYOUT = KVLayout(
+    "m",
+    "digest",
+    "auto",
+    "LBHNC",
+    1,
+    (
+        KVGroup(KVKind.FULL, 16, (KVLayer("full", 100),)),
+        KVGroup(KVKind.WINDOW, 16, (KVLayer("window", 100),), window_tokens=32),
+        KVGroup(KVKind.RECURRENT, 1, (KVLayer("state", 100),)),
+    ),
+)
+TRANSFER = bytes(range(16))
+BLOCK_TABLES = ([10, 11, 12, 13, 14], [20, 21, 22, 23, 24], [30, 31, 32, 33, 34])
+
+
+class RecordingClient:
+    """Stands for the agent's client: answers `connected`, remembers what was said."""
+
+    def __init__(self, connected: bool = True) -> None:
+        self.connected = connected
+        self.said: list[tuple[str, bytes]] = []
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+
+    def watch(self, transfer_id: bytes) -> bool:
+        self.said.append(("watch", transfer_id))
+        return self.connected
+
+    def release(self, transfer_id: bytes) -> bool:
+        self.said.append(("release", transfer_id))
+        return self.connected
+
+
+def scheduler_side(
+    client: RecordingClient, landing_timeout_s: float = 60, **roles: bool
+) -> SchedulerSide:
+    spec = SimpleNamespace(block_size=16)
+    config: Any = SimpleNamespace(
+        transfer_groups=[SimpleNamespace(kv_cache_spec=spec)] * 3,
+        select_transfer_block_ids=tuple,
+    )
+    side = SchedulerSide(
+        LAYOUT,
+        config,
+        mamba_cache_mode="align",
+        landing_timeout_s=landing_timeout_s,
+        produces=roles.get("produces", True),
+        consumes=roles.get("consumes", True),
+    )
+    side.connect(client)  # type: ignore[arg-type]
+    return side
+
+
+def request(role: str, num_prompt_tokens: int, **changes: Any) -> Any:
+    """A request of that many prompt tokens whose transfer holds all of them (producer) or all
+    but the last (consumer)."""
+    tokens = list(range(num_prompt_tokens))
+    held = tokens if role == "producer" else tokens[:-1]
+    params = {
+        "role": role,
+        "transfer_id": TRANSFER.hex(),
+        "num_tokens": len(held),
+        "arena_epoch": "e1",
+        "runs": [[0, 4]],
+        "layout_fingerprint": LAYOUT.fingerprint().hex(),
+    }
+    if role == "consumer":
+        params["token_digest"] = token_digest(held).hex()
+    return SimpleNamespace(
+        request_id="r1",
+        prompt_token_ids=tokens,
+        status=SimpleNamespace(name="FINISHED_ABORTED"),
+        kv_transfer_params={"prfaas": params | changes},
+    )
+
+
+def step(side: SchedulerSide, scheduled: dict[str, tuple[int, int]]) -> PrfaasMetadata:
+    """One engine step; `scheduled` maps a request to (tokens computed before, tokens now)."""
+    output: Any = SimpleNamespace(
+        total_num_scheduled_tokens=sum(now for _, now in scheduled.values()),
+        num_scheduled_tokens={name: now for name, (_, now) in scheduled.items()},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(scheduled), num_computed_tokens=[b for b, _ in scheduled.values()]
+        ),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: BLOCK_TABLES),
+    )
+    return side.build_connector_meta(output)
+
+
+def finish_load(side: SchedulerSide) -> None:
+    output: Any = SimpleNamespace(finished_recving={"r1"})
+    side.update_connector_output(output)
+
+
+ALLOCATED: Any = SimpleNamespace(get_block_ids=lambda: BLOCK_TABLES)
+
+
+def test_a_consumer_waits_loads_and_gives_the_landing_back() -> None:
+    client = RecordingClient()
+    side = scheduler_side(client)
+    consumer = request("consumer", 71)
+    side.on_new_request(consumer)
+    assert client.said == [("watch", TRANSFER)]
+    assert side.get_num_new_matched_tokens(consumer, 0) == (None, False)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
+    side.update_state_after_alloc(consumer, ALLOCATED, 70)
+    (load,) = step(side, {}).loads
+    assert load.blocks == ([10, 11, 12, 13, 14], [22, 23, 24], [34])
+    assert ("release", TRANSFER) not in client.said
+    finish_load(side)
+    assert client.said[-1] == ("release", TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
+
+
+def test_pages_of_the_engines_own_prefix_cache_are_not_written() -> None:
+    side = scheduler_side(RecordingClient())
+    consumer = request("consumer", 71)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 48) == (22, True)
+    side.update_state_after_alloc(consumer, ALLOCATED, 22)
+    (load,) = step(side, {}).loads
+    assert load.blocks == ([13, 14], [23, 24], [34])
+
+
+def test_a_landing_the_engine_does_not_need_goes_back_at_once() -> None:
+    client = RecordingClient()
+    side = scheduler_side(client)
+    consumer = request("consumer", 65)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 64) == (0, False)
+    assert client.said[-1] == ("release", TRANSFER)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_digest": "00" * 32},
+        {"num_tokens": 69},
+        {"layout_fingerprint": "11" * 32},
+    ],
+)
+def test_a_landing_of_something_else_is_never_loaded(changes: dict[str, Any]) -> None:
+    client = RecordingClient()
+    side = scheduler_side(client)
+    consumer = request("consumer", 71, **changes)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
+    assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"prfaas": {"role": "consumer"}},
+        {"prfaas": 7},
+        {"prfaas": {"role": "thief", "transfer_id": "zz"}},
+    ],
+)
+def test_parameters_that_are_none_or_nonsense_mean_an_ordinary_request(params: Any) -> None:
+    client = RecordingClient()
+    side = scheduler_side(client)
+    ordinary = request("consumer", 10)
+    ordinary.kv_transfer_params = params
+    side.on_new_request(ordinary)
+    assert side.get_num_new_matched_tokens(ordinary, 0) == (0, False)
+    assert step(side, {"r1": (0, 10)}).sends == []
+    assert client.said == []
+
+
+@pytest.mark.parametrize("event", ["failed", "disconnected", "no agent", "timeout"])
+def test_without_a_landing_the_engine_computes_the_prompt(event: str) -> None:
+    client = RecordingClient(connected=event != "no agent")
+    side = scheduler_side(client, landing_timeout_s=0 if event == "timeout" else 60)
+    consumer = request("consumer", 71)
+    side.on_new_request(consumer)
+    if event == "failed":
+        side.on_failed(TRANSFER, "cancelled")
+    elif event == "disconnected":
+        side.on_landed(TRANSFER)
+        side.on_disconnected()
+    assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
+    assert (("release", TRANSFER) in client.said) == (event == "timeout")
+
+
+def test_a_client_that_leaves_while_its_landing_loads_gives_it_back_after_the_load() -> None:
+    client = RecordingClient()
+    side = scheduler_side(client)
+    consumer = request("consumer", 71)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    side.get_num_new_matched_tokens(consumer, 0)
+    side.update_state_after_alloc(consumer, ALLOCATED, 70)
+    side.request_finished(consumer, aborted=True)
+    assert ("release", TRANSFER) not in client.said
+    finish_load(side)
+    assert client.said[-1] == ("release", TRANSFER)
+    finish_load(side)
+    assert client.said.count(("release", TRANSFER)) == 1
+
+
+def test_a_client_that_leaves_while_waiting_gives_the_landing_back() -> None:
+    client = RecordingClient()
+    side = scheduler_side(client)
+    consumer = request("consumer", 71)
+    side.on_new_request(consumer)
+    side.request_finished(consumer, aborted=True)
+    assert client.said[-1] == ("release", TRANSFER)
+
+
+def test_a_producer_sends_with_every_chunk_until_its_last() -> None:
+    side = scheduler_side(RecordingClient())
+    producer = request("producer", 70)
+    side.on_new_request(producer)
+    assert side.get_num_new_matched_tokens(producer, 0) == (0, False)
+    (first,) = step(side, {"r1": (0, 32)}).sends
+    assert (first.computed_tokens, first.is_last) == (32, False)
+    assert first.blocks == ([10, 11, 12, 13, 14], [22, 23, 24], [31])
+    (last,) = step(side, {"r1": (32, 38)}).sends
+    assert last.is_last
+    assert last.blocks[2] == [34]
+    side.request_finished(producer, aborted=False)
+    (ended,) = step(side, {}).ended
+    assert ended.failure == ""
+
+
+def test_a_producer_that_is_aborted_says_so_with_the_next_step() -> None:
+    side = scheduler_side(RecordingClient())
+    producer = request("producer", 70)
+    side.on_new_request(producer)
+    step(side, {"r1": (0, 32)})
+    side.request_finished(producer, aborted=True)
+    (ended,) = step(side, {}).ended
+    assert "ABORTED" in ended.failure
+    assert step(side, {"r1": (32, 38)}).sends == []
+
+
+def test_a_role_the_engine_was_not_started_for_is_refused() -> None:
+    side = scheduler_side(RecordingClient(), produces=False)
+    producer = request("producer", 70)
+    side.on_new_request(producer)
+    meta = step(side, {"r1": (0, 70)})
+    assert meta.sends == []
+    assert "kv_role" in meta.ended[0].failure
