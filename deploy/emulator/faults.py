@@ -43,7 +43,7 @@ class Blackhole(_Fault, frozen=True, tag="blackhole"):
 
 
 class Stall(_Fault, frozen=True, tag="stall"):
-    """Freeze: nothing is read, nothing is delivered, nothing is lost; healing goes on from there."""
+    """Freeze: nothing is read, delivered or lost; after healing everything goes on."""
 
 
 class Flip(_Fault, frozen=True, tag="flip"):
@@ -134,7 +134,7 @@ class FaultPlan:
         waiting.sort(key=lambda planned: planned[0])
 
     def bytes_until_next(self, direction: Direction, counted_bytes: int) -> int | None:
-        """How many more bytes may enter before the next fault of `direction`; None if none waits."""
+        """Bytes that may enter before the next fault of `direction`; None if none waits."""
         waiting = self._waiting[direction]
         return max(0, waiting[0][0] - counted_bytes) if waiting else None
 

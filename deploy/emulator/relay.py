@@ -31,7 +31,6 @@ from deploy.emulator.faults import (
     Command,
     Configure,
     Cut,
-    Direction,
     Fault,
     FaultPlan,
     Flip,
@@ -49,7 +48,7 @@ from deploy.units import parse_duration, parse_rate
 
 _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 _GONE = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
-_RECEIVE_BUFFER_BYTES = 512 << 10
+_RECEIVE_BUFFER_BYTES = 128 << 10
 _MAX_COMMAND_BYTES = 64 << 10
 _MAX_PULLS_PER_STEP = 64
 

@@ -1,0 +1,197 @@
+"""Whether the parts of a region fit together; every problem says where it is and what to write.
+
+Sees one specification and nothing else: no files, no ports of this machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from deploy.region.spec import ClusterSpec, NodeSpec, RegionSpec, role_of
+from deploy.units import parse_rate
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong at `path` (keys and indices from the top); `message` includes the fix."""
+
+    path: Path
+    message: str
+    line: int | None = None
+
+    @property
+    def where(self) -> str:
+        """The path as one would write it: clusters[0].nodes[1].agent."""
+        text = ""
+        for part in self.path:
+            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        return text or "(top level)"
+
+    def __str__(self) -> str:
+        line = "" if self.line is None else f" (line {self.line})"
+        return f"{self.where}{line}: {self.message}"
+
+
+def check_region(region: RegionSpec) -> list[Problem]:
+    """All problems between the parts of `region`; empty if it can be started."""
+    return [
+        *_check_names(region),
+        *_check_clusters(region),
+        *_check_links(region),
+        *_check_security(region),
+        *_check_ports(region),
+    ]
+
+
+def suggestion(wrong: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for a near miss, else the known words."""
+    known = sorted(known)
+    near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def _nodes(region: RegionSpec) -> Iterator[tuple[Path, ClusterSpec, NodeSpec]]:
+    for c, cluster in enumerate(region.clusters):
+        for n, node in enumerate(cluster.nodes):
+            yield ("clusters", c, "nodes", n), cluster, node
+
+
+def _check_names(region: RegionSpec) -> Iterator[Problem]:
+    clusters = [(("clusters", c), item.name) for c, item in enumerate(region.clusters)]
+    models = [(("models", m), item.name) for m, item in enumerate(region.models)]
+    nodes = [(path, node.name) for path, _, node in _nodes(region)]
+    instances = [
+        ((*path, "instances", i), item.name)
+        for path, _, node in _nodes(region)
+        for i, item in enumerate(node.instances)
+    ]
+    kinds: dict[str, list[tuple[Path, str]]] = {
+        "cluster": [(path, name) for path, name in clusters],
+        "model": [(path, name) for path, name in models],
+        "node": nodes,
+        "instance": instances,
+    }
+    for kind, named in kinds.items():
+        seen: set[str] = set()
+        for path, name in named:
+            if name in seen:
+                message = f"a second {kind} is called {name!r}; names must differ in a region"
+                yield Problem((*path, "name"), message)
+            seen.add(name)
+
+
+def _check_clusters(region: RegionSpec) -> Iterator[Problem]:
+    pd = [c for c, cluster in enumerate(region.clusters) if cluster.kind == "pd"]
+    if not pd:
+        yield Problem(("clusters",), "no PD cluster; give one cluster `kind: pd`")
+    for c in pd[1:]:
+        yield Problem(("clusters", c, "kind"), "a second PD cluster; a region has exactly one")
+    for c, cluster in enumerate(region.clusters):
+        roles = {role_of(instance, cluster) for instance in cluster.instances}
+        if cluster.kind == "pd" and roles == {"prefill"}:
+            message = "no instance decodes; give one `role: decode` or `role: both`"
+            yield Problem(("clusters", c), message)
+    for path, cluster, node in _nodes(region):
+        yield from _check_node(region, path, cluster, node)
+
+
+def _check_node(
+    region: RegionSpec, path: Path, cluster: ClusterSpec, node: NodeSpec
+) -> Iterator[Problem]:
+    models = [model.name for model in region.models]
+    for i, instance in enumerate(node.instances):
+        at = (*path, "instances", i)
+        if instance.model is None and len(models) > 1:
+            message = f"say which of the models it serves: {', '.join(models)}"
+            yield Problem((*at, "model"), message)
+        elif instance.model is not None and instance.model not in models:
+            message = f"no model is called {instance.model!r}"
+            yield Problem((*at, "model"), message + suggestion(instance.model, models))
+        if cluster.kind == "prefill" and instance.role not in (None, "prefill"):
+            message = f"role {instance.role!r} in a prefill cluster; leave it out or write prefill"
+            yield Problem((*at, "role"), message)
+    agent = node.agent
+    if agent.landing_gib is not None and agent.landing_gib > agent.arena_gib:
+        message = (
+            f"{agent.landing_gib:g} is more than the arena of {agent.arena_gib:g} GiB; lower it"
+            " or raise arena_gib"
+        )
+        yield Problem((*path, "agent", "landing_gib"), message)
+
+
+def _check_links(region: RegionSpec) -> Iterator[Problem]:
+    kinds = {cluster.name: cluster.kind for cluster in region.clusters}
+    linked: set[str] = set()
+    for k, link in enumerate(region.links):
+        at: Path = ("links", k)
+        for key, name, kind in (("from", link.source, "prefill"), ("to", link.to, "pd")):
+            if name not in kinds:
+                message = f"no cluster is called {name!r}{suggestion(name, kinds)}"
+                yield Problem((*at, key), message)
+            elif kinds[name] != kind:
+                message = f"{name!r} is of kind {kinds[name]}; KVCache flows from prefill to pd"
+                yield Problem((*at, key), message)
+        if link.source in linked:
+            yield Problem((*at, "from"), f"a second link from {link.source!r}; remove one")
+        linked.add(link.source)
+        if link.emulate is not None and link.endpoints:
+            message = "an emulated link makes its own endpoints; remove endpoints or emulate"
+            yield Problem((*at, "endpoints"), message)
+        nodes = [node.name for _, cluster, node in _nodes(region) if cluster.name == link.to]
+        for name in link.endpoints:
+            if name not in nodes:
+                message = f"{link.to!r} has no node {name!r}{suggestion(name, nodes)}"
+                yield Problem((*at, "endpoints", name), message)
+        if link.emulate is not None:
+            yield from _check_emulation(at, link.emulate.rate)
+    for name, kind in kinds.items():
+        if kind == "prefill" and name not in linked:
+            message = f"no link from {name!r}; add `- {{from: {name}, to: NAME OF PD CLUSTER}}`"
+            yield Problem(("links",), message)
+
+
+def _check_emulation(at: Path, rate: str) -> Iterator[Problem]:
+    bytes_per_s = parse_rate(rate)
+    if 0 < bytes_per_s < 125e3:
+        message = f"{rate} is below 1 Mbit, which no KVCache survives; write at least 1Mbit"
+        yield Problem((*at, "emulate", "rate"), message)
+
+
+def _check_security(region: RegionSpec) -> Iterator[Problem]:
+    security = region.security
+    if security.tls is None and not security.trusted_network:
+        message = "give `tls: {cert, key, ca}`, or `trusted_network: true` to do without TLS"
+        yield Problem(("security",), message)
+    if security.tls is not None and security.trusted_network:
+        message = "true contradicts `tls`; remove one of the two"
+        yield Problem(("security", "trusted_network"), message)
+    gateway = region.gateway
+    if gateway.api_keys_file is not None and gateway.api_keys_env is not None:
+        message = "api_keys_file is given too; keep one of the two"
+        yield Problem(("gateway", "api_keys_env"), message)
+
+
+def _check_ports(region: RegionSpec) -> Iterator[Problem]:
+    taken: dict[tuple[str, int], str] = {}
+    for path, host, port in fixed_ports(region):
+        where = Problem(path, "").where
+        if port and (host, port) in taken:
+            message = f"port {port} is taken by {taken[host, port]}; choose another, or 0 for any"
+            yield Problem(path, message)
+        taken.setdefault((host, port), where)
+
+
+def fixed_ports(region: RegionSpec) -> Iterator[tuple[Path, str, int]]:
+    """Every port of the region with its path and host, 0 where any will do."""
+    yield ("gateway", "port"), region.gateway.host, region.gateway.port
+    for path, _, node in _nodes(region):
+        for key in ("data_port", "control_port", "metrics_port"):
+            yield (*path, "agent", key), node.host, getattr(node.agent, key)
+        for i, instance in enumerate(node.instances):
+            yield (*path, "instances", i, "port"), node.host, instance.port
