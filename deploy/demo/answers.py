@@ -1,0 +1,100 @@
+"""Sends demo requests to an OpenAI endpoint and keeps what came back, token ids and times.
+
+Does not know which endpoint it talks to: the region's gateway or a plain engine.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import aiohttp
+
+from deploy.demo.scenario import DemoRequest
+
+REQUEST_TIMEOUT_S = 300.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer. `error` is empty when the answer is whole. Times are seconds from the sending."""
+
+    status: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    request_id: str = ""
+    error: str = ""
+
+
+async def ask_all(
+    url: str,
+    model: str,
+    requests: Sequence[DemoRequest],
+    on_answer: Callable[[DemoRequest, Answer], None],
+) -> dict[str, Answer]:
+    """Send wave after wave; answers by request name. Never raises for a failed request."""
+    answers: dict[str, Answer] = {}
+
+    async def ask_one(request: DemoRequest) -> None:
+        answers[request.name] = answer = await ask(session, url, model, request)
+        on_answer(request, answer)
+
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for _, wave in groupby(requests, key=lambda request: request.wave):
+            await asyncio.gather(*(ask_one(request) for request in wave))
+    return answers
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, model: str, request: DemoRequest
+) -> Answer:
+    """One request; failures are in the answer's `error`."""
+    answer = Answer()
+    started_s = time.monotonic()
+    try:
+        async with session.post(url + request.endpoint, json=request.body(model)) as response:
+            answer.status = response.status
+            answer.request_id = response.headers.get("x-request-id", "")
+            if response.status != 200:
+                answer.error = (await response.text())[:300]
+            elif request.stream:
+                await _read_stream(response, answer, started_s)
+            else:
+                _take(answer, await response.json())
+                answer.ttft_s = time.monotonic() - started_s
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.total_s = time.monotonic() - started_s
+    return answer
+
+
+async def _read_stream(
+    response: aiohttp.ClientResponse, answer: Answer, started_s: float
+) -> None:
+    async for line in response.content:
+        data = line.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or not data:
+            continue
+        if data == b"[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise ValueError(f"error event: {event['error']}")
+        had_tokens = bool(answer.token_ids)
+        _take(answer, event)
+        if answer.token_ids and not had_tokens:
+            answer.ttft_s = time.monotonic() - started_s
+    raise ValueError("the stream ended without [DONE]")
+
+
+def _take(answer: Answer, payload: dict[str, Any]) -> None:
+    for choice in payload.get("choices", ()):
+        answer.token_ids += choice.get("token_ids") or ()
+    if usage := payload.get("usage"):
+        answer.num_prompt_tokens = usage["prompt_tokens"]
