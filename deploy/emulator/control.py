@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -131,9 +132,9 @@ class RelayProcess(RelayControl):
         rtt: str = "0",
         jitter: str = "0",
     ) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="prfaas-link-")
-        super().__init__(Path(self._directory.name) / "control.sock")
+        super().__init__(Path())
         self._argv = relay_argv(to=to, listen=listen, rate=rate, rtt=rtt, jitter=jitter)
+        self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.host = ""
         self.port = 0
@@ -146,14 +147,17 @@ class RelayProcess(RelayControl):
 
     def start(self, timeout_s: float = 10.0) -> Self:
         """Start and wait until it listens; `RelayError` with its last words if it does not."""
+        self._directory = Path(tempfile.mkdtemp(prefix="prfaas-link-"))
+        self.socket_path = self._directory / "control.sock"
         argv = [*self._argv, "--control", str(self.socket_path), "--exit-with-parent"]
-        log_path = Path(self._directory.name) / "relay.log"
+        log_path = self._directory / "relay.log"
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log)
         line = _first_line(self._process, timeout_s)
         if not line:
+            last_words = log_path.read_text()[-2000:]
             self.stop()
-            raise RelayError(f"the relay did not start: {log_path.read_text()[-2000:]}")
+            raise RelayError(f"the relay did not start: {last_words}")
         self.host, _, port = json.loads(line)["listen"].rpartition(":")
         self.port = int(port)
         return self
@@ -170,6 +174,9 @@ class RelayProcess(RelayControl):
             if self._process.stdout is not None:
                 self._process.stdout.close()
             self._process = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -181,7 +188,6 @@ class RelayProcess(RelayControl):
         trace: TracebackType | None,
     ) -> None:
         self.stop()
-        self._directory.cleanup()
 
 
 def relay_argv(*, to: str, listen: str, rate: str, rtt: str, jitter: str) -> list[str]:

@@ -47,7 +47,8 @@ class Stall(_Fault, frozen=True, tag="stall"):
 
 
 class Flip(_Fault, frozen=True, tag="flip"):
-    """Invert the bits of the next byte that enters after `after_bytes` in `direction`."""
+    """Invert the bits of the byte that enters after `after_bytes` more in `direction` ("both"
+    means forward)."""
 
 
 class Configure(_Command, frozen=True, tag="configure"):

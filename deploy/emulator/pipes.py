@@ -124,7 +124,9 @@ class LinkDirection:
 class Pipe:
     """One direction of one connection."""
 
-    __slots__ = ("damaged", "direction", "dst", "fin_at_s", "finished", "line", "queue", "src")
+    __slots__ = (
+        "damaged", "direction", "dst", "ended", "fin_at_s", "finished", "line", "queue", "src",
+    )  # fmt: skip
 
     def __init__(self, src: Side, dst: Side, direction: LinkDirection, pool: ChunkPool) -> None:
         self.src = src
@@ -132,6 +134,7 @@ class Pipe:
         self.direction = direction
         self.queue = ByteQueue(pool)
         self.line = DelayLine()
+        self.ended = False
         self.fin_at_s: float | None = None
         self.finished = False
         self.damaged = False
@@ -140,7 +143,7 @@ class Pipe:
         """Something may be there to read, and there is memory to hold it."""
         return (
             self.src.readable
-            and self.fin_at_s is None
+            and not self.ended
             and self.queue.num_bytes < self.direction.hold_limit_bytes
         )
 
@@ -168,14 +171,13 @@ class Pipe:
         if nbytes is None:
             return 0
         self.damaged = True
-        if nbytes == 0:
-            self.fin_at_s = float("inf")
+        self.ended = nbytes == 0
         self.direction.admit(now_s, nbytes)
         self.direction.swallowed_bytes += nbytes
         return nbytes
 
     def _end_of_stream(self, now_s: float) -> None:
-        self.src.readable = False
+        self.ended = True
         self.fin_at_s = self.direction.fin_arrives_s(now_s)
 
     def push(self, now_s: float, grain_s: float) -> int:

@@ -1,12 +1,8 @@
-"""A TCP relay that behaves like a long link: rate, delay, jitter, and faults on command.
+"""A TCP relay process that behaves like a long link: rate, delay, jitter, and faults on command.
 
-One thread, one epoll: every socket is registered once, edge-triggered, and the loop ticks
-(0.2-1 ms) while bytes flow, so its cost follows the rate and not the number of packets. Needs no
-privileges. It ends TCP on both sides, so it does not emulate loss or the congestion control of a
-long path: a connection through it ramps up at once.
-
-Process entry: ``python -m deploy.emulator.relay --listen 127.0.0.1:0 --to 127.0.0.1:7100
---rate 1Gbit --rtt 20ms --control /tmp/link.sock``; prints one JSON line when it is ready.
+Needs no privileges. Process entry:
+``python -m deploy.emulator.relay --listen 127.0.0.1:0 --to 127.0.0.1:7100 --rate 1Gbit --rtt 20ms
+--control /tmp/link.sock``; prints one JSON line when it is ready and serves until SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,402 +10,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import msgspec
 
-from deploy.emulator.core import ChunkPool, LinkShape
-from deploy.emulator.faults import (
-    Blackhole,
-    Command,
-    Configure,
-    Cut,
-    Fault,
-    FaultPlan,
-    Flip,
-    Heal,
-    LinkReport,
-    Quit,
-    Reply,
-    Report,
-    Reset,
-    Stall,
-)
-from deploy.emulator.pipes import Connection, LinkDirection, Pipe, Side
+from deploy.emulator.core import LinkShape
+from deploy.emulator.faults import Command, Reply
+from deploy.emulator.link import Address, EmulatedLink
 from deploy.processes import exit_with_parent
 from deploy.units import parse_duration, parse_rate
 
-_EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
-_GONE = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
-_RECEIVE_BUFFER_BYTES = 128 << 10
 _MAX_COMMAND_BYTES = 64 << 10
-_MAX_PULLS_PER_STEP = 64
-
-Address = tuple[str, int]
-
-
-class Relay:
-    """The relay as an object; `run` serves until `stop` is called or `quit` is commanded."""
-
-    def __init__(
-        self, listen: Address, target: Address, shape: LinkShape, *, seed: int = 1
-    ) -> None:
-        self.shape = shape
-        self.directions = (
-            LinkDirection("forward", shape, seed),
-            LinkDirection("backward", shape, seed + 1),
-        )
-        self._target = target
-        self._target_family = _family(target)
-        self._plan = FaultPlan()
-        self._pool = ChunkPool()
-        self._connections: list[Connection] = []
-        self._accepted = self._failed = 0
-        self._is_cut = False
-        self._heal_at_s: float | None = None
-        self._running = True
-        self._turn = 0
-        self._epoll = select.epoll()
-        self._handlers: dict[int, Callable[[int], None]] = {}
-        # Bound but never listening: keeps the port ours while the link is cut.
-        self._holder = _bound_socket(listen)
-        self.address: Address = self._holder.getsockname()[:2]
-        self._listener: socket.socket | None = None
-        self._tick_s = _tick_s(shape)
-        self._open_listener()
-
-    def add_handler(self, fd: int, handler: Callable[[int], None]) -> None:
-        """Call `handler(epoll events)` when `fd` is readable (level-triggered)."""
-        self._handlers[fd] = handler
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def remove_handler(self, fd: int) -> None:
-        del self._handlers[fd]
-        self._epoll.unregister(fd)
-
-    def stop(self) -> None:
-        self._running = False
-
-    def run(self) -> None:
-        """Serve. Everything is closed when it returns."""
-        try:
-            while self._running:
-                moved_bytes, next_s = self.step(time.monotonic())
-                self._wait(moved_bytes, next_s)
-        finally:
-            self._close_connections(reset=True)
-            for listener in (self._listener, self._holder):
-                if listener is not None:
-                    listener.close()
-            self._epoll.close()
-
-    def _wait(self, moved_bytes: int, next_s: float | None) -> None:
-        wait_s = None if next_s is None else max(0.0, next_s - time.monotonic())
-        if moved_bytes:
-            wait_s = self._tick_s
-        if wait_s is not None and wait_s < 1e-3:
-            # epoll counts in milliseconds; sleep is the finer clock.
-            if wait_s:
-                time.sleep(wait_s)
-            wait_s = 0.0
-        timeout_s = -1.0 if wait_s is None else int(wait_s * 1e3) / 1e3
-        for fd, events in self._epoll.poll(timeout_s):
-            # A handler earlier in this batch may have closed the later one.
-            handler = self._handlers.get(fd)
-            if handler is not None:
-                handler(events)
-
-    def step(self, now_s: float) -> tuple[int, float | None]:
-        """Move what can be moved; the bytes moved and when to call again (None: on an event)."""
-        if self._heal_at_s is not None and now_s >= self._heal_at_s:
-            self._heal()
-        moved_bytes = self._deliver(now_s)
-        deadlines: list[float] = [] if self._heal_at_s is None else [self._heal_at_s]
-        for index, direction in enumerate(self.directions):
-            pulled_bytes, again_s = self._pull(index, direction, now_s)
-            moved_bytes += pulled_bytes
-            if again_s is not None:
-                deadlines.append(again_s)
-        if moved_bytes:
-            moved_bytes += self._deliver(now_s)
-        self._forget_finished()
-        for connection in self._connections:
-            for pipe in connection.pipes:
-                arrival_s = None if pipe.direction.stalled else pipe.next_arrival_s()
-                if arrival_s is not None:
-                    deadlines.append(arrival_s)
-        return moved_bytes, min(deadlines, default=None)
-
-    def _deliver(self, now_s: float) -> int:
-        moved_bytes = 0
-        grain_s = self._tick_s / 2
-        for connection in tuple(self._connections):
-            for pipe in connection.pipes:
-                if connection.connecting or pipe.direction.stalled:
-                    continue
-                try:
-                    moved_bytes += pipe.push(now_s, grain_s)
-                except OSError:
-                    self._abort(connection)
-                    break
-        return moved_bytes
-
-    def _pull(self, index: int, direction: LinkDirection, now_s: float) -> tuple[int, float | None]:
-        """Read fairly from every connection until the bottleneck is full or nothing is there."""
-        again_s: float | None = None
-        if direction.stalled:
-            return 0, again_s
-        willing: list[tuple[Connection, Pipe]] = []
-        for connection in self._connections:
-            pipe = connection.pipes[index]
-            if not pipe.wants_bytes():
-                continue
-            if connection.open_at_s > now_s:
-                again_s = min(again_s or connection.open_at_s, connection.open_at_s)
-            else:
-                willing.append((connection, pipe))
-        pulled_bytes = 0
-        pulls = 0
-        while willing and not direction.stalled and not self._is_cut:
-            room_bytes = direction.room_bytes(now_s)
-            if room_bytes == 0:
-                room_at_s = direction.room_at_s(now_s)
-                return pulled_bytes, room_at_s if again_s is None else min(again_s, room_at_s)
-            if pulls >= _MAX_PULLS_PER_STEP:
-                return pulled_bytes, now_s
-            pulls += 1
-            self._turn += 1
-            place = self._turn % len(willing)
-            connection, pipe = willing[place]
-            pulled_bytes += self._pull_one(connection, pipe, now_s, room_bytes)
-            if connection not in self._connections:
-                willing = [pair for pair in willing if pair[0] in self._connections]
-            elif not pipe.wants_bytes():
-                willing.pop(place)
-        return pulled_bytes, again_s
-
-    def _pull_one(self, connection: Connection, pipe: Pipe, now_s: float, room_bytes: int) -> int:
-        direction = pipe.direction
-        limit_bytes = min(room_bytes, direction.quantum_bytes)
-        until_fault = self._plan.bytes_until_next(direction.name, direction.in_bytes)
-        if until_fault is not None:
-            limit_bytes = min(limit_bytes, max(1, until_fault))
-        try:
-            nbytes = pipe.pull(now_s, limit_bytes)
-        except OSError:
-            self._broken(connection, pipe)
-            return 0
-        if until_fault is not None:
-            for fault in self._plan.pop_due(direction.name, direction.in_bytes):
-                self._strike(fault, now_s)
-        return nbytes
-
-    def _broken(self, connection: Connection, pipe: Pipe) -> None:
-        if pipe.direction.swallowing:
-            # Nobody on the far side of a black hole learns that this end died.
-            pipe.src.readable = False
-            pipe.damaged = True
-            pipe.fin_at_s = float("inf")
-        else:
-            self._abort(connection)
-
-    # -- connections ---------------------------------------------------------------------------
-
-    def _open_listener(self) -> None:
-        listener = _bound_socket(self.address)
-        listener.setblocking(False)
-        listener.listen(256)
-        self._listener = listener
-        self.add_handler(listener.fileno(), self._accept)
-
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self.remove_handler(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
-
-    def _accept(self, _events: int) -> None:
-        while self._listener is not None:
-            try:
-                client, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:
-                self._failed += 1
-                return
-            self._accepted += 1
-            self._connect(client)
-
-    def _connect(self, client: socket.socket) -> None:
-        upstream = socket.socket(self._target_family, socket.SOCK_STREAM)
-        upstream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-        connection = Connection(open_at_s=time.monotonic() + self.shape.rtt_s)
-        for sock in (client, upstream):
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sides.append(Side(sock, sock.fileno(), connection))
-        near, far = connection.sides
-        connection.pipes.append(Pipe(near, far, self.directions[0], self._pool))
-        connection.pipes.append(Pipe(far, near, self.directions[1], self._pool))
-        self._connections.append(connection)
-        with suppress(BlockingIOError):
-            try:
-                upstream.connect(self._target)
-            except BlockingIOError:
-                raise
-            except OSError:
-                self._failed += 1
-                self._abort(connection)
-                return
-        for side in connection.sides:
-            self._epoll.register(side.fd, _EDGE)
-            self._handlers[side.fd] = self._side_handler(side)
-
-    def _side_handler(self, side: Side) -> Callable[[int], None]:
-        connection = side.connection
-        is_far = side is connection.sides[1]
-
-        def handle(events: int) -> None:
-            if is_far and connection.connecting and not self._connected(connection, side, events):
-                return
-            if events & (select.EPOLLIN | _GONE):
-                side.readable = True
-            if events & (select.EPOLLOUT | _GONE):
-                side.writable = True
-
-        return handle
-
-    def _connected(self, connection: Connection, far: Side, events: int) -> bool:
-        if far.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._failed += 1
-            self._abort(connection)
-            return False
-        if not events & select.EPOLLOUT:
-            return False
-        connection.connecting = False
-        return True
-
-    def _abort(self, connection: Connection) -> None:
-        self._drop(connection, reset=True)
-
-    def _drop(self, connection: Connection, *, reset: bool) -> None:
-        if connection not in self._connections:
-            return
-        self._connections.remove(connection)
-        for side in connection.sides:
-            # Closing takes the descriptor out of epoll; the handler must not outlive it.
-            self._handlers.pop(side.fd, None)
-        connection.close(reset=reset)
-
-    def _close_connections(self, *, reset: bool) -> None:
-        for connection in tuple(self._connections):
-            self._drop(connection, reset=reset)
-
-    def _forget_finished(self) -> None:
-        for connection in tuple(self._connections):
-            if connection.is_over():
-                self._drop(connection, reset=False)
-
-    # -- commands ------------------------------------------------------------------------------
-
-    def command(self, command: Command) -> LinkReport:
-        """Do what is asked; the state after it. ValueError for impossible numbers."""
-        now_s = time.monotonic()
-        if isinstance(command, Configure):
-            self._configure(command, now_s)
-        elif isinstance(command, Heal):
-            self._heal()
-        elif isinstance(command, Quit):
-            self.stop()
-        elif not isinstance(command, Report):
-            self._plan.add(command, {d.name: d.in_bytes for d in self.directions})
-            if command.after_bytes == 0:
-                for direction in self.directions:
-                    for fault in self._plan.pop_due(direction.name, direction.in_bytes):
-                        self._strike(fault, now_s)
-        return self.report(now_s)
-
-    def _configure(self, command: Configure, now_s: float) -> None:
-        changes = msgspec.structs.asdict(command)
-        self.shape = replace(self.shape, **{k: v for k, v in changes.items() if v is not None})
-        self._tick_s = _tick_s(self.shape)
-        for direction in self.directions:
-            direction.configure(self.shape, now_s)
-
-    def _strike(self, fault: Fault, now_s: float) -> None:
-        struck = [d for d in self.directions if fault.direction in (d.name, "both")]
-        if isinstance(fault, Cut):
-            self._is_cut = True
-            self._close_listener()
-            self._close_connections(reset=False)
-        elif isinstance(fault, Reset):
-            self._close_connections(reset=True)
-        elif isinstance(fault, Stall):
-            for direction in struck:
-                direction.stalled = True
-        elif isinstance(fault, Blackhole):
-            for direction in struck:
-                direction.swallowing = True
-            self._lose_on_way(struck)
-        elif isinstance(fault, Flip):
-            struck[0].flip_next = True
-        if fault.for_s:
-            self._heal_at_s = now_s + fault.for_s
-
-    def _lose_on_way(self, struck: list[LinkDirection]) -> None:
-        for connection in self._connections:
-            for pipe in connection.pipes:
-                if pipe.direction in struck:
-                    pipe.lose_all()
-
-    def _heal(self) -> None:
-        self._plan.clear()
-        self._heal_at_s = None
-        self._is_cut = False
-        for direction in self.directions:
-            direction.stalled = direction.swallowing = direction.flip_next = False
-        for connection in tuple(self._connections):
-            if any(pipe.damaged for pipe in connection.pipes):
-                self._abort(connection)
-        if self._listener is None:
-            self._open_listener()
-
-    def report(self, now_s: float) -> LinkReport:
-        forward, backward = self.directions
-        held = [
-            sum(connection.pipes[index].queue.num_bytes for connection in self._connections)
-            for index in range(2)
-        ]
-        return LinkReport(
-            now_s=now_s,
-            rate_bytes_per_s=self.shape.rate_bytes_per_s,
-            rtt_s=self.shape.rtt_s,
-            jitter_s=self.shape.jitter_s,
-            is_cut=self._is_cut,
-            stalled=[d.name for d in self.directions if d.stalled],
-            swallowing=[d.name for d in self.directions if d.swallowing],
-            planned=len(self._plan),
-            open_connections=len(self._connections),
-            accepted_connections=self._accepted,
-            failed_connections=self._failed,
-            forward=forward.report(held[0]),
-            backward=backward.report(held[1]),
-            cpu_s=time.process_time(),
-        )
 
 
 class ControlServer:
     """The relay's unix socket: a JSON command a line, a `Reply` a line."""
 
-    def __init__(self, relay: Relay, path: str) -> None:
-        self._relay = relay
+    def __init__(self, link: EmulatedLink, path: str) -> None:
+        self._link = link
         self._path = path
         self._decode = msgspec.json.Decoder(Command).decode
         self._peers: dict[int, tuple[socket.socket, bytearray]] = {}
@@ -418,7 +39,7 @@ class ControlServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen(8)
-        relay.add_handler(self._listener.fileno(), self._accept)
+        link.add_handler(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
         for peer, _ in self._peers.values():
@@ -432,7 +53,7 @@ class ControlServer:
         # Replies are a few hundred bytes: a peer that does not read them loses its connection.
         peer.settimeout(0.1)
         self._peers[peer.fileno()] = (peer, bytearray())
-        self._relay.add_handler(peer.fileno(), lambda _events: self._read(peer))
+        self._link.add_handler(peer.fileno(), lambda _events: self._read(peer))
 
     def _read(self, peer: socket.socket) -> None:
         fd = peer.fileno()
@@ -447,45 +68,23 @@ class ControlServer:
                 del received[: end + 1]
                 peer.sendall(msgspec.json.encode(self._answer(line)) + b"\n")
         except OSError:
-            self._relay.remove_handler(fd)
+            self._link.remove_handler(fd)
             del self._peers[fd]
             peer.close()
 
     def _answer(self, line: bytes) -> Reply:
         try:
-            return Reply(report=self._relay.command(self._decode(line)))
+            return Reply(report=self._link.command(self._decode(line)))
         except (msgspec.MsgspecError, ValueError) as error:
             return Reply(error=str(error))
 
 
 def parse_address(text: str) -> Address:
-    """ "127.0.0.1:7100" or "[::1]:7100" as a host and a port; ValueError otherwise."""
+    """Host and port of "127.0.0.1:7100" or "[::1]:7100"; ValueError otherwise."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{text!r} is not an address; write host:port")
     return host.strip("[]"), int(port)
-
-
-def _family(address: Address) -> socket.AddressFamily:
-    return socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-
-
-def _bound_socket(address: Address) -> socket.socket:
-    sock = socket.socket(_family(address), socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-    try:
-        sock.bind(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _tick_s(shape: LinkShape) -> float:
-    if shape.rate_bytes_per_s == 0 and shape.rtt_s == 0:
-        return 0.0
-    return min(max(shape.one_way_s / 20, 2e-4), 1e-3)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -494,19 +93,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.exit_with_parent:
         exit_with_parent()
     shape = LinkShape(parse_rate(args.rate), parse_duration(args.rtt), parse_duration(args.jitter))
-    relay = Relay(parse_address(args.listen), parse_address(args.to), shape, seed=args.seed)
-    control = ControlServer(relay, args.control) if args.control else None
+    link = EmulatedLink(parse_address(args.listen), parse_address(args.to), shape, seed=args.seed)
+    control = ControlServer(link, args.control) if args.control else None
     wake_read, wake_write = socket.socketpair()
     wake_write.setblocking(False)
     signal.set_wakeup_fd(wake_write.fileno())
-    relay.add_handler(wake_read.fileno(), lambda _events: relay.stop())
+    link.add_handler(wake_read.fileno(), lambda _events: link.stop())
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: relay.stop())
-    host, port = relay.address
+        signal.signal(number, lambda *_: link.stop())
+    host, port = link.address
     ready = {"event": "ready", "listen": f"{host}:{port}", "to": args.to, "pid": os.getpid()}
     print(json.dumps(ready | {"control": args.control}), flush=True)
     try:
-        relay.run()
+        link.run()
     finally:
         if control is not None:
             control.close()
