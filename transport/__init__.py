@@ -1,0 +1,39 @@
+"""Moves byte ranges between hosts over TCP: resumable, verified, acknowledged, without copying.
+
+One transfer is one logical range of bytes [0, nbytes), whose pieces may become sendable in any
+order. What the bytes mean is not known here. Start with `Sender`, `Receiver` and `interfaces`; the
+wire format is in WIRE.md.
+"""
+
+from transport.config import Endpoint, TlsFiles, TransportConfig
+from transport.errors import LinkError, LocalError, PeerError, Refused, TransportError
+from transport.interfaces import (
+    ByteSpace,
+    LandingRegistry,
+    OutgoingSpec,
+    TransferListener,
+    TransferProgress,
+    TransferState,
+)
+from transport.receiver import Receiver
+from transport.sender import OutgoingTransfer, Sender
+
+__all__ = [
+    "ByteSpace",
+    "Endpoint",
+    "LandingRegistry",
+    "LinkError",
+    "LocalError",
+    "OutgoingSpec",
+    "OutgoingTransfer",
+    "PeerError",
+    "Receiver",
+    "Refused",
+    "Sender",
+    "TlsFiles",
+    "TransferListener",
+    "TransferProgress",
+    "TransferState",
+    "TransportConfig",
+    "TransportError",
+]

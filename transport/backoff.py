@@ -1,0 +1,22 @@
+"""How long to wait before the next connection attempt. Knows no clock and no socket."""
+
+from __future__ import annotations
+
+
+class Backoff:
+    """Doubles from `first_s` to `max_s`; a connection that lived longer than `max_s` starts it
+    anew.
+    """
+
+    def __init__(self, first_s: float, max_s: float) -> None:
+        self._first_s = first_s
+        self._max_s = max_s
+        self._next_s = first_s
+
+    def after(self, lived_s: float) -> float:
+        """The delay after a connection that lived this long (0 when it never came up)."""
+        if lived_s > self._max_s:
+            self._next_s = self._first_s
+        delay_s = self._next_s
+        self._next_s = min(self._max_s, max(self._first_s, delay_s * 2))
+        return delay_s

@@ -1,0 +1,112 @@
+"""Settings of the transport, fixed once made. Knows nothing of files or command lines they came
+from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a receiver listens; `port` 0 asks the kernel for a free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files for mutual TLS: both ends show a certificate signed by `ca`.
+
+    A sender checks the receiver's name only when `server_name` is set: nodes of a region are mostly
+    addressed by IP, and a private CA that signs nothing but nodes is the usual boundary.
+    """
+
+    cert: Path
+    key: Path
+    ca: Path
+    server_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """Everything tunable; the defaults are the ones that did best on measured WAN and loopback
+    paths.
+    """
+
+    num_connections: int = 8
+    """TCP connections of a sender to one endpoint, shared by all its transfers."""
+    frame_bytes: int = 256 * KIB
+    """Most payload a sender puts into one DATA frame (less when the receiver allows less)."""
+    max_frame_bytes: int = 4 * MIB
+    """Most payload a receiver takes in one DATA frame."""
+    ack_batch_bytes: int = MIB
+    """A receiver acknowledges at the latest after this much, and always when no data is waiting."""
+
+    connect_timeout_s: float = 5.0
+    handshake_timeout_s: float = 5.0
+    ack_timeout_s: float = 10.0
+    """A connection with unacknowledged data and no sign of life for this long is given up."""
+    idle_timeout_s: float = 30.0
+    """A transfer that has something to do and makes no progress for this long fails. One with
+    nothing ready to be sent does not age at the sender; at the receiver it ages while no connection
+    serves it.
+    """
+    link_idle_timeout_s: float = 300.0
+    """Connections of a link without transfers are closed after this long."""
+    drop_grace_s: float = 0.25
+    """How long drop() lets a frame in flight finish before it closes that connection."""
+    tombstone_s: float = 120.0
+    """How long a receiver remembers the end of a transfer, to answer a sender that missed it."""
+
+    reconnect_first_s: float = 0.05
+    reconnect_max_s: float = 2.0
+
+    keepalive_idle_s: int = 10
+    keepalive_interval_s: int = 3
+    keepalive_probes: int = 3
+
+    congestion: str | None = "bbr"
+    """TCP_CONGESTION of sending sockets; None or a name the kernel refuses leaves its default."""
+    notsent_lowat_bytes: int = 128 * KIB
+    """TCP_NOTSENT_LOWAT: how much a slow connection may hoard; 0 leaves the kernel's default."""
+    tls: TlsFiles | None = None
+
+    max_connections: int = 512
+    """Connections one receiver serves, those still in their handshake included."""
+    max_transfers_per_connection: int = 1024
+    max_ranges_per_transfer: int = 65536
+    """Separate verified ranges a receiver tracks for one transfer."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and value < 0:
+                raise ValueError(f"{field.name} must not be negative, got {value}")
+        for name in ("num_connections", "frame_bytes", "max_frame_bytes", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if self.max_frame_bytes > 64 * MIB or self.frame_bytes > 64 * MIB:
+            raise ValueError("frames are limited to 64 MiB")
+
+    @property
+    def tick_s(self) -> float:
+        """How often the watchdogs look: often enough for the shortest timeout, at most once a
+        second.
+        """
+        shortest = min(
+            self.handshake_timeout_s,
+            self.ack_timeout_s,
+            self.idle_timeout_s,
+            self.connect_timeout_s,
+        )
+        return max(0.02, min(1.0, shortest / 4))

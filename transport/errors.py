@@ -1,0 +1,59 @@
+"""What can go wrong with a transfer, and whose fault it is. Knows no frame, no socket and no HTTP.
+
+    TransportError
+    ├── PeerError     the other side refused, broke the protocol, cancelled or restarted
+    │   └── Refused   raised by a LandingRegistry to turn a transfer away
+    ├── LocalError    this process: a cancel, a close, unusable certificates or memory
+    └── LinkError     the network in between: unreachable, lost, silent
+
+`code` is one short word for programs, the message is for people:
+
+- PeerError: `protocol`, `checksum` (a frame broke the rules or arrived damaged; costs one
+  connection), `not_prfaas`, `version` (the peer speaks something else, or another version), `tls`
+  (handshake failed: wrong or missing certificate, or TLS on one side only), `busy` (a limit of the
+  receiver), `bad_token`, `mismatch` (an OPEN of a known transfer with other credentials or another
+  size), `not_open`, `dropped`, `fragmented` (the sender scattered its ranges beyond the limit),
+  `registry`, `receiver_restarted`, and every code a registry chose for `Refused`.
+- LocalError: `cancelled` (a PeerError at the receiver), `closed` (this Sender or Receiver was
+  closed), `space` (the ByteSpace raised; a PeerError when the other side's did), `tls_files`,
+  `bind`, `internal`.
+- LinkError: `connect`, `lost`, `handshake_timeout`, `frame_timeout`, `ack_timeout` end one
+  connection; `unreachable`, `idle` end a transfer that made no progress for the idle timeout.
+"""
+
+
+class TransportError(Exception):
+    """Base of this package's errors; `code` is stable, the message is for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.code!r}, {self.message!r})"
+
+
+class PeerError(TransportError):
+    """The other side's doing."""
+
+
+class Refused(PeerError):
+    """A LandingRegistry turns a transfer away; code and message are told to the sender."""
+
+
+class LocalError(TransportError):
+    """This side's doing."""
+
+
+class LinkError(TransportError):
+    """The network's doing; another connection may do better."""
+
+
+def bare(error: TransportError) -> TransportError:
+    """The error without its traceback and causes, whose frames would keep views of a ByteSpace
+    alive.
+    """
+    error.__cause__ = None
+    error.__context__ = None
+    return error.with_traceback(None)

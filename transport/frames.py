@@ -1,0 +1,335 @@
+"""Frames on the wire and an incremental reader for them; the format is specified in WIRE.md.
+
+States of a `FrameReader`: HEADER (48 bytes are collected) -> BODY (`header.length` bytes follow) ->
+HEADER. Bytes enter through memory that the reader names (`buffers`), so that a receiver can read a
+DATA body straight into its destination. Every limit is checked when the header is complete, before
+any body byte is stored: a hostile peer cannot make the reader hold more than one control body (64
+KiB).
+
+This file does not know what a transfer is, which frames may follow which, or where payload belongs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from transport.errors import PeerError
+from transport.ranges import Range
+
+HEADER_BYTES = 48
+MAX_CONTROL_BYTES = 64 * 1024
+MAX_PREAUTH_BYTES = 256
+MAX_MESSAGE_BYTES = 1024
+MAX_CODE_BYTES = 32
+MAX_OFFSET = 1 << 62
+NO_TRANSFER = bytes(16)
+
+_FIELDS = struct.Struct("<BBHI16sQQ")
+_SUM = struct.Struct("<Q")
+_OPEN = struct.Struct("<32s32sQ")
+_RANGE = struct.Struct("<QQ")
+
+
+class FrameType(IntEnum):
+    """Wire values; see WIRE.md for direction and body."""
+
+    HELLO = 1
+    WELCOME = 2
+    OPEN = 3
+    OPENED = 4
+    DATA = 5
+    ACK = 6
+    COMPLETE = 7
+    FAIL = 8
+    CANCEL = 9
+    CANCELLED = 10
+    ERROR = 11
+
+
+_TYPES = {int(kind): kind for kind in FrameType}
+_BODY_LIMITS = {
+    FrameType.HELLO: MAX_PREAUTH_BYTES,
+    FrameType.WELCOME: MAX_PREAUTH_BYTES,
+    FrameType.OPEN: _OPEN.size,
+    FrameType.COMPLETE: 0,
+    FrameType.CANCELLED: 0,
+    FrameType.FAIL: 1 + MAX_CODE_BYTES + MAX_MESSAGE_BYTES,
+    FrameType.CANCEL: 1 + MAX_CODE_BYTES + MAX_MESSAGE_BYTES,
+    FrameType.ERROR: 1 + MAX_CODE_BYTES + MAX_MESSAGE_BYTES,
+}
+MAX_RANGES_PER_FRAME = MAX_CONTROL_BYTES // _RANGE.size
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """A checked frame header. `offset` counts bytes of the transfer and is 0 except in DATA."""
+
+    kind: FrameType
+    transfer_id: bytes
+    length: int
+    offset: int
+    body_sum: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class Step(Enum):
+    """What the bytes just taken completed."""
+
+    PARTIAL = 0
+    HEADER = 1
+    FRAME = 2
+
+
+def checksum(views: Sequence[memoryview | bytes | bytearray]) -> int:
+    """xxh3_64 over the concatenation of `views`."""
+    if len(views) == 1:
+        return xxh3_64_intdigest(views[0])
+    state = xxh3_64()
+    for view in views:
+        state.update(view)
+    return state.intdigest()
+
+
+def encode_header(
+    kind: FrameType, transfer_id: bytes, *, length: int, offset: int = 0, body_sum: int = 0
+) -> bytes:
+    """The 48 header bytes of a frame whose body is `length` bytes with checksum `body_sum`."""
+    head = _FIELDS.pack(kind, 0, 0, length, transfer_id, offset, body_sum)
+    return head + _SUM.pack(xxh3_64_intdigest(head))
+
+
+def encode_data_header(transfer_id: bytes, offset: int, views: Sequence[memoryview]) -> bytes:
+    """The header of a DATA frame that carries `views` at `offset`."""
+    length = sum(view.nbytes for view in views)
+    return encode_header(
+        FrameType.DATA, transfer_id, length=length, offset=offset, body_sum=checksum(views)
+    )
+
+
+def encode_frame(kind: FrameType, transfer_id: bytes = NO_TRANSFER, body: bytes = b"") -> bytes:
+    """A whole control frame."""
+    return (
+        encode_header(
+            kind, transfer_id, length=len(body), body_sum=checksum((body,)) if body else 0
+        )
+        + body
+    )
+
+
+def encode_open(transfer_id: bytes, *, token: bytes, fingerprint: bytes, nbytes: int) -> bytes:
+    return encode_frame(FrameType.OPEN, transfer_id, _OPEN.pack(token, fingerprint, nbytes))
+
+
+def decode_open(body: bytes) -> tuple[bytes, bytes, int]:
+    """(token, fingerprint, nbytes) of an OPEN body; PeerError when malformed."""
+    if len(body) != _OPEN.size:
+        raise PeerError("protocol", f"OPEN body has {len(body)} bytes, expected {_OPEN.size}")
+    token, fingerprint, nbytes = _OPEN.unpack(body)
+    if nbytes > MAX_OFFSET:
+        raise PeerError("protocol", f"OPEN announces {nbytes} bytes")
+    return token, fingerprint, nbytes
+
+
+def encode_ranges(kind: FrameType, transfer_id: bytes, ranges: Iterable[Range]) -> bytes:
+    """One or more frames (ACK, OPENED) that list `ranges`; always at least one frame."""
+    packed = [_RANGE.pack(start, end - start) for start, end in ranges]
+    frames = [
+        encode_frame(kind, transfer_id, b"".join(packed[at : at + MAX_RANGES_PER_FRAME]))
+        for at in range(0, len(packed), MAX_RANGES_PER_FRAME)
+    ]
+    return b"".join(frames) if frames else encode_frame(kind, transfer_id)
+
+
+def decode_ranges(body: bytes) -> list[Range]:
+    """The ranges of an ACK or OPENED body; PeerError when malformed."""
+    if len(body) % _RANGE.size:
+        raise PeerError("protocol", f"range list of {len(body)} bytes")
+    ranges: list[Range] = []
+    for start, length in _RANGE.iter_unpack(body):
+        if length == 0 or start + length > MAX_OFFSET:
+            raise PeerError("protocol", f"range of {length} bytes at {start}")
+        ranges.append((start, start + length))
+    return ranges
+
+
+def encode_reason(
+    kind: FrameType, code: str, message: str, transfer_id: bytes = NO_TRANSFER
+) -> bytes:
+    """A FAIL, CANCEL or ERROR frame; code and message are cut to the format's limits."""
+    code_bytes = code.encode("ascii", "replace")[:MAX_CODE_BYTES]
+    text = message.encode("utf-8")[:MAX_MESSAGE_BYTES]
+    return encode_frame(kind, transfer_id, bytes([len(code_bytes)]) + code_bytes + text)
+
+
+def decode_reason(body: bytes) -> tuple[str, str]:
+    """(code, message) of a FAIL, CANCEL or ERROR body, made printable; PeerError when malformed."""
+    if not body or body[0] > MAX_CODE_BYTES or len(body) < 1 + body[0]:
+        raise PeerError("protocol", "malformed reason")
+    code = body[1 : 1 + body[0]].decode("ascii", "replace")
+    text = body[1 + body[0] :].decode("utf-8", "replace")
+    return _printable(code), _printable(text)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+class FrameReader:
+    """Collects frames from bytes that the caller puts into `buffers()`; see the module docstring.
+
+    After `Step.HEADER` of a DATA frame the caller must say where its body goes, with `place` or
+    `discard`.
+    """
+
+    def __init__(self, max_data_bytes: int) -> None:
+        self.max_data_bytes = max_data_bytes
+        self.established = False
+        """Until set, only HELLO, WELCOME and ERROR bodies are allowed, and only short ones."""
+        self.header: FrameHeader | None = None
+        """The frame whose body is being read, or the one just completed."""
+        self._header_memory = memoryview(bytearray(HEADER_BYTES))
+        self._wanted: list[memoryview] = [self._header_memory]
+        self._missing = HEADER_BYTES
+        self._in_header = True
+        self._body: list[memoryview] = []
+        self._sink: memoryview | None = None
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether no byte of an unfinished frame has been taken."""
+        return self._in_header and self._missing == HEADER_BYTES
+
+    @property
+    def in_body(self) -> bool:
+        return not self._in_header
+
+    def buffers(self) -> list[memoryview]:
+        """Where the next bytes go, in order; never empty. Valid until the next `advance`."""
+        return self._wanted
+
+    def advance(self, num_bytes: int) -> Step:
+        """Take `num_bytes` bytes that now lie at the start of `buffers()`.
+
+        Raises PeerError("not_prfaas" | "protocol") for a header that is damaged or over a limit.
+        """
+        self._missing -= num_bytes
+        if self._missing:
+            self._wanted = self._rest_after(num_bytes)
+            return Step.PARTIAL
+        if self._in_header:
+            return self._finish_header()
+        self._expect_header()
+        return Step.FRAME
+
+    def place(self, views: list[memoryview]) -> None:
+        """The body of the current DATA frame goes into `views` (exactly `header.length` bytes)."""
+        assert self.header is not None
+        if sum(view.nbytes for view in views) != self.header.length:
+            raise ValueError("views do not have the length of the frame")
+        self._body = views
+        self._wanted = views
+
+    def discard(self, sink: memoryview) -> None:
+        """The body of the current DATA frame is read over and over into `sink` and forgotten."""
+        self._sink = sink
+        self._wanted = [sink[: self._missing]]
+
+    def control_body(self) -> bytes:
+        """The verified body of the control frame just completed; PeerError("checksum") if damaged."""
+        body = bytes(self._body[0]) if self._body else b""
+        self._verify((body,) if body else ())
+        self._body = []
+        return body
+
+    def verify_data(self) -> None:
+        """Check the placed body of the DATA frame just completed and let go of its memory."""
+        body, self._body = self._body, []
+        self._verify(body)
+
+    def forget(self) -> None:
+        """Let go of all memory that was placed; the reader cannot be used any more."""
+        self._body = []
+        self._wanted = []
+        self._sink = None
+
+    def _verify(self, body: Sequence[memoryview | bytes]) -> None:
+        assert self.header is not None
+        if (checksum(body) if body else 0) != self.header.body_sum:
+            raise PeerError(
+                "checksum",
+                f"{self.header.kind.name} body of {self.header.length} bytes at offset "
+                f"{self.header.offset} arrived damaged",
+            )
+
+    def _rest_after(self, num_bytes: int) -> list[memoryview]:
+        if self._sink is not None:
+            return [self._sink[: self._missing]]
+        rest: list[memoryview] = []
+        for view in self._wanted:
+            if num_bytes >= view.nbytes:
+                num_bytes -= view.nbytes
+            else:
+                rest.append(view[num_bytes:] if num_bytes else view)
+                num_bytes = 0
+        return rest
+
+    def _expect_header(self) -> None:
+        self._in_header = True
+        self._missing = HEADER_BYTES
+        self._sink = None
+        self._wanted = [self._header_memory]
+
+    def _finish_header(self) -> Step:
+        header = self._parse_header()
+        self.header = header
+        self._body = []
+        if header.length == 0:
+            self._expect_header()
+            return Step.FRAME
+        self._in_header = False
+        self._missing = header.length
+        if header.kind is FrameType.DATA:
+            self._wanted = []
+        else:
+            self._body = [memoryview(bytearray(header.length))]
+            self._wanted = self._body
+        return Step.HEADER
+
+    def _parse_header(self) -> FrameHeader:
+        memory = self._header_memory
+        (header_sum,) = _SUM.unpack_from(memory, _FIELDS.size)
+        if xxh3_64_intdigest(memory[: _FIELDS.size]) != header_sum:
+            if not self.established:
+                raise PeerError("not_prfaas", "the peer does not speak the PrfaaS transport")
+            raise PeerError("checksum", "frame header arrived damaged")
+        kind_value, flags, reserved, length, transfer_id, offset, body_sum = _FIELDS.unpack_from(
+            memory
+        )
+        kind = _TYPES.get(kind_value)
+        if kind is None or flags or reserved:
+            raise PeerError("protocol", f"unknown frame type {kind_value} or flags {flags:#x}")
+        self._check_limits(kind, length, offset)
+        return FrameHeader(kind, transfer_id, length, offset, body_sum)
+
+    def _check_limits(self, kind: FrameType, length: int, offset: int) -> None:
+        if not self.established and kind not in _BEFORE_ESTABLISHED:
+            raise PeerError("protocol", f"{kind.name} before the handshake")
+        if kind is FrameType.DATA:
+            if not 0 < length <= self.max_data_bytes or offset > MAX_OFFSET:
+                raise PeerError(
+                    "protocol",
+                    f"DATA of {length} bytes at {offset}, allowed 1 to {self.max_data_bytes} bytes",
+                )
+        elif length > _BODY_LIMITS.get(kind, MAX_CONTROL_BYTES) or offset:
+            raise PeerError("protocol", f"{kind.name} with {length} bytes at {offset}")
+
+
+_BEFORE_ESTABLISHED = {FrameType.HELLO, FrameType.WELCOME, FrameType.ERROR}

@@ -1,0 +1,215 @@
+"""One incoming transfer: which bytes are verified, which connection may write where, how it ends.
+
+States: OPEN -> COMPLETE when the last byte is verified; OPEN -> FAILED | CANCELLED by `end`. Only
+in OPEN are claims given out. Rules that hold at every step (`check_invariants`):
+
+- Memory is written only under a claim: before a DATA body is read, its connection claims the
+  unverified part of the range. Claims of different connections never overlap each other, and never
+  overlap verified bytes. So a verified byte is never written again, whatever a late, duplicate or
+  damaged frame says.
+- A frame that is wholly unclaimed and unverified is read straight into its place (DIRECT). One that
+  repeats verified bytes is read into scratch memory, and what was missing is copied after its
+  checksum held (SCRATCH).
+- A range claimed by another connection is a CONFLICT: the sender has given that connection up, so
+  it is closed here too, and its claim awaited, before the claim passes on.
+- After the end, once no claim is left, nothing writes: the ByteSpace is let go of.
+
+A monitor: methods take one lock and may be called from any thread; only `wait_quiet` and
+`wait_claimable` block. Knows no frame, no socket and no clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+
+from transport.errors import PeerError
+from transport.interfaces import ByteSpace, TransferState
+from transport.ranges import IntervalSet, Range
+
+
+class Place(Enum):
+    """Where the body of a DATA frame has to go."""
+
+    DIRECT = "direct"
+    SCRATCH = "scratch"
+    DISCARD = "discard"
+    CONFLICT = "conflict"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The answer to a claim. `views` is set for DIRECT, `rivals` (connection ids) for CONFLICT."""
+
+    place: Place
+    views: list[memoryview] = field(default_factory=list)
+    rivals: frozenset[int] = frozenset()
+
+
+class Landing:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        transfer_id: bytes,
+        *,
+        token: bytes,
+        fingerprint: bytes,
+        space: ByteSpace,
+        max_ranges: int,
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.token = token
+        self.fingerprint = fingerprint
+        self.nbytes = space.nbytes
+        self.state = TransferState.OPEN
+        self.failure: tuple[str, str] = ("", "")
+        """(code, message) told to the sender once the state is FAILED or CANCELLED."""
+        self.attached: set[int] = set()
+        """Connections that opened this transfer; guarded by the table that owns this landing."""
+        self._space: ByteSpace | None = space
+        self._max_ranges = max_ranges
+        self._verified = IntervalSet()
+        self._claims: dict[int, list[Range]] = {}
+        self._received_again_bytes = 0
+        self._changed = threading.Condition()
+
+    def verified(self) -> list[Range]:
+        with self._changed:
+            return list(self._verified)
+
+    @property
+    def verified_bytes(self) -> int:
+        return self._verified.total
+
+    @property
+    def received_again_bytes(self) -> int:
+        return self._received_again_bytes
+
+    def claim(self, connection: int, start: int, end: int) -> Placement:
+        """Ask to write [start, end). Every DIRECT or SCRATCH must end in `commit` or `abandon`.
+
+        Raises PeerError("protocol") for a range outside the transfer, and what the ByteSpace
+        raises.
+        """
+        if end > self.nbytes:
+            raise PeerError(
+                "protocol", f"DATA up to byte {end} of a transfer that has {self.nbytes}"
+            )
+        with self._changed:
+            if self.state is not TransferState.OPEN or self._space is None:
+                return Placement(Place.DISCARD)
+            missing = self._verified.gaps(start, end)
+            rivals = self._rivals(connection, missing)
+            if rivals:
+                return Placement(Place.CONFLICT, rivals=rivals)
+            if missing != [(start, end)]:
+                self._claims[connection] = missing
+                return Placement(Place.SCRATCH)
+            placement = Placement(Place.DIRECT, self._space.views(start, end - start))
+            self._claims[connection] = missing
+            return placement
+
+    def commit(self, connection: int, start: int, end: int, scratch: memoryview | None) -> bool:
+        """The claimed frame [start, end) arrived and its checksum held; `scratch` has it if not
+        DIRECT.
+
+        True when this made the transfer complete. False also when it had ended in between, in which
+        case nothing counts. Raises PeerError("fragmented") at the limit of separate ranges.
+        """
+        with self._changed:
+            missing = self._claims.pop(connection, [])
+            try:
+                if self.state is not TransferState.OPEN:
+                    return False
+                if scratch is not None:
+                    self._copy(missing, start, scratch)
+                gained = sum(self._verified.add(first, last) for first, last in missing)
+                self._received_again_bytes += end - start - gained
+                if len(self._verified) > self._max_ranges:
+                    raise PeerError("fragmented", f"more than {self._max_ranges} separate ranges")
+                if self._verified.total < self.nbytes:
+                    return False
+                self.state = TransferState.COMPLETE
+                self._space = None
+                return True
+            finally:
+                self._release_space()
+                self._changed.notify_all()
+
+    def complete_if_empty(self) -> bool:
+        """A transfer of no bytes is complete at once; True the first time."""
+        with self._changed:
+            if self.nbytes or self.state is not TransferState.OPEN:
+                return False
+            self.state = TransferState.COMPLETE
+            self._space = None
+            return True
+
+    def abandon(self, connection: int) -> None:
+        """The connection will write no more: its claim, if any, is given back."""
+        with self._changed:
+            self._claims.pop(connection, None)
+            self._release_space()
+            self._changed.notify_all()
+
+    def end(self, state: TransferState, code: str, message: str) -> bool:
+        """Give out no more claims, for this reason. False when the transfer had ended before."""
+        with self._changed:
+            if self.state is not TransferState.OPEN:
+                return False
+            self.state = state
+            self.failure = (code, message)
+            self._release_space()
+            self._changed.notify_all()
+            return True
+
+    def wait_quiet(self, timeout_s: float | None) -> frozenset[int]:
+        """Wait until no claim is left; returns the connections that still hold one at the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._claims, timeout_s)
+            self._release_space()
+            return frozenset(self._claims)
+
+    def wait_claimable(self, rivals: Collection[int], timeout_s: float) -> bool:
+        """Wait until none of `rivals` holds a claim; False at the timeout."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not any(rival in self._claims for rival in rivals), timeout_s
+            )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless claims are disjoint from each other and from verified bytes."""
+        with self._changed:
+            claimed = IntervalSet()
+            for ranges in self._claims.values():
+                for start, end in ranges:
+                    assert not self._verified.overlaps(start, end), "claim on verified bytes"
+                    assert claimed.add(start, end) == end - start, "overlapping claims"
+            if self.state is TransferState.COMPLETE:
+                assert self._verified.total == self.nbytes
+                assert not any(self._claims.values())
+
+    def _rivals(self, connection: int, missing: list[Range]) -> frozenset[int]:
+        return frozenset(
+            other
+            for other, ranges in self._claims.items()
+            if other != connection
+            and any(
+                first < end and start < last for first, last in ranges for start, end in missing
+            )
+        )
+
+    def _copy(self, missing: list[Range], start: int, scratch: memoryview) -> None:
+        assert self._space is not None
+        for first, last in missing:
+            source = scratch[first - start : last - start]
+            for view in self._space.views(first, last - first):
+                view[:] = source[: view.nbytes]
+                source = source[view.nbytes :]
+
+    def _release_space(self) -> None:
+        if self.state is not TransferState.OPEN and not self._claims:
+            self._space = None

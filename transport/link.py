@@ -1,0 +1,331 @@
+"""All transfers to one endpoint over all connections to it: who sends what next, and what must end.
+
+Work stealing: a connection whose socket has room asks `take`; it gets a cancel, an OPEN, or the
+next chunk of the next transfer in turn (round robin, so that no transfer starves). Nothing is
+assigned to a connection before it asks, so a slow path holds nothing back but the one frame it has.
+The first frame a connection sends of a transfer is preceded by OPEN on the same connection.
+
+Events come in as method calls under the owner's lock; what must be done outside of the lock comes
+out of `pop_effects`. Time is an argument. This file knows no socket, no thread and no ByteSpace.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from transport.config import TransportConfig
+from transport.errors import LinkError, LocalError, PeerError, TransportError
+from transport.handshake import Hello
+from transport.interfaces import OutgoingSpec, TransferState
+from transport.outgoing import Outgoing
+from transport.ranges import Range
+
+logger = logging.getLogger("prfaas.transport")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one connection sends next, in this order: OPEN, CANCEL, DATA."""
+
+    transfer: Outgoing
+    opens: bool
+    cancels: bool = False
+    data: Range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Tell the listener: nobody reads the ByteSpace of this transfer any more."""
+
+    transfer: Outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Close this connection now."""
+
+    connection: int
+    error: TransportError
+
+
+Effect = Ended | Abort
+
+
+@dataclass(slots=True)
+class _Connection:
+    peer: Hello
+    progress_s: float
+    kernel_queue_bytes: int = 0
+    aborted: bool = False
+    in_flight: set[bytes] = field(default_factory=set)
+    """Transfers of which this connection has unacknowledged bytes."""
+
+
+class LinkCore:
+    """See the module docstring."""
+
+    def __init__(self, config: TransportConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._transfers: dict[bytes, Outgoing] = {}
+        self._busy: OrderedDict[bytes, Outgoing] = OrderedDict()  # may have something to send
+        self._connections: dict[int, _Connection] = {}
+        self._effects: list[Effect] = []
+        self._last_error: TransportError | None = None
+
+    @property
+    def has_transfers(self) -> bool:
+        return bool(self._transfers)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def connections(self) -> list[int]:
+        return list(self._connections)
+
+    def pop_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def add(self, spec: OutgoingSpec, nbytes: int, now_s: float) -> Outgoing:
+        """A new transfer; ValueError when its id is in use on this link."""
+        if spec.transfer_id in self._transfers:
+            raise ValueError(f"transfer {spec.transfer_id.hex()} is already open")
+        transfer = Outgoing(spec, nbytes, now_s)
+        self._transfers[spec.transfer_id] = transfer
+        self._busy[spec.transfer_id] = transfer
+        return transfer
+
+    def ready(self, transfer: Outgoing, start: int, end: int, now_s: float) -> int:
+        """[start, end) may be sent from now on; returns how many bytes are new."""
+        gained = transfer.ready(start, end, now_s)
+        if gained:
+            self._busy[transfer.spec.transfer_id] = transfer
+        return gained
+
+    def cancel(self, transfer: Outgoing, error: LocalError, now_s: float) -> None:
+        """Ask the receiver to end it; it fails with `error` when it says so, or after
+        ack_timeout_s.
+        """
+        if transfer.state is not TransferState.OPEN:
+            return
+        if not transfer.announced and not transfer.opened:
+            self._end(transfer, TransferState.CANCELLED, error, now_s)
+            return
+        transfer.turn(TransferState.CANCELLING, error, now_s)
+        transfer.needs_cancel = True
+        transfer.progress_s = now_s
+        self._busy[transfer.spec.transfer_id] = transfer
+
+    def connected(self, connection: int, peer: Hello, now_s: float) -> None:
+        """The handshake is done. Transfers of an earlier life of the receiver cannot go on."""
+        self._connections[connection] = _Connection(peer, now_s)
+        for transfer in list(self._transfers.values()):
+            known = transfer.receiver_instance
+            if known is None or known == peer.instance:
+                continue
+            if not transfer.opened:
+                transfer.receiver_instance = None
+            else:
+                message = "the receiver restarted and lost what it had received"
+                self.fail(transfer, PeerError("receiver_restarted", message), now_s)
+
+    def disconnected(self, connection: int, error: TransportError) -> None:
+        """The connection is gone, or never came up; its thread has let go of every ByteSpace."""
+        self._last_error = error
+        self._connections.pop(connection, None)
+        for transfer in list(self._transfers.values()):
+            transfer.lost(connection)
+            if transfer.has_work:
+                self._busy[transfer.spec.transfer_id] = transfer
+
+    def broken(self, error: TransportError, now_s: float) -> None:
+        """No connection can work until somebody changes something: fail what is open at once."""
+        for transfer in list(self._transfers.values()):
+            self.fail(transfer, error, now_s)
+
+    def fail(self, transfer: Outgoing, error: TransportError, now_s: float) -> None:
+        if not transfer.ended:
+            self._end(transfer, TransferState.FAILED, error, now_s)
+
+    def take(self, connection: int, now_s: float) -> Work | None:
+        """What this connection sends next; None when there is nothing. DATA must end in `sent`."""
+        state = self._connections.get(connection)
+        if state is None or state.aborted:
+            return None
+        for transfer_id, transfer in list(self._busy.items()):
+            if not transfer.has_work:
+                del self._busy[transfer_id]
+            elif transfer.needs_cancel:
+                if not transfer.pinned:
+                    transfer.needs_cancel = False
+                    return Work(transfer, self._announce(transfer, connection), cancels=True)
+            elif transfer.needs_open:
+                return Work(transfer, self._announce(transfer, connection))
+        return self._take_data(connection, state, now_s)
+
+    def _take_data(self, connection: int, state: _Connection, now_s: float) -> Work | None:
+        max_bytes = min(self._config.frame_bytes, state.peer.max_frame_bytes)
+        for transfer_id, transfer in self._busy.items():
+            data = transfer.take(connection, max_bytes, now_s)
+            if data is None:
+                continue
+            if not state.in_flight:
+                state.progress_s = now_s
+            state.in_flight.add(transfer_id)
+            self._busy.move_to_end(transfer_id)
+            return Work(transfer, self._announce(transfer, connection), data=data)
+        return None
+
+    def sent(self, connection: int, work: Work, now_s: float, *, whole: bool) -> None:
+        """The connection has let go of `work`; `whole` when the kernel took all of it."""
+        if work.data is not None:
+            work.transfer.sent(connection, work.data, whole=whole)
+            self._report(work.transfer)
+
+    def acked(self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float) -> None:
+        """ACK; raises PeerError("protocol") for bytes that were never offered."""
+        self._saw_life(connection, now_s)
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return
+        for start, end in ranges:
+            if not transfer.was_taken(start, end):
+                raise PeerError("protocol", f"ACK of [{start}, {end}), which was never sent")
+        transfer.ack(ranges, now_s)
+        self._settle(transfer)
+
+    def opened(
+        self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float
+    ) -> None:
+        """OPENED with what the receiver already has; raises PeerError("protocol") if out of range."""
+        self._saw_life(connection, now_s)
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return
+        if any(end > transfer.nbytes for _, end in ranges):
+            raise PeerError("protocol", "OPENED lists bytes beyond the transfer")
+        transfer.opened = True
+        transfer.progress_s = now_s
+        transfer.ack(ranges, now_s)
+        self._settle(transfer)
+
+    def completed(self, connection: int, transfer_id: bytes, now_s: float) -> None:
+        self._saw_life(connection, now_s)
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and not transfer.ended:
+            transfer.ack([(0, transfer.nbytes)], now_s)
+            self._end(transfer, TransferState.COMPLETE, None, now_s)
+
+    def refused(self, connection: int, transfer_id: bytes, error: PeerError, now_s: float) -> None:
+        """FAIL: the receiver does not take the transfer, or no longer has it."""
+        self._saw_life(connection, now_s)
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.ended:
+            return
+        if transfer.state is TransferState.CANCELLING:
+            self.cancel_acked(connection, transfer_id, now_s)
+        else:
+            self.fail(transfer, error, now_s)
+
+    def cancel_acked(self, connection: int, transfer_id: bytes, now_s: float) -> None:
+        self._saw_life(connection, now_s)
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and transfer.state is TransferState.CANCELLING:
+            self._end(transfer, TransferState.CANCELLED, transfer.error, now_s)
+
+    def kernel_queue(self, connection: int, num_bytes: int, now_s: float) -> None:
+        """How much the kernel still holds for this connection: any change is a sign of life."""
+        state = self._connections.get(connection)
+        if state is not None and state.kernel_queue_bytes != num_bytes:
+            state.kernel_queue_bytes = num_bytes
+            state.progress_s = now_s
+
+    def expire(self, now_s: float) -> None:
+        """Apply the timeouts; call it every config.tick_s while there are transfers."""
+        for connection, state in self._connections.items():
+            silent_s = now_s - state.progress_s
+            if silent_s >= self._config.ack_timeout_s and state.in_flight:
+                message = f"no acknowledgement for {self._config.ack_timeout_s:g} s"
+                self._abort(connection, LinkError("ack_timeout", message))
+        for transfer in list(self._transfers.values()):
+            self._expire_transfer(transfer, now_s)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the books do not balance."""
+        for transfer_id, transfer in self._transfers.items():
+            transfer.check_invariants()
+            assert transfer_id in self._busy or not transfer.has_work, "work nobody would find"
+            for connection, state in self._connections.items():
+                assert (transfer_id in state.in_flight) == transfer.is_in_flight(connection)
+
+    def _expire_transfer(self, transfer: Outgoing, now_s: float) -> None:
+        if transfer.ended:
+            # Somebody still reads the ByteSpace. A healthy connection finishes its frame within the
+            # grace time; a stuck one is not waited for.
+            if now_s - transfer.ended_s >= self._config.drop_grace_s:
+                for connection in transfer.pinned:
+                    self._abort(connection, LinkError("lost", "its transfer ended in mid-frame"))
+        elif transfer.state is TransferState.CANCELLING:
+            if now_s - transfer.progress_s >= self._config.ack_timeout_s:
+                logger.warning("cancel of %s not acknowledged", transfer.spec.transfer_id.hex())
+                self._end(transfer, TransferState.CANCELLED, transfer.error, now_s)
+        elif not transfer.waits:
+            transfer.progress_s = now_s
+        elif now_s - transfer.progress_s >= self._config.idle_timeout_s:
+            self.fail(transfer, self._no_progress(), now_s)
+
+    def _no_progress(self) -> LinkError:
+        message = f"no progress towards {self._name} for {self._config.idle_timeout_s:g} s"
+        if self._last_error is not None:
+            message += f"; last error: {self._last_error.message}"
+        return LinkError("idle" if self._connections else "unreachable", message)
+
+    def _end(
+        self,
+        transfer: Outgoing,
+        state: TransferState,
+        error: TransportError | None,
+        now_s: float,
+    ) -> None:
+        transfer.turn(state, error, now_s)
+        self._settle(transfer)
+        self._report(transfer)
+
+    def _settle(self, transfer: Outgoing) -> None:
+        """Forget connections that have nothing of this transfer in flight any more."""
+        transfer_id = transfer.spec.transfer_id
+        for connection, state in self._connections.items():
+            if transfer.ended or not transfer.is_in_flight(connection):
+                state.in_flight.discard(transfer_id)
+
+    def _report(self, transfer: Outgoing) -> None:
+        if transfer.ended and not transfer.pinned and not transfer.reported:
+            transfer.reported = True
+            self._transfers.pop(transfer.spec.transfer_id, None)
+            self._busy.pop(transfer.spec.transfer_id, None)
+            self._effects.append(Ended(transfer))
+
+    def _announce(self, transfer: Outgoing, connection: int) -> bool:
+        """Whether OPEN must be sent on this connection first; marks it as sent."""
+        first = connection not in transfer.announced
+        if first or transfer.needs_open:
+            transfer.announced.add(connection)
+            transfer.needs_open = False
+            transfer.receiver_instance = self._connections[connection].peer.instance
+            return True
+        return False
+
+    def _abort(self, connection: int, error: TransportError) -> None:
+        state = self._connections.get(connection)
+        if state is not None and not state.aborted:
+            state.aborted = True
+            self._effects.append(Abort(connection, error))
+
+    def _saw_life(self, connection: int, now_s: float) -> None:
+        state = self._connections.get(connection)
+        if state is not None:
+            state.progress_s = now_s

@@ -1,0 +1,383 @@
+"""The two ends of one connection, sans-IO: bytes in, bytes and events out, time as an argument.
+
+Receiver: GREETING (only HELLO, at most 304 bytes, within handshake_timeout_s) -> ESTABLISHED (OPEN,
+DATA, CANCEL in any order) -> closed. A rule broken by the peer raises PeerError; an ERROR frame
+that says so is then in the outgoing bytes and the connection must be closed after sending it. What
+concerns one transfer only (a refused OPEN, DATA for a transfer that ended) is answered with FAIL
+and leaves the connection alone.
+
+Sender: `SenderSession` turns what the receiver answers into events; what to send is decided by
+`link.LinkCore`.
+
+This file does not know sockets, threads, or which connection sends what. Acknowledgements are
+collected until the shell says that no more data is waiting (`flush_acks`), or until ack_batch_bytes
+are due.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from transport.config import TransportConfig
+from transport.errors import PeerError, TransportError
+from transport.frames import (
+    MAX_PREAUTH_BYTES,
+    FrameHeader,
+    FrameReader,
+    FrameType,
+    Step,
+    decode_open,
+    decode_ranges,
+    decode_reason,
+    encode_frame,
+    encode_ranges,
+    encode_reason,
+)
+from transport.handshake import Hello, check_version, decode_hello, own_hello
+from transport.interfaces import TransferState
+from transport.landing import Landing, Place
+from transport.landings import OpenRequest
+from transport.ranges import IntervalSet, Range
+from transport.reception import Reception, outcome_frame
+
+logger = logging.getLogger("prfaas.transport")
+
+SINK_BYTES = 64 * 1024
+
+
+class ReceiverSession:
+    """The receiver's end of one connection. Use: fill `buffers()`, call `received`, send
+    `outgoing()`.
+
+    Not thread-safe: one thread drives it. `deadline_s` may be read by others.
+    """
+
+    def __init__(
+        self,
+        connection: int,
+        *,
+        config: TransportConfig,
+        reception: Reception,
+        instance: bytes,
+        now_s: float,
+    ) -> None:
+        self.connection = connection
+        self.deadline_s: float | None = now_s + config.handshake_timeout_s
+        """When the connection must be closed unless something arrives before; None while idle."""
+        self._config = config
+        self._reception = reception
+        self._instance = instance
+        self._reader = FrameReader(config.max_frame_bytes)
+        self._outgoing: list[bytes] = []
+        self._opened: dict[bytes, Landing] = {}
+        self._landing: Landing | None = None  # of the DATA frame being read
+        self._place = Place.DISCARD
+        self._scratch = memoryview(bytearray())
+        self._acks: dict[bytes, IntervalSet] = {}
+        self._unacked_bytes = 0
+
+    @property
+    def established(self) -> bool:
+        return self._reader.established
+
+    @property
+    def in_body(self) -> bool:
+        """Whether `buffers()` is exactly the rest of a frame body, worth waiting for as a whole."""
+        return self._reader.in_body
+
+    @property
+    def acks_due(self) -> bool:
+        return self._unacked_bytes >= self._config.ack_batch_bytes
+
+    @property
+    def has_acks(self) -> bool:
+        return bool(self._acks)
+
+    def buffers(self) -> list[memoryview]:
+        return self._reader.buffers()
+
+    def received(self, num_bytes: int, now_s: float) -> None:
+        """`num_bytes` bytes were written to the start of `buffers()`.
+
+        Raises PeerError when the connection must end (see the module docstring).
+        """
+        try:
+            step = self._reader.advance(num_bytes)
+            header = self._reader.header
+            if step is not Step.PARTIAL and header is not None:
+                if header.kind is FrameType.DATA:
+                    self._on_data(step, header, now_s)
+                elif step is Step.FRAME:
+                    self._on_control(header, self._reader.control_body(), now_s)
+        except PeerError as error:
+            self._outgoing.append(encode_reason(FrameType.ERROR, error.code, error.message))
+            raise
+        if self._reader.established:
+            idle = self._reader.at_boundary
+            self.deadline_s = None if idle else now_s + self._config.idle_timeout_s
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """`received` for bytes that lie elsewhere; raises alike."""
+        position = 0
+        while position < len(data):
+            target = self._reader.buffers()[0]
+            count = min(target.nbytes, len(data) - position)
+            target[:count] = data[position : position + count]
+            position += count
+            self.received(count, now_s)
+
+    def flush_acks(self) -> None:
+        """Put everything verified and not yet acknowledged into the outgoing bytes."""
+        for transfer_id, ranges in self._acks.items():
+            self._outgoing.append(encode_ranges(FrameType.ACK, transfer_id, ranges))
+        self._acks.clear()
+        self._unacked_bytes = 0
+
+    def outgoing(self) -> bytes:
+        """Bytes to send now, each given once."""
+        data = b"".join(self._outgoing)
+        self._outgoing.clear()
+        return data
+
+    def close(self, now_s: float) -> None:
+        """The connection is gone: give back claims, let go of all memory."""
+        self._reader.forget()
+        self._landing = None
+        self._opened.clear()
+        self._reception.landings.detach(self.connection, now_s)
+
+    def _on_control(self, header: FrameHeader, body: bytes, now_s: float) -> None:
+        kind = header.kind
+        if kind is FrameType.HELLO and not self.established:
+            self._on_hello(body)
+        elif kind is FrameType.OPEN:
+            self._on_open(OpenRequest(header.transfer_id, *decode_open(body)), now_s)
+        elif kind is FrameType.CANCEL:
+            self._on_cancel(header.transfer_id, decode_reason(body)[1], now_s)
+        elif kind is FrameType.ERROR:
+            code, message = decode_reason(body)
+            raise PeerError(code, f"the sender reports: {message}")
+        else:
+            raise PeerError("protocol", f"unexpected {kind.name} from a sender")
+
+    def _on_hello(self, body: bytes) -> None:
+        peer = decode_hello(body)
+        check_version(peer, "sender")
+        self._reader.established = True
+        hello = own_hello(self._instance, self._config.max_frame_bytes)
+        self._outgoing.append(hello.encode(FrameType.WELCOME))
+
+    def _on_open(self, request: OpenRequest, now_s: float) -> None:
+        transfer_id = request.transfer_id
+        try:
+            self._make_room()
+            landing = self._reception.open(self.connection, request, now_s)
+        except PeerError as error:
+            self._outgoing.append(
+                encode_reason(FrameType.FAIL, error.code, error.message, transfer_id)
+            )
+            return
+        self._opened[transfer_id] = landing
+        if landing.state is TransferState.OPEN:
+            self._outgoing.append(encode_ranges(FrameType.OPENED, transfer_id, landing.verified()))
+        else:
+            self._outgoing.append(outcome_frame(landing))
+
+    def _make_room(self) -> None:
+        limit = self._config.max_transfers_per_connection
+        if len(self._opened) < limit:
+            return
+        for transfer_id, landing in list(self._opened.items()):
+            if landing.state is not TransferState.OPEN:
+                del self._opened[transfer_id]
+        if len(self._opened) >= limit:
+            raise PeerError("busy", f"more than {limit} open transfers on one connection")
+
+    def _on_cancel(self, transfer_id: bytes, reason: str, now_s: float) -> None:
+        landing = self._opened.pop(transfer_id, None)
+        if landing is not None:
+            self._reception.cancel(landing, reason, now_s)
+            if landing.state is TransferState.COMPLETE:
+                self._outgoing.append(outcome_frame(landing))
+                return
+        self._acks.pop(transfer_id, None)
+        self._outgoing.append(encode_frame(FrameType.CANCELLED, transfer_id))
+
+    def _on_data(self, step: Step, header: FrameHeader, now_s: float) -> None:
+        if step is Step.HEADER:
+            self._place_data(header, now_s)
+            return
+        landing, self._landing = self._landing, None
+        if self._place is Place.DISCARD:
+            self._answer_discarded(header.transfer_id, landing)
+        elif landing is not None:
+            self._reader.verify_data()
+            self._commit(landing, header, now_s)
+
+    def _place_data(self, header: FrameHeader, now_s: float) -> None:
+        landing = self._landing = self._opened.get(header.transfer_id)
+        self._place = Place.DISCARD
+        if landing is not None:
+            try:
+                placement = self._reception.claim(
+                    self.connection, landing, header.offset, header.end
+                )
+                if placement.place is Place.DIRECT:
+                    self._reader.place(placement.views)
+                self._place = placement.place
+            except PeerError:
+                raise
+            except Exception as error:
+                landing.abandon(self.connection)
+                self._fail_for_space(landing, error, now_s)
+            self._reception.landings.first_byte(header.transfer_id, now_s)
+        if self._place is not Place.DIRECT:
+            needed = header.length if self._place is Place.SCRATCH else SINK_BYTES
+            if self._scratch.nbytes < needed:
+                self._scratch = memoryview(bytearray(needed))
+            if self._place is Place.SCRATCH:
+                self._reader.place([self._scratch[: header.length]])
+            else:
+                self._reader.discard(self._scratch)
+
+    def _fail_for_space(self, landing: Landing, error: Exception, now_s: float) -> None:
+        logger.error("ByteSpace of %s raised", landing.transfer_id.hex(), exc_info=error)
+        message = f"the receiver's memory could not be used: {type(error).__name__}"
+        self._reception.fail(landing, PeerError("space", message), now_s)
+
+    def _answer_discarded(self, transfer_id: bytes, landing: Landing | None) -> None:
+        if landing is None:
+            message = "DATA for a transfer that was not opened on this connection"
+            self._outgoing.append(encode_reason(FrameType.FAIL, "not_open", message, transfer_id))
+        else:
+            self._opened.pop(transfer_id, None)
+            self._outgoing.append(outcome_frame(landing))
+
+    def _commit(self, landing: Landing, header: FrameHeader, now_s: float) -> None:
+        scratch = self._scratch[: header.length] if self._place is Place.SCRATCH else None
+        try:
+            completed = landing.commit(self.connection, header.offset, header.end, scratch)
+        except TransportError as error:
+            self._reception.fail(landing, error, now_s)
+            return
+        except Exception as error:
+            self._fail_for_space(landing, error, now_s)
+            return
+        if not completed and landing.state is not TransferState.OPEN:
+            self._answer_discarded(header.transfer_id, landing)
+            return
+        pending = self._acks.get(header.transfer_id)
+        if pending is None:
+            pending = self._acks[header.transfer_id] = IntervalSet()
+        pending.add(header.offset, header.end)
+        self._unacked_bytes += header.length
+        if completed:
+            self._reception.completed(landing, now_s)
+            self._opened.pop(header.transfer_id, None)
+            self.flush_acks()
+            self._outgoing.append(outcome_frame(landing))
+
+
+@dataclass(frozen=True, slots=True)
+class Welcomed:
+    """The handshake is done."""
+
+    peer: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The receiver takes the transfer and already has these ranges."""
+
+    transfer_id: bytes
+    ranges: list[Range]
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    """These ranges are in place and verified."""
+
+    transfer_id: bytes
+    ranges: list[Range]
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The whole transfer is in place and verified."""
+
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The receiver refuses the transfer or no longer has it."""
+
+    transfer_id: bytes
+    error: PeerError
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAcked:
+    """The receiver has ended the transfer as asked."""
+
+    transfer_id: bytes
+
+
+Event = Welcomed | Opened | Acked | Completed | Failed | CancelAcked
+
+
+class SenderSession:
+    """The sender's end of one connection: what the receiver says, as events."""
+
+    def __init__(self, config: TransportConfig, instance: bytes) -> None:
+        self._reader = FrameReader(max_data_bytes=0)
+        self._hello = own_hello(instance, config.max_frame_bytes)
+
+    def hello(self) -> bytes:
+        """The first bytes of the connection."""
+        return self._hello.encode(FrameType.HELLO)
+
+    @property
+    def established(self) -> bool:
+        return self._reader.established
+
+    def feed(self, data: bytes | memoryview) -> list[Event]:
+        """Take bytes from the receiver; raises PeerError when the connection must end."""
+        events: list[Event] = []
+        position = 0
+        while position < len(data):
+            target = self._reader.buffers()[0]
+            count = min(target.nbytes, len(data) - position)
+            target[:count] = data[position : position + count]
+            position += count
+            header = None
+            if self._reader.advance(count) is Step.FRAME:
+                header = self._reader.header
+            if header is not None:
+                events.append(self._event(header, self._reader.control_body()))
+        return events
+
+    def _event(self, header: FrameHeader, body: bytes) -> Event:
+        kind, transfer_id = header.kind, header.transfer_id
+        if kind is FrameType.ERROR:
+            raise PeerError(*decode_reason(body))
+        if kind is FrameType.WELCOME and not self.established:
+            peer = decode_hello(body)
+            check_version(peer, "receiver")
+            self._reader.established = True
+            return Welcomed(peer)
+        if kind is FrameType.ACK:
+            return Acked(transfer_id, decode_ranges(body))
+        if kind is FrameType.OPENED:
+            return Opened(transfer_id, decode_ranges(body))
+        if kind is FrameType.COMPLETE:
+            return Completed(transfer_id)
+        if kind is FrameType.FAIL:
+            return Failed(transfer_id, PeerError(*decode_reason(body)))
+        if kind is FrameType.CANCELLED:
+            return CancelAcked(transfer_id)
+        raise PeerError("protocol", f"unexpected {kind.name} from a receiver")
+
+
+assert MAX_PREAUTH_BYTES <= SINK_BYTES

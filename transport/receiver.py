@@ -1,0 +1,335 @@
+"""Receives transfers: a listening socket and one thread per connection. Rules are `Reception`'s and
+the session's.
+
+A connection's thread reads straight into the landing, verifies, and acknowledges when nothing more
+is waiting. Frames for the sender that other threads cause (a drop) go through the connection's
+outbox, which never blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+from transport.config import Endpoint, TransportConfig
+from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
+from transport.frames import FrameType, encode_reason
+from transport.interfaces import LandingRegistry, TransferProgress
+from transport.protocol import ReceiverSession
+from transport.reception import Reception
+from transport.sockets import (
+    PlainStream,
+    SocketOwner,
+    Stream,
+    TlsStream,
+    listen,
+    prepare,
+    server_context,
+    tls_handshake,
+)
+
+logger = logging.getLogger("prfaas.transport")
+
+MAX_OUTBOX_BYTES = 4 * 1024 * 1024
+FAREWELL_S = 1.0
+
+
+class Receiver:
+    """Listens at `bind` and lands what the registry accepts.
+
+    Raises LocalError("tls_files") when the TLS files cannot be used.
+    """
+
+    def __init__(self, bind: Endpoint, config: TransportConfig, registry: LandingRegistry) -> None:
+        self._bind = bind
+        self._config = config
+        self._tls = server_context(config.tls) if config.tls else None
+        self._instance = os.urandom(16)
+        self._reception = Reception(config, registry, self)
+        self._lock = threading.Lock()
+        self._connections: dict[int, _Connection] = {}
+        self._ids = itertools.count(1)
+        self._listener: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+        self._stirred = threading.Event()
+        self._closing = False
+
+    def start(self) -> None:
+        """Listen; raises LocalError("bind")."""
+        self._listener = listen(self._bind)
+        for name, target in (("accept", self._accept), ("watchdog", self._watch)):
+            thread = threading.Thread(target=target, name=f"prfaas-receive-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it really listens; RuntimeError before `start` and after `close`."""
+        if self._listener is None:
+            raise RuntimeError("the receiver is not listening")
+        return Endpoint(self._bind.host, self._listener.getsockname()[1])
+
+    @property
+    def num_connections(self) -> int:
+        with self._lock:
+            return len(self._connections)
+
+    def drop(self, transfer_id: bytes, reason: str) -> None:
+        """Forget the transfer and tell the sender why. When it returns no thread writes into its
+        ByteSpace any more; takes at most drop_grace_s and the time a closed socket needs to wake
+        its thread. The registry is not called. Unknown and ended transfers are ignored; one just
+        being accepted is refused.
+        """
+        self._reception.drop(transfer_id, reason, time.monotonic())
+
+    def progress(self, transfer_id: bytes) -> TransferProgress | None:
+        """None for a transfer that is unknown or was forgotten tombstone_s after its end."""
+        return self._reception.progress(transfer_id)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Stop listening, close all connections, fail what is open with code "closed"."""
+        with self._lock:
+            self._closing = True
+            connections = list(self._connections.values())
+        if self._listener is not None:
+            with suppress(OSError):  # it may not be listening any more
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+        self._stirred.set()
+        for connection in connections:
+            connection.abort(LocalError("closed", "the receiver was closed"))
+        deadline_s = time.monotonic() + timeout_s
+        for thread in [*self._threads, *(connection.thread for connection in connections)]:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("thread %s did not end within %g s", thread.name, timeout_s)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._reception.close(time.monotonic())
+
+    # Connections, for Reception.
+
+    def abort(self, connections: Collection[int], error: TransportError) -> None:
+        for connection in self._find(connections):
+            connection.abort(error)
+
+    def tell(self, connections: Collection[int], frame: bytes) -> None:
+        for connection in self._find(connections):
+            connection.push(frame)
+
+    def _find(self, connections: Collection[int]) -> list[_Connection]:
+        with self._lock:
+            return [
+                self._connections[number] for number in connections if number in self._connections
+            ]
+
+    # Threads.
+
+    def _accept(self) -> None:
+        listener = self._listener
+        assert listener is not None
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                logger.error("cannot accept connections: %s", error.strerror or error)
+                time.sleep(0.1)  # out of descriptors: others must be closed first
+                continue
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        with self._lock:
+            if not self._closing and len(self._connections) < self._config.max_connections:
+                number = next(self._ids)
+                connection = _Connection(number, sock, self)
+                self._connections[number] = connection
+                connection.thread.start()
+                self._stirred.set()
+                return
+        if not self._closing and self._tls is None:
+            message = f"the receiver serves {self._config.max_connections} connections already"
+            try:
+                sock.send(encode_reason(FrameType.ERROR, "busy", message), socket.MSG_DONTWAIT)
+                sock.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # it is gone already
+        sock.close()
+
+    def _watch(self) -> None:
+        """Timeouts of connections and transfers; sleeps for good while there are none."""
+        while not self._closing:
+            now_s = time.monotonic()
+            with self._lock:
+                connections = list(self._connections.values())
+            for connection in connections:
+                connection.tick(now_s)
+            self._reception.expire(now_s)
+            active = bool(connections) or bool(self._reception.landings.open_ones())
+            self._stirred.wait(self._config.tick_s if active else None)
+            self._stirred.clear()
+
+    # For connections.
+
+    @property
+    def config(self) -> TransportConfig:
+        return self._config
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        return self._tls
+
+    def session(self, number: int) -> ReceiverSession:
+        return ReceiverSession(
+            number,
+            config=self._config,
+            reception=self._reception,
+            instance=self._instance,
+            now_s=time.monotonic(),
+        )
+
+    def forget(self, number: int) -> None:
+        with self._lock:
+            self._connections.pop(number, None)
+
+
+class _Connection:
+    """One accepted socket and its thread."""
+
+    def __init__(self, number: int, sock: socket.socket, receiver: Receiver) -> None:
+        self.thread = threading.Thread(
+            target=self._run, name=f"prfaas-receive-{number}", daemon=True
+        )
+        self._number = number
+        self._sock = sock
+        self._receiver = receiver
+        self._config = receiver.config
+        self._owner: SocketOwner = PlainStream(sock)
+        self._stream: Stream | None = None
+        self._session: ReceiverSession | None = None
+        self._error: TransportError | None = None
+        self._farewell_s: float | None = None
+        self._outbox = bytearray()
+        self._outbox_lock = threading.Lock()
+
+    def abort(self, error: TransportError) -> None:
+        """End it from any thread; the first error counts."""
+        if self._error is None:
+            self._error = error
+        self._owner.abort()
+
+    def push(self, data: bytes) -> None:
+        """Send as far as the kernel takes it now, the rest later; an overfull outbox ends the
+        connection.
+        """
+        with self._outbox_lock:
+            self._outbox += data
+            try:
+                self._flush()
+            except TransportError as error:
+                self.abort(bare(error))
+            if len(self._outbox) > MAX_OUTBOX_BYTES:
+                self.abort(PeerError("protocol", "the sender does not read its acknowledgements"))
+
+    def tick(self, now_s: float) -> None:
+        """Called by the watchdog: deadlines, and what was left in the outbox."""
+        session, farewell_s = self._session, self._farewell_s
+        deadline_s = session.deadline_s if session is not None else None
+        if farewell_s is not None:
+            deadline_s = farewell_s
+        if deadline_s is not None and now_s >= deadline_s:
+            code = "frame_timeout" if session and session.established else "handshake_timeout"
+            self.abort(LinkError(code, "the sender fell silent in the middle of a message"))
+        if self._outbox:
+            self.push(b"")
+
+    def _flush(self) -> None:
+        while self._outbox and self._stream is not None:
+            count = self._stream.try_send(bytes(self._outbox))
+            if not count:
+                return
+            del self._outbox[:count]
+
+    def _run(self) -> None:
+        session = self._session = self._receiver.session(self._number)
+        error = self._error_of(session)
+        session.close(time.monotonic())
+        if error.code not in ("lost", "closed"):
+            logger.warning("connection %s closed: %s", self._number, error.message)
+        if isinstance(error, PeerError) and self._error is None:
+            self._say_farewell()
+        self._receiver.forget(self._number)
+        self._owner.close()
+
+    def _error_of(self, session: ReceiverSession) -> TransportError:
+        """Serve until the end and return why; no view of any ByteSpace is left in the result."""
+        try:
+            stream = self._stream = self._open_stream()
+            while True:
+                self._serve(stream, session)
+        except TransportError as error:
+            if isinstance(error, PeerError):
+                self.push(session.outgoing())
+            return self._error or bare(error)
+        except Exception as error:
+            logger.exception("unexpected error on connection %s", self._number)
+            return LocalError("internal", f"{type(error).__name__}: {error}")
+
+    def _open_stream(self) -> Stream:
+        prepare(self._sock, self._config, sends_data=False)
+        context = self._receiver.tls
+        if context is None:
+            stream: PlainStream | TlsStream = PlainStream(self._sock)
+        else:
+            wrapped = context.wrap_socket(
+                self._sock, server_side=True, do_handshake_on_connect=False
+            )
+            self._owner = SocketOwner(wrapped)
+            stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
+        self._owner = stream
+        if self._error is not None:
+            raise self._error
+        return stream
+
+    def _serve(self, stream: Stream, session: ReceiverSession) -> None:
+        """Receive once; acknowledge before waiting for bytes that are not there yet."""
+        buffers = session.buffers()
+        count = stream.try_receive(buffers) if session.has_acks else 0
+        if not count:
+            session.flush_acks()
+            self._push_outgoing(session)
+            count = stream.receive(buffers, fill=session.in_body)
+        session.received(count, time.monotonic())
+        if session.acks_due:
+            session.flush_acks()
+        self._push_outgoing(session)
+
+    def _push_outgoing(self, session: ReceiverSession) -> None:
+        data = session.outgoing()
+        if data:
+            self.push(data)
+
+    def _say_farewell(self) -> None:
+        """Let the ERROR arrive: closing with unread bytes would reset the connection and lose it."""
+        stream = self._stream
+        if stream is None:
+            return
+        self._farewell_s = time.monotonic() + FAREWELL_S
+        sink = memoryview(bytearray(64 * 1024))
+        try:
+            self._owner.finish()
+            while True:
+                stream.receive([sink], fill=False)
+        except TransportError:
+            pass  # the sender has hung up, or the watchdog lost patience
+
+
+__all__ = ["Receiver"]

@@ -1,0 +1,176 @@
+"""The receiving side's rules across connections: open, place, complete, cancel, drop, expire.
+
+One `Reception` serves all connections of a receiver; `ReceiverSession` calls it with what arrived,
+the shell with `drop` and time. It tells the registry how transfers end and asks `Connections` to
+close or to tell others. An incoming transfer ends in this order: no new claims -> frames in flight
+finish, or their connection is closed -> the registry is told -> the sender is told. So whoever
+learns of the end may reuse the memory at once.
+
+Knows no socket; the only waiting is for claims of other threads to be given back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Protocol
+
+from transport.config import TransportConfig
+from transport.errors import LinkError, LocalError, PeerError, Refused, TransportError
+from transport.frames import FrameType, encode_frame, encode_reason
+from transport.interfaces import LandingRegistry, TransferProgress, TransferState
+from transport.landing import Landing, Place, Placement
+from transport.landings import Landings, OpenRequest
+
+logger = logging.getLogger("prfaas.transport")
+
+
+class Connections(Protocol):
+    """What Reception needs from whoever owns the connections. Neither method blocks."""
+
+    def abort(self, connections: Collection[int], error: TransportError) -> None:
+        """Make these connections stop reading at once; their sessions are closed soon after."""
+        ...
+
+    def tell(self, connections: Collection[int], frame: bytes) -> None:
+        """Send a frame on each of these connections, those already gone left out."""
+        ...
+
+
+class Reception:
+    """See the module docstring."""
+
+    def __init__(
+        self, config: TransportConfig, registry: LandingRegistry, connections: Connections
+    ) -> None:
+        self.landings = Landings(config)
+        self._config = config
+        self._registry = registry
+        self._connections = connections
+
+    def open(self, connection: int, request: OpenRequest, now_s: float) -> Landing:
+        """The landing for an OPEN, new or known, open or ended; raises PeerError to refuse it."""
+        landing = self.landings.begin_open(request)
+        if landing is None:
+            landing = self._ask_registry(request, now_s)
+        self.landings.attach(landing, connection)
+        if landing.complete_if_empty():
+            self.completed(landing, now_s)
+        return landing
+
+    def claim(self, connection: int, landing: Landing, start: int, end: int) -> Placement:
+        """Where [start, end) goes; closes connections that still hold parts of it. Raises like
+        `Landing.claim`, and PeerError("busy") if they do not let go."""
+        while True:
+            placement = landing.claim(connection, start, end)
+            if placement.place is not Place.CONFLICT:
+                return placement
+            self._connections.abort(
+                placement.rivals, LinkError("lost", "superseded: its data arrived again elsewhere")
+            )
+            if not landing.wait_claimable(placement.rivals, self._config.handshake_timeout_s):
+                raise PeerError("busy", "the range is still being written by another connection")
+
+    def completed(self, landing: Landing, now_s: float) -> None:
+        """The last byte was verified by the caller's connection, which then tells its sender."""
+        self.landings.ended(landing.transfer_id, now_s)
+        try:
+            self._registry.on_complete(landing.transfer_id)
+        except Exception:
+            logger.exception("registry.on_complete raised for %s", landing.transfer_id.hex())
+
+    def cancel(self, landing: Landing, reason: str, now_s: float) -> None:
+        """The sender asked for the end; on return nothing writes any more and the registry knows."""
+        self._end(landing, TransferState.CANCELLED, PeerError("cancelled", reason), now_s)
+
+    def fail(self, landing: Landing, error: TransportError, now_s: float) -> None:
+        """End it for `error`, tell the registry and the sender."""
+        if self._end(landing, TransferState.FAILED, error, now_s):
+            self._tell_end(landing)
+
+    def drop(self, transfer_id: bytes, reason: str, now_s: float) -> None:
+        """As Receiver.drop: the registry is not told, the sender is."""
+        landing = self.landings.mark_dropped(transfer_id)
+        if landing is None:
+            return
+        ended_here = landing.end(TransferState.FAILED, "dropped", reason)
+        self._quiesce(landing)
+        self.landings.ended(transfer_id, now_s)
+        if ended_here:
+            self._tell_end(landing)
+
+    def expire(self, now_s: float) -> None:
+        """Fail open transfers that no connection served for idle_timeout_s."""
+        for landing in self.landings.expire(now_s):
+            message = f"no connection from the sender for {self._config.idle_timeout_s:g} s"
+            self.fail(landing, LinkError("idle", message), now_s)
+
+    def close(self, now_s: float) -> None:
+        """Fail everything that is open; called when no connection is left."""
+        for landing in self.landings.open_ones():
+            self.fail(landing, LocalError("closed", "the receiver was closed"), now_s)
+
+    def progress(self, transfer_id: bytes) -> TransferProgress | None:
+        landing = self.landings.find(transfer_id)
+        times = self.landings.times(transfer_id)
+        if landing is None or times is None:
+            return None
+        opened_s, first_byte_s, ended_s = times
+        verified = landing.verified_bytes
+        return TransferProgress(
+            state=landing.state,
+            nbytes=landing.nbytes,
+            ready_bytes=verified,
+            sent_bytes=verified,
+            acked_bytes=verified,
+            resent_bytes=landing.received_again_bytes,
+            opened_s=opened_s,
+            first_sent_s=first_byte_s,
+            completed_s=ended_s,
+            num_connections=len(self.landings.attached(landing)),
+        )
+
+    def _ask_registry(self, request: OpenRequest, now_s: float) -> Landing:
+        try:
+            space = self._registry.accept(
+                request.transfer_id, request.token, request.fingerprint, request.nbytes
+            )
+        except Refused:
+            self.landings.reject(request.transfer_id)
+            raise
+        except Exception as error:
+            self.landings.reject(request.transfer_id)
+            logger.exception("registry.accept raised for %s", request.transfer_id.hex())
+            raise Refused("registry", "the receiver could not look up this transfer") from error
+        return self.landings.admit(request, space, now_s)
+
+    def _end(
+        self, landing: Landing, state: TransferState, error: TransportError, now_s: float
+    ) -> bool:
+        if not landing.end(state, error.code, error.message):
+            return False
+        self._quiesce(landing)
+        self.landings.ended(landing.transfer_id, now_s)
+        try:
+            self._registry.on_failed(landing.transfer_id, error)
+        except Exception:
+            logger.exception("registry.on_failed raised for %s", landing.transfer_id.hex())
+        return True
+
+    def _quiesce(self, landing: Landing) -> None:
+        holders = landing.wait_quiet(self._config.drop_grace_s)
+        if holders:
+            self._connections.abort(
+                holders, LinkError("lost", "its transfer ended while a frame was on its way")
+            )
+            landing.wait_quiet(None)
+
+    def _tell_end(self, landing: Landing) -> None:
+        self._connections.tell(self.landings.attached(landing), outcome_frame(landing))
+
+
+def outcome_frame(landing: Landing) -> bytes:
+    """What the sender of an ended transfer is told."""
+    if landing.state is TransferState.COMPLETE:
+        return encode_frame(FrameType.COMPLETE, landing.transfer_id)
+    return encode_reason(FrameType.FAIL, *landing.failure, landing.transfer_id)

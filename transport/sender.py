@@ -1,0 +1,159 @@
+"""Sends transfers: the public face of the sending side. Links and their threads are in `lanes`.
+
+Knows no frame; what the bytes of a transfer mean is the ByteSpace owner's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import replace
+
+from transport.config import Endpoint, TransportConfig
+from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
+from transport.lanes import Link
+from transport.outgoing import Outgoing
+from transport.sockets import client_context, usable_congestion
+
+logger = logging.getLogger("prfaas.transport")
+
+
+class OutgoingTransfer:
+    """A handle; its methods may be called from any thread and never wait for the network."""
+
+    def __init__(self, link: Link, transfer: Outgoing) -> None:
+        self._link = link
+        self._transfer = transfer
+
+    @property
+    def transfer_id(self) -> bytes:
+        return self._transfer.spec.transfer_id
+
+    def ready(self, offset: int, length: int) -> None:
+        """[offset, offset + length) of the ByteSpace is final and may be sent; repeats are ignored.
+
+        Raises ValueError when the range lies outside of the transfer. Ignored after the end.
+        """
+        if offset < 0 or length < 0 or offset + length > self._transfer.nbytes:
+            raise ValueError(
+                f"[{offset}, {offset + length}) is outside of {self._transfer.nbytes} bytes"
+            )
+        self._link.ready(self._transfer, offset, length)
+
+    def cancel(self, reason: str) -> None:
+        """Ask for the end; `on_failed` with code "cancelled" follows once the receiver has let go,
+        at the latest after ack_timeout_s. If the transfer completes first, `on_complete` is called.
+        """
+        self._link.cancel(self._transfer, reason)
+
+    def progress(self) -> TransferProgress:
+        return self._link.progress(self._transfer)
+
+
+class Sender:
+    """Sends any number of transfers to any number of endpoints.
+
+    Raises LocalError("tls_files") when the TLS files cannot be used.
+    """
+
+    def __init__(self, config: TransportConfig) -> None:
+        self._config = replace(config, congestion=usable_congestion(config.congestion))
+        self._tls = client_context(config.tls) if config.tls else None
+        self._instance = os.urandom(16)
+        self._links: dict[Endpoint, Link] = {}
+        self._lock = threading.Lock()
+        self._stirred = threading.Event()
+        self._closed = False  # no more transfers
+        self._stopped = False  # no more lanes
+        self._watchdog = threading.Thread(
+            target=self._watch, name="prfaas-send-watchdog", daemon=True
+        )
+        self._watchdog.start()
+
+    def open(
+        self, spec: OutgoingSpec, space: ByteSpace, listener: TransferListener
+    ) -> OutgoingTransfer:
+        """Begin a transfer of `space.nbytes` bytes. Never waits for the network: whether the
+        receiver can be reached and takes it is told to the listener. Raises ValueError when the id
+        is in use, RuntimeError after close.
+        """
+        with self._lock:
+            link = self._link(spec.endpoint)
+            transfer = link.open(spec, space, listener)
+        return OutgoingTransfer(link, transfer)
+
+    def warm(self, endpoint: Endpoint) -> None:
+        """Connect now, so that the first transfer finds open connections."""
+        with self._lock:
+            self._link(endpoint).warm()
+
+    def num_connections(self, endpoint: Endpoint) -> int:
+        """Established connections to this endpoint."""
+        with self._lock:
+            link = self._links.get(endpoint)
+        return link.num_connections if link else 0
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Fail what is open with code "closed" and end all threads. When it returns, listeners were
+        told and no transport thread reads any ByteSpace, unless a warning was logged. Not to be
+        called by a listener.
+        """
+        with self._lock:
+            self._closed = True
+            links = list(self._links.values())
+        for link in links:
+            link.close()
+        deadline_s = time.monotonic() + timeout_s
+        for link in links:
+            if not link.join(deadline_s):
+                logger.warning("threads to %s did not end within %g s", link.endpoint, timeout_s)
+        self._stopped = True
+        self._stirred.set()
+        self._watchdog.join(max(0.1, deadline_s - time.monotonic()))
+
+    def _link(self, endpoint: Endpoint) -> Link:
+        if self._closed:
+            raise RuntimeError("the sender is closed")
+        link = self._links.get(endpoint)
+        if link is None:
+            link = self._links[endpoint] = Link(
+                endpoint,
+                self._config,
+                self._tls,
+                instance=self._instance,
+                stir=self._stirred.set,
+            )
+        return link
+
+    def _watch(self) -> None:
+        """Timeouts of all links; sleeps for good while nothing runs."""
+        while True:
+            stopped = self._stopped
+            with self._lock:
+                links = list(self._links.values())
+            now_s = time.monotonic()
+            for link in links:
+                link.tick(now_s)
+                self._retire(link, now_s)
+            if stopped:
+                return
+            self._stirred.wait(self._pause_s(links))
+            self._stirred.clear()
+
+    def _pause_s(self, links: list[Link]) -> float | None:
+        if any(link.is_active for link in links):
+            return self._config.tick_s
+        return max(self._config.tick_s, self._config.link_idle_timeout_s) if links else None
+
+    def _retire(self, link: Link, now_s: float) -> None:
+        """Close a link that has had no transfer for link_idle_timeout_s."""
+        if now_s - link.idle_since_s < self._config.link_idle_timeout_s:
+            return
+        with self._lock:
+            if link.has_transfers or self._links.get(link.endpoint) is not link:
+                return
+            del self._links[link.endpoint]
+        link.close()
+        link.join(now_s + 2 * self._config.connect_timeout_s)
