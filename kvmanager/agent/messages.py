@@ -1,0 +1,165 @@
+"""What the control plane and a node agent say over gRPC: the structs of service `prfaas.NodeAgent`.
+
+They do not know how they travel. Ids, tokens, fingerprints and digests are hex strings; sizes are
+bytes, times are seconds. Every method is unary; errors are `kvmanager.rpc.RpcError` codes.
+
+| method | request -> reply | errors beside UNAVAILABLE, INTERNAL, TIMEOUT |
+|---|---|---|
+| Reserve | Reserve -> ReserveReply | NO_ROOM, INVALID (layout unknown, bad size or lease) |
+| Renew | Renew -> RenewReply | NOT_FOUND (no live transfer), INVALID |
+| Cancel | Cancel -> CancelReply | INVALID; cancelling what is over or unknown is no error |
+| OpenOutbox | OpenOutbox -> OpenOutboxReply | NO_ROOM, INVALID (layout unknown, size differs) |
+| Await | Await -> TransferReport | NOT_FOUND (unknown, or over for more than a minute) |
+| Status | Status -> StatusReply | |
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+SERVICE: Final = "prfaas.NodeAgent"
+
+Runs = list[tuple[int, int]]
+"""[(first block, number of blocks), ...] of the agent's arena, in logical order."""
+
+
+class Reserve(msgspec.Struct, frozen=True):
+    """Hold memory for the KVCache of `num_tokens`. An empty fingerprint: the only layout here."""
+
+    num_tokens: int
+    lease_s: float
+    layout_fingerprint: str = ""
+    token_digest: str = ""
+    tenant: str = ""
+
+
+class ReserveReply(msgspec.Struct, frozen=True):
+    """The landing: where to send `nbytes`, with which token, and where they will lie."""
+
+    transfer_id: str
+    token: str
+    nbytes: int
+    host: str
+    port: int
+    arena_epoch: str
+    runs: Runs
+    layout_fingerprint: str
+    lease_s: float
+
+
+class Renew(msgspec.Struct, frozen=True):
+    """Let the transfer's live ends here live `lease_s` from now."""
+
+    transfer_id: str
+    lease_s: float
+
+
+class RenewReply(msgspec.Struct, frozen=True):
+    lease_s: float
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """End the transfer's ends here. A landing that an engine owns already is left to the engine."""
+
+    transfer_id: str
+    reason: str = ""
+
+
+class CancelReply(msgspec.Struct, frozen=True):
+    """`cancelled`: whether something was still alive and is ended now."""
+
+    cancelled: bool
+
+
+class OpenOutbox(msgspec.Struct, frozen=True):
+    """Hold memory for an engine to fill, and send it to the landing at `host`:`port`."""
+
+    transfer_id: str
+    token: str
+    nbytes: int
+    num_tokens: int
+    layout_fingerprint: str
+    host: str
+    port: int
+    lease_s: float
+
+
+class OpenOutboxReply(msgspec.Struct, frozen=True):
+    arena_epoch: str
+    runs: Runs
+    lease_s: float
+
+
+class Await(msgspec.Struct, frozen=True):
+    """Wait at most `timeout_s` for one end of a transfer; `kind` "": the outbox if there is one."""
+
+    transfer_id: str
+    timeout_s: float
+    kind: Literal["", "landing", "outbox"] = ""
+
+
+class TransferReport(msgspec.Struct, frozen=True):
+    """How one end of a transfer is doing, or how it ended. Durations are 0 while not known.
+
+    A landing is `complete` from the moment it has landed. `sent_bytes_at_prefill_end` counts what
+    the kernel had taken when the last rank's last forward pass was over.
+    """
+
+    transfer_id: str
+    kind: Literal["landing", "outbox"]
+    state: Literal["open", "complete", "failed", "cancelled", "expired"]
+    nbytes: int
+    error: str = ""
+    ready_bytes: int = 0
+    sent_bytes: int = 0
+    acked_bytes: int = 0
+    resent_bytes: int = 0
+    sent_bytes_at_prefill_end: int = 0
+    prefill_end_to_complete_s: float = 0.0
+    opened_to_complete_s: float = 0.0
+    first_sent_to_complete_s: float = 0.0
+
+
+class Status(msgspec.Struct, frozen=True):
+    pass
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One engine instance and its connections."""
+
+    instance: str
+    num_connections: int
+    tp_size: int
+    layout: str
+    layout_fingerprint: str
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """Open outboxes that send to one endpoint."""
+
+    endpoint: str
+    num_transfers: int
+    num_connections: int
+    unacked_bytes: int
+
+
+class StatusReply(msgspec.Struct, frozen=True):
+    """`landing_bytes` and `outbox_bytes` count whole blocks, until they are free again."""
+
+    arena_epoch: str
+    arena_bytes: int
+    block_bytes: int
+    free_bytes: int
+    landing_bytes: int
+    landing_cap_bytes: int
+    outbox_bytes: int
+    num_landings: dict[str, int]
+    num_outboxes: dict[str, int]
+    engines: list[EngineStatus]
+    links: list[LinkStatus]
+    num_received_connections: int
+    uptime_s: float
+    pid: int
+    data_endpoint: str
