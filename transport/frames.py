@@ -243,7 +243,7 @@ class FrameReader:
         self._wanted = [sink[: self._missing]]
 
     def control_body(self) -> bytes:
-        """The verified body of the control frame just completed; PeerError("checksum") if damaged."""
+        """The body of the control frame just completed; PeerError("checksum") if damaged."""
         body = bytes(self._body[0]) if self._body else b""
         self._verify((body,) if body else ())
         self._body = []

@@ -167,7 +167,7 @@ class Landing:
             return True
 
     def wait_quiet(self, timeout_s: float | None) -> frozenset[int]:
-        """Wait until no claim is left; returns the connections that still hold one at the timeout."""
+        """Wait until no claim is left; returns the connections that hold one at the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: not self._claims, timeout_s)
             self._release_space()
@@ -181,7 +181,7 @@ class Landing:
             )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless claims are disjoint from each other and from verified bytes."""
+        """Raise AssertionError unless claims and verified bytes are disjoint."""
         with self._changed:
             claimed = IntervalSet()
             for ranges in self._claims.values():

@@ -61,7 +61,7 @@ class _Party:
 
 
 class Link:
-    """All connections and transfers to one endpoint. Public methods may be called from any thread."""
+    """All connections and transfers to one endpoint. Public methods are thread-safe."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Link:
         self.perform(effects)
 
     def next_work(self, lane: _Lane, done: Work | None, *, whole: bool = True) -> Work:
-        """Give back `done`, wait for the next; raises the error that ended the lane's connection."""
+        """Give back `done`, wait for the next; raises what ended the lane's connection."""
         while True:
             with self._lock:
                 now_s = time.monotonic()

@@ -201,7 +201,7 @@ class LinkCore:
     def opened(
         self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float
     ) -> None:
-        """OPENED with what the receiver already has; raises PeerError("protocol") if out of range."""
+        """OPENED with what the receiver has already; PeerError("protocol") if out of range."""
         self._saw_life(connection, now_s)
         transfer = self._transfers.get(transfer_id)
         if transfer is None:

@@ -124,7 +124,7 @@ class Outgoing:
         return connection in self._in_flight
 
     def was_taken(self, start: int, end: int) -> bool:
-        """Whether all of [start, end) was ever ready, as everything that can be acknowledged was."""
+        """Whether all of [start, end) was ready once, as all that can be acknowledged was."""
         return self._ready.covers(start, end)
 
     def ack(self, ranges: list[Range], now_s: float) -> int:

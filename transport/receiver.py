@@ -318,7 +318,7 @@ class _Connection:
             self.push(data)
 
     def _say_farewell(self) -> None:
-        """Let the ERROR arrive: closing with unread bytes would reset the connection and lose it."""
+        """Let the ERROR arrive: closing with unread bytes would reset the connection."""
         stream = self._stream
         if stream is None:
             return

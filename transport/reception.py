@@ -80,7 +80,7 @@ class Reception:
             logger.exception("registry.on_complete raised for %s", landing.transfer_id.hex())
 
     def cancel(self, landing: Landing, reason: str, now_s: float) -> None:
-        """The sender asked for the end; on return nothing writes any more and the registry knows."""
+        """The sender asked for the end; on return nothing writes and the registry knows."""
         self._end(landing, TransferState.CANCELLED, PeerError("cancelled", reason), now_s)
 
     def fail(self, landing: Landing, error: TransportError, now_s: float) -> None:

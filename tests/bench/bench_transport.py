@@ -1,7 +1,8 @@
 """Loopback throughput of the transport: two processes, checksums on, every byte acknowledged.
 
-Run: python tests/bench/bench_transport.py [--json FILE]. Each cell is the median of --runs transfers of
---mib MiB whose memory is cut into views of the given size. iperf3 is run beside it when it is installed.
+Run: python tests/bench/bench_transport.py [--json FILE]. Each cell is the median of --runs
+transfers of --mib MiB whose memory is cut into views of the given size. iperf3 is run beside it
+when it is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ MIB = 1024 * KIB
 
 
 def serve(pipe: Connection, config: TransportConfig, nbytes: int) -> None:
-    """The receiving process: expects the transfers it is told about, reports CPU seconds at the end."""
+    """The receiving process: expects the transfers it is told about, reports CPU seconds at the
+    end.
+    """
     registry = MemoryRegistry()
     data = bytearray(nbytes)
     memoryview(data)[:] = b"\1" * nbytes  # fault the pages in

@@ -1,0 +1,202 @@
+"""The transport over real sockets on 127.0.0.1: exactness, faults, refusals, TLS, and what is left behind."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from transport import (
+    Endpoint,
+    LinkError,
+    LocalError,
+    PeerError,
+    Receiver,
+    Sender,
+    TransferState,
+    TransportConfig,
+)
+from transport.testing import (
+    MemoryRegistry,
+    MemorySpace,
+    RecordingListener,
+    greeting,
+    make_spec,
+)
+
+KIB = 1024
+MIB = 1024 * KIB
+LOOPBACK = Endpoint("127.0.0.1", 0)
+CONFIG = TransportConfig(
+    num_connections=4,
+    frame_bytes=64 * KIB,
+    connect_timeout_s=2,
+    handshake_timeout_s=2,
+    ack_timeout_s=1,
+    idle_timeout_s=3,
+    reconnect_first_s=0.02,
+    reconnect_max_s=0.2,
+)
+
+
+def random_bytes(num_bytes: int, seed: int = 0) -> bytearray:
+    return bytearray(random.Random(seed).randbytes(num_bytes))
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.01)
+
+
+def transport_threads() -> list[str]:
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("prfaas-")
+    ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Every test closes what it opened, and closing ends every thread."""
+    yield
+    eventually(lambda: not transport_threads(), 5)
+
+
+class Pair:
+    """A receiver and a sender in this process, and the transfers between them."""
+
+    def __init__(self, config: TransportConfig = CONFIG) -> None:
+        self.config = config
+        self.registry = MemoryRegistry()
+        self.receiver = Receiver(LOOPBACK, config, self.registry)
+        self.receiver.start()
+        self.endpoint = self.receiver.endpoint
+        self.sender = Sender(config)
+        self.listener = RecordingListener()
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+    def begin(self, number: int, data: bytearray, *, endpoint: Endpoint | None = None):
+        """(handle, where it lands) of a transfer the receiver expects."""
+        spec = make_spec(number, endpoint or self.endpoint)
+        landed = bytearray(len(data))
+        self.registry.expect(spec, MemorySpace(landed, 48 * KIB))
+        return self.sender.open(spec, MemorySpace(data), self.listener), landed
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with closing(Pair()) as pair:
+        yield pair
+
+
+def test_bytes_arrive_exactly_whatever_the_ready_order(pair: Pair) -> None:
+    data = random_bytes(5 * MIB + 12345)
+    handle, landed = pair.begin(1, data)
+    pieces = [(offset, min(10_000, len(data) - offset)) for offset in range(0, len(data), 10_000)]
+    random.Random(1).shuffle(pieces)
+    for offset, length in pieces:
+        handle.ready(offset, length)
+    assert pair.listener.wait(handle.transfer_id) is None
+    assert landed == data
+    assert pair.registry.completed == [handle.transfer_id]
+    progress = handle.progress()
+    assert progress.state is TransferState.COMPLETE
+    assert progress.acked_bytes == progress.ready_bytes == len(data)
+    assert progress.resent_bytes == 0
+    received = pair.receiver.progress(handle.transfer_id)
+    assert received is not None
+    assert received.acked_bytes == len(data)
+
+
+def test_several_transfers_at_once(pair: Pair) -> None:
+    datas = {number: random_bytes(number * 300_000 + 7, number) for number in range(1, 9)}
+    begun = {number: pair.begin(number, data) for number, data in datas.items()}
+    for offset in range(0, 9 * 300_000, 100_000):
+        for number, (handle, _) in begun.items():
+            length = min(100_000, len(datas[number]) - offset)
+            if length > 0:
+                handle.ready(offset, length)
+    for number, (handle, landed) in begun.items():
+        assert pair.listener.wait(handle.transfer_id) is None
+        assert landed == datas[number]
+
+
+def test_empty_transfer_completes(pair: Pair) -> None:
+    handle, _ = pair.begin(1, bytearray())
+    assert pair.listener.wait(handle.transfer_id) is None
+
+
+def test_wrong_token_fails_only_that_transfer(pair: Pair) -> None:
+    good, landed = pair.begin(1, random_bytes(MIB))
+    spec = replace(make_spec(2, pair.endpoint), token=b"x" * 32)
+    pair.registry.expect(make_spec(2), MemorySpace(bytearray(MIB)))
+    bad = pair.sender.open(spec, MemorySpace(random_bytes(MIB)), pair.listener)
+    bad.ready(0, MIB)
+    error = pair.listener.wait(spec.transfer_id)
+    assert isinstance(error, PeerError)
+    assert (error.code, error.message) == ("bad_token", "wrong token for this transfer")
+    connections = good.progress().num_connections
+    assert connections > 0
+    good.ready(0, MIB)
+    assert pair.listener.wait(good.transfer_id) is None
+    assert landed == random_bytes(MIB)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [({"fingerprint": b"y" * 32}, "fingerprint"), ({"transfer_id": b"z" * 16}, "unknown_transfer")],
+)
+def test_refusals_say_why(pair: Pair, change: dict[str, bytes], code: str) -> None:
+    pair.registry.expect(make_spec(2), MemorySpace(bytearray(MIB)))
+    spec = replace(make_spec(2, pair.endpoint), **change)
+    pair.sender.open(spec, MemorySpace(bytearray(MIB)), pair.listener)
+    error = pair.listener.wait(spec.transfer_id)
+    assert isinstance(error, PeerError)
+    assert error.code == code
+
+
+def test_cancel_is_acknowledged(pair: Pair) -> None:
+    handle, _ = pair.begin(1, random_bytes(4 * MIB))
+    handle.ready(0, 2 * MIB)
+    eventually(lambda: handle.progress().acked_bytes > 0)
+    begin_s = time.monotonic()
+    handle.cancel("no longer wanted")
+    error = pair.listener.wait(handle.transfer_id)
+    assert isinstance(error, LocalError)
+    assert (error.code, error.message) == ("cancelled", "no longer wanted")
+    assert time.monotonic() - begin_s < CONFIG.ack_timeout_s
+    told = pair.registry.wait(handle.transfer_id)
+    assert isinstance(told, PeerError)
+    assert (told.code, told.message) == ("cancelled", "no longer wanted")
+    assert handle.progress().state is TransferState.CANCELLED
+
+
+def test_black_hole_fails_after_the_idle_timeout() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as hole, closing(Pair()) as pair:
+        endpoint = Endpoint("127.0.0.1", hole.getsockname()[1])
+        handle, _ = pair.begin(1, random_bytes(MIB), endpoint=endpoint)
+        handle.ready(0, MIB)
+        error = pair.listener.wait(handle.transfer_id)
+        assert isinstance(error, LinkError)
+        assert error.code == "unreachable"
+        assert "no answer to HELLO" in error.message
+
+
+def test_raw_peer_of_another_version_is_told_so(pair: Pair) -> None:
+    address = ("127.0.0.1", pair.endpoint.port)
+    with socket.create_connection(address, timeout=5) as sock:
+        sock.sendall(greeting(7, 9))
+        answer = b""
+        while chunk := sock.recv(4096):
+            answer += chunk
+    assert b"the sender speaks version 7 to 9, this side speaks 1" in answer
