@@ -86,6 +86,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     """A front's load. `healthy` means that a job submitted now would find an instance.
 
     `queued_tokens` and `running_tokens` count prompt tokens, the better measure of waiting time.
+    `reason` says why the whole front is not healthy when no instance can.
     """
 
     name: str
@@ -96,6 +97,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int = 0
     queued_tokens: int = 0
     running_tokens: int = 0
+    reason: str = ""
 
 
 def producer_params(

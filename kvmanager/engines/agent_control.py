@@ -1,0 +1,80 @@
+"""Typed client of one node agent's control port, for cluster fronts.
+
+It does not know instances or jobs and never retries. Every method raises RpcError.
+"""
+
+from kvmanager.agent.messages import (
+    SERVICE,
+    Await,
+    Cancel,
+    CancelReply,
+    OpenOutbox,
+    OpenOutboxReply,
+    Renew,
+    RenewReply,
+    Reserve,
+    ReserveReply,
+    Status,
+    StatusReply,
+    TransferReport,
+)
+from kvmanager.engines.jobs import Landing
+from kvmanager.rpc import RpcClient
+from transport import TlsFiles
+
+
+class AgentControl:
+    """The agent at `target` ("host:port")."""
+
+    def __init__(self, target: str, tls: TlsFiles | None = None) -> None:
+        self.target = target
+        self._client = RpcClient(target, SERVICE, tls)
+
+    async def reserve(
+        self, num_tokens: int, token_digest: str, lease_s: float, *, timeout_s: float
+    ) -> ReserveReply:
+        """Memory for the KVCache of `num_tokens` of the only layout there. NO_ROOM, INVALID."""
+        request = Reserve(num_tokens=num_tokens, lease_s=lease_s, token_digest=token_digest)
+        return await self._client.call("Reserve", request, ReserveReply, timeout_s)
+
+    async def open_outbox(
+        self, landing: Landing, lease_s: float, timeout_s: float
+    ) -> OpenOutboxReply:
+        """Memory for an engine to fill, sent to `landing` as it fills. NO_ROOM, INVALID."""
+        request = OpenOutbox(
+            transfer_id=landing.transfer_id,
+            token=landing.token,
+            nbytes=landing.nbytes,
+            num_tokens=landing.num_tokens,
+            layout_fingerprint=landing.layout_fingerprint,
+            host=landing.host,
+            port=landing.port,
+            lease_s=lease_s,
+        )
+        return await self._client.call("OpenOutbox", request, OpenOutboxReply, timeout_s)
+
+    async def renew(self, transfer_id: str, lease_s: float, timeout_s: float) -> None:
+        """Prolong what the agent holds of a transfer. NOT_FOUND: nothing live."""
+        await self._client.call("Renew", Renew(transfer_id, lease_s), RenewReply, timeout_s)
+
+    async def cancel(self, transfer_id: str, reason: str, timeout_s: float) -> None:
+        """End what the agent holds of a transfer. Idempotent."""
+        await self._client.call("Cancel", Cancel(transfer_id, reason), CancelReply, timeout_s)
+
+    async def wait_outbox(
+        self, transfer_id: str, wait_s: float, timeout_s: float
+    ) -> TransferReport:
+        """How an outbox is doing: its end, or its state after `wait_s`. NOT_FOUND.
+
+        `timeout_s` is what the call may take beyond `wait_s`.
+        """
+        request = Await(transfer_id, wait_s, "outbox")
+        return await self._client.call("Await", request, TransferReport, wait_s + timeout_s)
+
+    async def status(self, timeout_s: float) -> StatusReply:
+        """Memory, transfers, engines, links."""
+        return await self._client.call("Status", Status(), StatusReply, timeout_s)
+
+    async def close(self) -> None:
+        """Close the connection. Idempotent."""
+        await self._client.close()

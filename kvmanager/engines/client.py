@@ -1,0 +1,225 @@
+"""HTTP client of one vLLM OpenAI server: health, rendering, one prefill, load.
+
+It does not know transfers, agents or clusters; what `kv_transfer_params` mean is the caller's
+business. Foreign errors end here: callers see EngineUnreachable and EngineRefused.
+"""
+
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from kvmanager.engines.errors import EngineRefused, EngineUnreachable
+
+CHAT_RENDER: Final = "/v1/chat/completions/render"
+COMPLETION_RENDER: Final = "/v1/completions/render"
+
+_GAUGES: Final = {
+    "vllm:num_requests_running": "num_running",
+    "vllm:num_requests_waiting": "num_waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+}
+_SAMPLE: Final = re.compile(
+    rf"^({'|'.join(_GAUGES)})(?:\{{[^\n]*\}})? ([0-9.eE+-]+)$", re.MULTILINE
+)
+
+
+class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt as the engine's own tokenizer and chat template make it.
+
+    `has_media`: images, audio or the like belong to it, so token ids alone do not identify it.
+    """
+
+    token_ids: tuple[int, ...]
+    has_media: bool = False
+
+
+class EnginePrefill(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says after a prefill: tokens in the prompt, of these cached, HTTP time."""
+
+    num_prompt_tokens: int
+    cached_tokens: int
+    duration_s: float
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests in the engine, from its metrics. `kv_usage` is the share (0..1) of KV blocks."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: tuple[int, ...]
+    features: Any = None
+
+
+class _TokenDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _TokenDetails | None = None
+
+
+class _Completion(msgspec.Struct):
+    usage: _Usage
+
+
+class EngineHttp:
+    """One engine at `base_url`. `session` is shared and owned by the caller."""
+
+    def __init__(self, base_url: str, session: aiohttp.ClientSession) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._session = session
+
+    async def health(self, timeout_s: float = 5.0) -> bool:
+        """Whether the engine serves: its HTTP server answers and its core lives. Never raises."""
+        try:
+            async with self._request("GET", "/health", timeout_s) as response:
+                return response.status == 200
+        except EngineUnreachable:
+            return False
+
+    async def load(self, timeout_s: float = 5.0) -> EngineLoad:
+        """Requests running and waiting. Raises EngineUnreachable, EngineRefused."""
+        async with self._request("GET", "/metrics", timeout_s) as response:
+            text = (await _body(response)).decode("utf-8", "replace")
+        return parse_load(text)
+
+    async def render(
+        self, path: str, body: bytes, timeout_s: float = 30.0
+    ) -> tuple[RenderedPrompt, ...]:
+        """The prompts of an OpenAI request `body` at `path` (CHAT_RENDER or COMPLETION_RENDER).
+
+        Several only for completions with several prompts. Raises EngineUnreachable, and
+        EngineRefused with the engine's own error object.
+        """
+        headers = {"Content-Type": "application/json"}
+        async with self._request("POST", path, timeout_s, data=body, headers=headers) as response:
+            raw = await _body(response)
+        wanted = list[_Rendered] if path == COMPLETION_RENDER else _Rendered
+        try:
+            decoded: Any = msgspec.json.decode(raw, type=wanted)
+        except msgspec.MsgspecError as error:
+            raise EngineUnreachable(f"{self.base_url}{path}: unexpected answer: {error}") from error
+        rendered: list[_Rendered] = decoded if isinstance(decoded, list) else [decoded]
+        return tuple(
+            RenderedPrompt(token_ids=item.token_ids, has_media=item.features is not None)
+            for item in rendered
+        )
+
+    async def prefill(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        kv_transfer_params: dict[str, Any],
+        *,
+        model: str = "",
+        cache_salt: str | None = None,
+        traceparent: str = "",
+        timeout_s: float = 600.0,
+    ) -> EnginePrefill:
+        """Run `token_ids` as a prompt with one output token, which nobody reads.
+
+        Cancelling the awaiting task closes the connection, which makes the engine abort the
+        request. Raises EngineUnreachable, EngineRefused.
+        """
+        body: dict[str, Any] = {
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "request_id": request_id,
+            "kv_transfer_params": kv_transfer_params,
+        }
+        if model:
+            body["model"] = model
+        if cache_salt:
+            body["cache_salt"] = cache_salt
+        headers = {"Content-Type": "application/json"}
+        if traceparent:
+            headers["traceparent"] = traceparent
+        started_s = time.monotonic()
+        data = msgspec.json.encode(body)
+        async with self._request(
+            "POST", "/v1/completions", timeout_s, data=data, headers=headers
+        ) as response:
+            raw = await _body(response)
+        try:
+            usage = msgspec.json.decode(raw, type=_Completion).usage
+        except msgspec.MsgspecError as error:
+            raise EngineUnreachable(f"{self.base_url}: unexpected answer: {error}") from error
+        details = usage.prompt_tokens_details
+        return EnginePrefill(
+            num_prompt_tokens=usage.prompt_tokens,
+            cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
+            duration_s=time.monotonic() - started_s,
+        )
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float,
+        *,
+        data: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        url = f"{self.base_url}{path}"
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(5.0, timeout_s))
+        try:
+            async with self._session.request(
+                method, url, data=data, headers=headers, timeout=timeout
+            ) as response:
+                yield response
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(f"{url}: {str(error) or type(error).__name__}") from error
+        except TimeoutError as error:
+            raise EngineUnreachable(f"{url}: no answer within {timeout_s:g} s") from error
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    raw = await response.read()
+    if response.status != 200:
+        raise EngineRefused(response.status, raw, response.content_type)
+    return raw
+
+
+def parse_load(metrics_text: str) -> EngineLoad:
+    """Sum the gauges of all of an engine's ranks; `kv_usage` is the fullest rank's."""
+    counts = {"num_running": 0.0, "num_waiting": 0.0}
+    kv_usage = 0.0
+    for name, value in _SAMPLE.findall(metrics_text):
+        key = _GAUGES[name]
+        if key == "kv_usage":
+            kv_usage = max(kv_usage, float(value))
+        else:
+            counts[key] += float(value)
+    return EngineLoad(
+        num_running=int(counts["num_running"]),
+        num_waiting=int(counts["num_waiting"]),
+        kv_usage=kv_usage,
+    )
+
+
+def open_session(max_connections: int = 0) -> aiohttp.ClientSession:
+    """A session for engines: no connection limit unless given, no cookies, no proxy settings.
+
+    To be called on a running event loop and closed by the caller.
+    """
+    # The engine's server drops a connection after 5 s without use; ours must let go first, or a
+    # request could be written into a connection that is being closed.
+    connector = aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=3.0)
+    return aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),
+        trust_env=False,
+    )

@@ -1,0 +1,62 @@
+"""Configuration file of a stand-alone cluster front (`prfaas prefill`, `prfaas pd`), in YAML.
+
+It does not know region files; a launcher writes one of these for each front it starts.
+"""
+
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvmanager.engines.instances import InstanceSpec
+from transport import TlsFiles
+
+
+class FrontConfigError(ValueError):
+    """The file cannot be read or does not describe a front; the message names file and path."""
+
+
+class TlsSection(BaseModel):
+    """PEM files for mutual TLS."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cert: Path
+    key: Path
+    ca: Path
+
+    def files(self) -> TlsFiles:
+        """As the transport and RPC layers take it."""
+        return TlsFiles(cert=self.cert, key=self.key, ca=self.ca)
+
+
+class FrontConfig(BaseModel):
+    """One front. `listen` is its gRPC address; `metrics_port` 0 means no metrics server."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1)
+    listen: str = "127.0.0.1:7200"
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    instances: tuple[InstanceSpec, ...] = Field(min_length=1)
+    max_queued: int = Field(default=64, ge=0)
+    max_wait_s: float = Field(default=120.0, gt=0)
+    lease_s: float = Field(default=30.0, gt=0)
+    log_dir: Path = Path("logs")
+    tls: TlsSection | None = None
+
+
+def load_front_config(path: Path) -> FrontConfig:
+    """Read and check `path`. Raises FrontConfigError."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise FrontConfigError(f"{path}: {error}") from error
+    try:
+        return FrontConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [
+            f"{path}: {'.'.join(str(part) for part in item['loc']) or '(file)'}: {item['msg']}"
+            for item in error.errors()
+        ]
+        raise FrontConfigError("\n".join(lines)) from error

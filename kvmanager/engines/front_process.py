@@ -1,0 +1,66 @@
+"""Runs a stand-alone cluster front until it is told to stop.
+
+It does not know which front: anything with the few methods below will do.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from typing import Protocol
+
+from prometheus_client import start_http_server
+
+logger = logging.getLogger("prfaas.kvmanager.engines")
+
+
+class Front(Protocol):
+    """A cluster."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class FrontServer(Protocol):
+    """What carries calls to the cluster."""
+
+    async def start(self) -> int: ...
+
+    async def stop(self, grace_s: float = 1.0) -> None: ...
+
+
+async def serve_front(front: Front, server: FrontServer, host: str, metrics_port: int = 0) -> None:
+    """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT.
+
+    Raises whatever keeps either from starting; nothing stays behind then.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    try:
+        await front.start()
+        port = await server.start()
+        metrics = start_http_server(metrics_port) if metrics_port else None
+        ready = {
+            "event": "ready",
+            "front": front.name,
+            "control": f"{host}:{port}",
+            "pid": os.getpid(),
+        }
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+        logger.info("%s: stopping", front.name)
+        if metrics is not None:
+            metrics[0].shutdown()
+            metrics[0].server_close()
+    finally:
+        await server.stop()
+        await front.close()

@@ -1,0 +1,280 @@
+"""The instances of a cluster as a front sees them: probed, their load estimated, drained, kept up.
+
+It does not know jobs or requests, and it decides nothing about placement: fronts read
+`Instance` and are told of changes.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kvmanager.engines.agent_control import AgentControl
+from kvmanager.engines.client import EngineHttp, open_session
+from kvmanager.engines.command import EngineSpec
+from kvmanager.engines.errors import EngineError
+from kvmanager.engines.health import HealthConfig, HealthTracker
+from kvmanager.engines.jobs import InstanceReport, Role
+from kvmanager.engines.load import LoadEstimate
+from kvmanager.engines.supervisor import Supervisor, SupervisorConfig, engine_process
+from kvmanager.rpc import RpcError
+from transport import TlsFiles
+
+logger = logging.getLogger("prfaas.kvmanager.engines")
+
+
+class InstanceSpec(BaseModel):
+    """One instance of a cluster: its engine's URL, its node agent's control address, its role.
+
+    `name` is the one that the engine's connector is configured with (`EngineSpec.instance`).
+    With `engine` the front starts and supervises the engine itself; without it somebody else
+    does. `max_concurrent` bounds the prefill jobs given to it at a time; vLLM batches these.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1)
+    agent: str
+    url: str = ""
+    model: str = ""
+    role: Role = "both"
+    max_concurrent: int = Field(default=4, ge=1)
+    engine: EngineSpec | None = None
+
+    @model_validator(mode="after")
+    def _has_url(self) -> "InstanceSpec":
+        if not self.url and self.engine is None:
+            raise ValueError(f"instance {self.name} needs `url` or `engine`")
+        if self.engine is not None and self.engine.instance != self.name:
+            raise ValueError(f"instance {self.name} has an engine called {self.engine.instance}")
+        return self
+
+    @property
+    def engine_url(self) -> str:
+        """Where its OpenAI server answers."""
+        return self.url or (self.engine.url if self.engine is not None else "")
+
+    @property
+    def served_name(self) -> str:
+        """The model's served name; "" when the front need not tell models apart."""
+        return self.model or (self.engine.served_name if self.engine is not None else "")
+
+
+@dataclass(frozen=True, slots=True)
+class InstancesConfig:
+    """Probing and supervision. `poll_load` reads the engines' metrics with every probe."""
+
+    probe_interval_s: float = 2.0
+    start_probe_interval_s: float = 0.5
+    probe_timeout_s: float = 5.0
+    health: HealthConfig = field(default_factory=HealthConfig)
+    poll_load: bool = False
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    log_dir: Path = Path("logs")
+    tls: TlsFiles | None = None
+
+
+class Instance:
+    """One instance: clients, health and load. Mutated by `Instances` only."""
+
+    def __init__(
+        self, spec: InstanceSpec, http: EngineHttp, agent: AgentControl, config: InstancesConfig
+    ) -> None:
+        self.spec = spec
+        self.http = http
+        self.agent = agent
+        self.engine_health = HealthTracker(config.health)
+        self.agent_health = HealthTracker(config.health)
+        self.load = LoadEstimate()
+        self.draining = False
+        self.supervisor: Supervisor | None = None
+
+    @property
+    def name(self) -> str:
+        """Unique in its cluster."""
+        return self.spec.name
+
+    @property
+    def serves(self) -> bool:
+        """Whether the engine answers requests that need no transfer."""
+        return self.engine_health.healthy
+
+    @property
+    def transfers(self) -> bool:
+        """Whether engine and node agent are both there."""
+        return self.engine_health.healthy and self.agent_health.healthy
+
+    @property
+    def reason(self) -> str:
+        """Why it does not transfer; "" when it does."""
+        if not self.engine_health.healthy:
+            return f"engine: {self.engine_health.reason}"
+        if not self.agent_health.healthy:
+            return f"node agent: {self.agent_health.reason}"
+        return ""
+
+    def report(self, running: int) -> InstanceReport:
+        """For a cluster report; `running` is the front's own count."""
+        return InstanceReport(
+            name=self.name,
+            role=self.spec.role,
+            model=self.spec.served_name,
+            healthy=self.transfers,
+            draining=self.draining,
+            running=running,
+            max_concurrent=self.spec.max_concurrent,
+            reason=self.reason,
+            num_restarts=self.supervisor.num_restarts if self.supervisor is not None else 0,
+        )
+
+
+class Instances:
+    """All instances of one cluster. `on_change` is called after an instance's usability changed."""
+
+    def __init__(
+        self,
+        specs: Sequence[InstanceSpec],
+        config: InstancesConfig,
+        on_change: Callable[[Instance], None],
+    ) -> None:
+        names = [spec.name for spec in specs]
+        if len(set(names)) != len(names):
+            raise ValueError(f"instance names must be unique, got {', '.join(names)}")
+        self._specs = tuple(specs)
+        self._config = config
+        self._on_change = on_change
+        self._session: aiohttp.ClientSession | None = None
+        self._agents: dict[str, AgentControl] = {}
+        self._instances: dict[str, Instance] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def by_name(self) -> Mapping[str, Instance]:
+        """Instances in the order of their specs; empty before `start`."""
+        return self._instances
+
+    async def start(self) -> None:
+        """Start supervised engines, probe everything once, go on probing in the background."""
+        self._session = open_session()
+        for spec in self._specs:
+            agent = self._agents.get(spec.agent)
+            if agent is None:
+                agent = self._agents[spec.agent] = AgentControl(spec.agent, self._config.tls)
+            http = EngineHttp(spec.engine_url, self._session)
+            instance = Instance(spec, http, agent, self._config)
+            if spec.engine is not None:
+                instance.supervisor = self._supervise(instance, spec.engine)
+            self._instances[spec.name] = instance
+        await asyncio.gather(*(self._probe(item) for item in self._instances.values()))
+        self._tasks = [
+            asyncio.create_task(self._keep_probing(item), name=f"probe {item.name}")
+            for item in self._instances.values()
+        ]
+
+    async def wait_ready(
+        self, timeout_s: float, progress: Callable[[str], None] | None = None
+    ) -> None:
+        """Wait until every instance transfers. Raises EngineStartFailed when a supervised engine
+        fails to start, EngineError when the time is over; both name the instance.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        for instance in self._instances.values():
+            if instance.supervisor is not None:
+                left_s = max(0.0, deadline_s - time.monotonic())
+                await instance.supervisor.wait_healthy(left_s, progress)
+            while not instance.transfers:
+                if time.monotonic() >= deadline_s:
+                    raise EngineError(f"{instance.name} is not ready: {instance.reason}")
+                if progress is not None:
+                    progress(f"{instance.name}: {instance.reason}")
+                await asyncio.sleep(0.2)
+
+    def engine_lost(self, name: str, reason: str) -> None:
+        """A request proved that the engine is gone; it stays out until a probe succeeds."""
+        instance = self._instances[name]
+        if instance.engine_health.lost(reason):
+            logger.warning("%s: engine lost: %s", name, reason)
+            self._on_change(instance)
+
+    def agent_lost(self, name: str, reason: str) -> None:
+        """A call proved that the node agent is gone; it stays out until a probe succeeds."""
+        target = self._instances[name].spec.agent
+        for instance in self._instances.values():
+            if instance.spec.agent == target and instance.agent_health.lost(reason):
+                logger.warning("%s: node agent %s lost: %s", instance.name, target, reason)
+                self._on_change(instance)
+
+    def set_draining(self, name: str, draining: bool) -> None:
+        """Take an instance out of placement, or back in. Raises KeyError for an unknown name."""
+        instance = self._instances[name]
+        if instance.draining != draining:
+            instance.draining = draining
+            self._on_change(instance)
+
+    async def close(self) -> None:
+        """Stop probing, stop supervised engines, close connections."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        supervisors = [item.supervisor for item in self._instances.values() if item.supervisor]
+        await asyncio.gather(*(item.stop() for item in supervisors))
+        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
+        if self._session is not None:
+            await self._session.close()
+
+    def _supervise(self, instance: Instance, engine: EngineSpec) -> Supervisor:
+        supervisor = Supervisor(
+            engine_process(engine, self._config.log_dir),
+            instance.http.health,
+            self._config.supervisor,
+        )
+        supervisor.start()
+        return supervisor
+
+    async def _keep_probing(self, instance: Instance) -> None:
+        config = self._config
+        while True:
+            steady = instance.transfers
+            await asyncio.sleep(
+                config.probe_interval_s if steady else config.start_probe_interval_s
+            )
+            await self._probe(instance)
+
+    async def _probe(self, instance: Instance) -> None:
+        changed = await asyncio.gather(self._probe_engine(instance), self._probe_agent(instance))
+        if any(changed):
+            logger.info("%s: %s", instance.name, instance.reason or "ready")
+            self._on_change(instance)
+
+    async def _probe_engine(self, instance: Instance) -> bool:
+        timeout_s = self._config.probe_timeout_s
+        if not await instance.http.health(timeout_s):
+            return instance.engine_health.probe_failed(
+                f"{instance.spec.engine_url} does not answer"
+            )
+        if self._config.poll_load:
+            started = instance.load.poll_starts()
+            try:
+                load = await instance.http.load(timeout_s)
+            except EngineError as error:
+                return instance.engine_health.probe_failed(str(error))
+            instance.load.polled(load.num_running + load.num_waiting, started)
+        return instance.engine_health.probe_succeeded()
+
+    async def _probe_agent(self, instance: Instance) -> bool:
+        try:
+            status = await instance.agent.status(self._config.probe_timeout_s)
+        except RpcError as error:
+            return instance.agent_health.probe_failed(error.message)
+        if all(engine.instance != instance.name for engine in status.engines):
+            # Its KVCache could neither leave nor arrive, however well both are.
+            return instance.agent_health.probe_failed(
+                f"{instance.spec.agent} has no connection from an engine called {instance.name}"
+            )
+        return instance.agent_health.probe_succeeded()

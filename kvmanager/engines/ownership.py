@@ -1,0 +1,68 @@
+"""Work that must be finished although whoever began it was cancelled.
+
+It does not know what is acquired or undone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+logger = logging.getLogger("prfaas.kvmanager.engines")
+
+T = TypeVar("T")
+
+
+class Cleanups:
+    """Owns tasks that go on after their caller is gone; `close` waits for them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`; if the caller is cancelled meanwhile, it goes on by itself."""
+        await asyncio.shield(self._own(work))
+
+    async def acquire(
+        self, acquiring: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]]
+    ) -> T:
+        """Await `acquiring`, or, if the caller is cancelled meanwhile, let it end and undo it.
+
+        Cutting it off half-way would leave open whether the other side gave something away.
+        """
+        task = asyncio.create_task(acquiring)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._own(_undo(task, undo))
+            raise
+
+    async def close(self) -> None:
+        """Wait for everything under way."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def cancel_requested() -> bool:
+    """In a handler of CancelledError: whether the running task itself was asked to end.
+
+    If not, something it waited for was cancelled by its owner.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _undo(task: asyncio.Task[T], undo: Callable[[T], Awaitable[None]]) -> None:
+    await asyncio.wait({task})
+    if task.cancelled() or task.exception() is not None:
+        return
+    try:
+        await undo(task.result())
+    except Exception:
+        logger.warning("could not give back what a cancelled caller acquired", exc_info=True)

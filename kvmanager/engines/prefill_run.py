@@ -1,0 +1,278 @@
+"""One prefill on one instance: open the outbox, run the engine, wait until the KVCache has landed.
+
+It does not choose the instance, does not queue, and does not try again; it says whether another
+try makes sense. Whatever ends the run early, cancellation included, the engine's request is
+aborted (its connection closes) and the outbox cancelled, which tells the landing at once: a decode
+engine waits there, and computes the prompt itself as soon as it hears that nothing will come.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+from kvmanager.agent.messages import OpenOutboxReply, TransferReport
+from kvmanager.engines.agent_control import AgentControl
+from kvmanager.engines.client import EngineHttp, EnginePrefill
+from kvmanager.engines.errors import (
+    EngineError,
+    EngineRefused,
+    PrefillCode,
+    PrefillFailed,
+)
+from kvmanager.engines.jobs import PrefillJob, PrefillResult, producer_params
+from kvmanager.engines.ownership import Cleanups
+from kvmanager.hashing import token_digest
+from kvmanager.rpc import RpcError
+
+logger = logging.getLogger("prfaas.kvmanager.engines")
+
+
+class AttemptFailed(PrefillFailed):
+    """A try on one instance failed.
+
+    `retryable`: another instance may do better. `lost`: what of this instance proved to be gone.
+    """
+
+    def __init__(
+        self,
+        code: PrefillCode,
+        message: str,
+        *,
+        retryable: bool = False,
+        engine_lost: bool = False,
+        agent_lost: bool = False,
+    ) -> None:
+        super().__init__(code, message)
+        self.retryable = retryable
+        self.engine_lost = engine_lost
+        self.agent_lost = agent_lost
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Patience. `stall_timeout_s` bounds the time without acknowledged bytes after the prefill.
+
+    `verdict_grace_s`: when a transfer fails first, how long to wait for the engine to fail as
+    well, because a dead engine is the better explanation and may be tried elsewhere.
+    """
+
+    lease_s: float = 30.0
+    rpc_timeout_s: float = 5.0
+    prefill_timeout_s: float = 600.0
+    await_slice_s: float = 5.0
+    stall_timeout_s: float = 15.0
+    verdict_grace_s: float = 0.25
+    cleanup_timeout_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a try runs."""
+
+    instance: str
+    http: EngineHttp
+    agent: AgentControl
+    model: str = ""
+
+
+def check_job(job: PrefillJob) -> None:
+    """Raise PrefillFailed("invalid") when prompt and landing do not speak of the same tokens."""
+    landing = job.landing
+    if len(job.prompt_token_ids) != landing.num_tokens:
+        raise PrefillFailed(
+            "invalid",
+            f"{len(job.prompt_token_ids)} prompt tokens for a landing of {landing.num_tokens}",
+        )
+    try:
+        digest = token_digest(job.prompt_token_ids).hex()
+    except (ValueError, TypeError, OverflowError) as error:
+        raise PrefillFailed("invalid", f"prompt_token_ids: {error}") from error
+    if digest != landing.token_digest:
+        raise PrefillFailed("invalid", "the landing was reserved for other tokens")
+
+
+class PrefillRunner:
+    """Runs tries. Owns the clean-up of those that failed; `close` waits for it."""
+
+    def __init__(self, config: RunnerConfig | None = None) -> None:
+        self._config = config or RunnerConfig()
+        self._cleanups = Cleanups()
+
+    async def run(
+        self, job: PrefillJob, place: Place, *, queue_s: float = 0.0, attempt: int = 1
+    ) -> PrefillResult:
+        """The whole try. Raises AttemptFailed. On return or raise the try holds nothing."""
+        await self._check_engine(place)
+        opening = asyncio.create_task(
+            place.agent.open_outbox(job.landing, self._config.lease_s, self._config.rpc_timeout_s)
+        )
+        landed = False
+        try:
+            grant = await self._opened(opening)
+            prefill, report = await self._fill(job, place, grant)
+            landed = True
+        finally:
+            if not landed:
+                await self._cleanups.finish(self._discard(job, place, opening))
+        share = report.sent_bytes_at_prefill_end / report.nbytes if report.nbytes else 1.0
+        return PrefillResult(
+            instance=place.instance,
+            queue_s=queue_s,
+            prefill_s=prefill.duration_s,
+            transfer_tail_s=report.prefill_end_to_complete_s,
+            nbytes=report.nbytes,
+            sent_share_at_prefill_end=min(1.0, max(0.0, share)),
+            cached_tokens=prefill.cached_tokens,
+            num_attempts=attempt,
+        )
+
+    async def close(self) -> None:
+        """Wait for clean-ups under way; each is bounded by `cleanup_timeout_s`."""
+        await self._cleanups.close()
+
+    async def _check_engine(self, place: Place) -> None:
+        """A dead engine is noticed by its agent at once. Seen before the outbox opens, the landing
+        is not touched yet, and another instance can still fill it.
+        """
+        try:
+            status = await place.agent.status(self._config.rpc_timeout_s)
+        except RpcError as error:
+            _agent_trouble("no status", error)
+        if all(engine.instance != place.instance for engine in status.engines):
+            message = f"{place.instance} is not connected to its node agent"
+            raise AttemptFailed("engine_failed", message, retryable=True, engine_lost=True)
+
+    async def _opened(self, opening: asyncio.Task[OpenOutboxReply]) -> OpenOutboxReply:
+        # Shielded: a call cut off half-way could open the outbox after our cancel of it.
+        try:
+            return await asyncio.shield(opening)
+        except RpcError as error:
+            if error.code == "NO_ROOM":
+                raise AttemptFailed("outbox_no_room", error.message, retryable=True) from error
+            _agent_trouble("cannot open an outbox", error)
+
+    async def _fill(
+        self, job: PrefillJob, place: Place, grant: OpenOutboxReply
+    ) -> tuple[EnginePrefill, TransferReport]:
+        prefill = asyncio.create_task(self._prefill(job, place, grant))
+        transfer = asyncio.create_task(self._landed(job, place, prefill))
+        renewing = asyncio.create_task(self._keep_lease(job, place))
+        try:
+            async with asyncio.timeout(self._config.prefill_timeout_s):
+                await asyncio.wait({prefill, transfer}, return_when=asyncio.FIRST_COMPLETED)
+                if transfer.done() and transfer.exception() is not None:
+                    # The engine's own failure, if there is one, explains more.
+                    await asyncio.wait({prefill}, timeout=self._config.verdict_grace_s)
+                    if prefill.done():
+                        prefill.result()
+                    transfer.result()
+                return await prefill, await self._last_report(place, await transfer)
+        except TimeoutError as error:
+            patience_s = self._config.prefill_timeout_s
+            raise AttemptFailed("timeout", f"not over after {patience_s:g} s") from error
+        finally:
+            for task in (prefill, transfer, renewing):
+                task.cancel()
+            await asyncio.gather(prefill, transfer, renewing, return_exceptions=True)
+
+    async def _prefill(
+        self, job: PrefillJob, place: Place, grant: OpenOutboxReply
+    ) -> EnginePrefill:
+        params = producer_params(job.landing, arena_epoch=grant.arena_epoch, runs=grant.runs)
+        try:
+            return await place.http.prefill(
+                job.request_id,
+                job.prompt_token_ids,
+                params,
+                model=place.model or job.model,
+                cache_salt=job.cache_salt,
+                traceparent=job.traceparent,
+                timeout_s=self._config.prefill_timeout_s + 5.0,
+            )
+        except EngineRefused as error:
+            if error.status < 500:
+                raise AttemptFailed("rejected", f"{place.instance}: {error}") from error
+            raise AttemptFailed(
+                "engine_failed", f"{place.instance}: {error}", retryable=True
+            ) from error
+        except EngineError as error:
+            raise AttemptFailed(
+                "engine_failed", f"{place.instance}: {error}", retryable=True, engine_lost=True
+            ) from error
+
+    async def _landed(
+        self, job: PrefillJob, place: Place, prefill: asyncio.Task[EnginePrefill]
+    ) -> TransferReport:
+        """Wait until the transfer is complete; raises AttemptFailed when it ends otherwise."""
+        config = self._config
+        acked_bytes, progress_s = -1, time.monotonic()
+        while True:
+            try:
+                report = await place.agent.wait_outbox(
+                    job.landing.transfer_id, config.await_slice_s, config.rpc_timeout_s
+                )
+            except RpcError as error:
+                _agent_trouble("lost sight of the transfer", error)
+            if report.state == "complete":
+                return report
+            if report.state != "open":
+                raise AttemptFailed("transfer_failed", f"{report.state}: {report.error}")
+            if report.acked_bytes != acked_bytes or not prefill.done():
+                acked_bytes, progress_s = report.acked_bytes, time.monotonic()
+            elif time.monotonic() - progress_s >= config.stall_timeout_s:
+                raise AttemptFailed(
+                    "transfer_failed",
+                    f"{acked_bytes} of {report.nbytes} bytes confirmed and none for"
+                    f" {config.stall_timeout_s:g} s after the prefill",
+                )
+
+    async def _last_report(self, place: Place, report: TransferReport) -> TransferReport:
+        """The report once more if the transfer was complete before the agent heard of the end of
+        the prefill, which comes over another connection than the engine's answer.
+        """
+        if report.sent_bytes_at_prefill_end:
+            return report
+        with contextlib.suppress(RpcError):
+            return await place.agent.wait_outbox(
+                report.transfer_id, 0.0, self._config.rpc_timeout_s
+            )
+        return report
+
+    async def _keep_lease(self, job: PrefillJob, place: Place) -> None:
+        config = self._config
+        while True:
+            await asyncio.sleep(config.lease_s / 3)
+            # A lost lease shows as the end of the transfer, which `_landed` reports.
+            with contextlib.suppress(RpcError):
+                await place.agent.renew(
+                    job.landing.transfer_id, config.lease_s, config.rpc_timeout_s
+                )
+
+    async def _discard(
+        self, job: PrefillJob, place: Place, opening: asyncio.Task[OpenOutboxReply]
+    ) -> None:
+        timeout_s = self._config.cleanup_timeout_s
+        await asyncio.wait({opening}, timeout=timeout_s)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        try:
+            await place.agent.cancel(job.landing.transfer_id, "prefill did not finish", timeout_s)
+        except RpcError as error:
+            logger.warning(
+                "%s: outbox %s not cancelled, its lease will end it: %s",
+                place.instance,
+                job.landing.transfer_id,
+                error,
+            )
+
+
+def _agent_trouble(what: str, error: RpcError) -> NoReturn:
+    raise AttemptFailed(
+        "agent_failed",
+        f"node agent: {what}: {error.message}",
+        retryable=True,
+        agent_lost=error.code in ("UNAVAILABLE", "TIMEOUT"),
+    ) from error

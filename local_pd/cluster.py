@@ -1,0 +1,74 @@
+"""What a gateway needs of a local PD cluster, whether its front runs embedded or elsewhere.
+
+The implementations are in embedded.py and remote.py. A local PD cluster serves a request end to
+end alone, or decodes what was prefilled in another cluster. It does not know routing or clients.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
+from local_pd.messages import DecodeSlot, DirectTarget
+
+
+class PdCluster(Protocol):
+    """What a gateway needs of a local PD cluster, embedded or remote."""
+
+    @property
+    def name(self) -> str:
+        """The cluster's name in the region."""
+        ...
+
+    @property
+    def has_prefill_instances(self) -> bool:
+        """Whether `prefill_locally` can work at all."""
+        ...
+
+    async def reserve(
+        self, num_tokens: int, token_digest: str, request_id: str, model: str = ""
+    ) -> DecodeSlot:
+        """A decode instance, and memory on its node for the KVCache of `num_tokens` tokens.
+
+        The slot's lease is kept alive until `release`. Raises NoRoom, NoInstance,
+        FrontUnreachable. When cancelled, nothing stays reserved.
+        """
+        ...
+
+    async def release(self, slot: DecodeSlot, reason: str) -> None:
+        """Give the slot back: KVCache that has not landed never will, and the decode engine
+        computes the prompt itself. KVCache that an engine took over is not touched. Idempotent,
+        never raises; to be called once for every slot.
+        """
+        ...
+
+    async def direct(
+        self, request_id: str, model: str = "", exclude: Sequence[str] = ()
+    ) -> DirectTarget:
+        """One engine that serves a request whole; not those in `exclude`, unless there is no
+        other. Raises NoInstance, FrontUnreachable.
+        """
+        ...
+
+    async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
+        """Prefill `job` on a prefill instance of this cluster. Raises PrefillFailed; cancelling
+        aborts the engine's request and the transfer.
+        """
+        ...
+
+    async def report(self) -> ClusterReport:
+        """Load and health now. Never raises: a front that cannot be reached is not healthy."""
+        ...
+
+    async def drain(self, instance: str) -> None:
+        """Give the instance nothing new; returns when its engine has nothing to do. Raises
+        UnknownInstance.
+        """
+        ...
+
+    async def resume(self, instance: str) -> None:
+        """End a drain. Raises UnknownInstance."""
+        ...
+
+    async def close(self) -> None:
+        """Stop what was started. Idempotent."""
+        ...

@@ -1,0 +1,286 @@
+"""The front of a local PD cluster that runs inside its user's process.
+
+It chooses instances (placement.py), reserves landings at their node agents, keeps their leases,
+and has prompts prefilled on other instances (handoff.py). It does not know routing or clients.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvmanager.agent.messages import ReserveReply
+from kvmanager.engines.errors import PrefillFailed
+from kvmanager.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
+from kvmanager.engines.jobs import (
+    ClusterReport,
+    Landing,
+    PrefillJob,
+    PrefillResult,
+    consumer_params,
+)
+from kvmanager.engines.ownership import Cleanups
+from kvmanager.engines.prefill_run import PrefillRunner, RunnerConfig
+from kvmanager.rpc import RpcError
+from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, UnknownInstance
+from local_pd.handoff import LocalHandoff
+from local_pd.leases import LeaseKeeper
+from local_pd.messages import DecodeSlot, DirectTarget
+from local_pd.metrics import PdMetrics, pd_metrics
+from local_pd.placement import InstanceView, choose_direct, decode_order
+
+logger = logging.getLogger("prfaas.local_pd")
+
+
+@dataclass(frozen=True, slots=True)
+class PdClusterConfig:
+    """All knobs of an embedded local PD cluster.
+
+    `keep_leases` off: somebody else calls `renew`, as a stand-alone front's gateways do.
+    """
+
+    lease_s: float = 30.0
+    rpc_timeout_s: float = 5.0
+    drain_poll_interval_s: float = 0.5
+    max_prefill_attempts: int = 2
+    keep_leases: bool = True
+    instances: InstancesConfig = field(default_factory=lambda: InstancesConfig(poll_load=True))
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+
+
+class EmbeddedPdCluster:
+    """The front inside this process. `start` it on the event loop that will use it."""
+
+    def __init__(
+        self,
+        name: str,
+        instances: Sequence[InstanceSpec],
+        config: PdClusterConfig | None = None,
+        *,
+        metrics: PdMetrics | None = None,
+    ) -> None:
+        self._config = config or PdClusterConfig()
+        self._name = name
+        self._metrics = metrics or pd_metrics()
+        self._specs = tuple(instances)
+        self._instances = Instances(instances, self._config.instances, self._instance_changed)
+        self._runner = PrefillRunner(self._config.runner)
+        self._leases = LeaseKeeper()
+        self._cleanups = Cleanups()
+        self._handoff = LocalHandoff(
+            name, self._instances, self._runner, self._views, self._config.max_prefill_attempts
+        )
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The cluster's name in the region."""
+        return self._name
+
+    @property
+    def has_prefill_instances(self) -> bool:
+        """See `PdCluster.has_prefill_instances`."""
+        return any(spec.role == "prefill" for spec in self._specs)
+
+    async def start(self) -> None:
+        """Start supervised engines and probing; returns after the first probe of each instance."""
+        await self._instances.start()
+
+    async def wait_ready(
+        self, timeout_s: float, progress: Callable[[str], None] | None = None
+    ) -> None:
+        """Wait until all instances are healthy; see `Instances.wait_ready` for errors."""
+        await self._instances.wait_ready(timeout_s, progress)
+
+    async def reserve(
+        self, num_tokens: int, token_digest: str, request_id: str, model: str = ""
+    ) -> DecodeSlot:
+        """See `PdCluster.reserve`."""
+        candidates = decode_order(self._views(), model)
+        if not candidates.names:
+            raise NoInstance(f"{self._name}: {candidates.reason}")
+        full: list[str] = []
+        broken: list[str] = []
+        asked: set[str] = set()
+        for name in candidates.names:
+            instance = self._instances.by_name[name]
+            if instance.spec.agent in asked:
+                continue
+            asked.add(instance.spec.agent)
+            try:
+                slot = await self._reserve_at(instance, num_tokens, token_digest)
+            except RpcError as error:
+                self._reserve_failed(name, error)
+                (full if error.code == "NO_ROOM" else broken).append(f"{name}: {error.message}")
+                continue
+            instance.load.given()
+            self._metrics.reservations.labels(self._name, "ok").inc()
+            return slot
+        self._metrics.reservations.labels(self._name, "no_room" if full else "failed").inc()
+        if full:
+            raise NoRoom(f"{self._name}: no room for the landing ({'; '.join(full + broken)})")
+        raise FrontUnreachable(f"{self._name}: no landing reserved ({'; '.join(broken)})")
+
+    async def renew(self, transfer_id: str, instance: str) -> None:
+        """Prolong a slot's lease. Raises RpcError (NOT_FOUND: there is none any more)."""
+        found = self._instances.by_name.get(instance)
+        if found is None:
+            raise RpcError("NOT_FOUND", f"{self._name} has no instance {instance}")
+        config = self._config
+        await found.agent.renew(transfer_id, config.lease_s, config.rpc_timeout_s)
+
+    async def release(self, slot: DecodeSlot, reason: str) -> None:
+        """See `PdCluster.release`."""
+        await self.release_landing(slot.landing.transfer_id, slot.instance, reason)
+
+    async def release_landing(self, transfer_id: str, instance: str, reason: str) -> None:
+        """`release` for a caller that knows only the ids."""
+        self._leases.drop(transfer_id)
+        found = self._instances.by_name.get(instance)
+        if found is not None:
+            await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
+
+    async def direct(
+        self, request_id: str, model: str = "", exclude: Sequence[str] = ()
+    ) -> DirectTarget:
+        """See `PdCluster.direct`."""
+        views = self._views()
+        choice = choose_direct([view for view in views if view.name not in exclude], model)
+        if choice.name is None:
+            choice = choose_direct(views, model)
+        if choice.name is None:
+            raise NoInstance(f"{self._name}: {choice.reason}")
+        instance = self._instances.by_name[choice.name]
+        instance.load.given()
+        return DirectTarget(
+            instance=choice.name, engine_url=instance.spec.engine_url, reason=choice.reason
+        )
+
+    async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
+        """See `PdCluster.prefill_locally`."""
+        try:
+            result = await self._handoff.run(job)
+        except PrefillFailed as error:
+            self._metrics.local_prefills.labels(self._name, error.code).inc()
+            raise
+        except asyncio.CancelledError:
+            self._metrics.local_prefills.labels(self._name, "cancelled").inc()
+            raise
+        self._metrics.local_prefills.labels(self._name, "ok").inc()
+        return result
+
+    async def report(self) -> ClusterReport:
+        """See `PdCluster.report`. `running` counts the requests of all engines."""
+        views = self._views()
+        instances = tuple(
+            self._instances.by_name[view.name].report(view.num_requests) for view in views
+        )
+        return ClusterReport(
+            name=self._name,
+            healthy=not self._closed and any(view.serves and not view.draining for view in views),
+            queue_depth=0,
+            running=sum(view.num_requests for view in views),
+            instances=instances,
+            running_tokens=self._handoff.num_tokens,
+        )
+
+    async def drain(self, instance: str) -> None:
+        """See `PdCluster.drain`."""
+        self._set_draining(instance, draining=True)
+        found = self._instances.by_name[instance]
+        given = self._handoff.given(instance)
+        # What an engine has to do is known from probes of its metrics only; nothing signals it.
+        while found.serves and (found.load.num_requests or given.num_jobs):  # noqa: ASYNC110
+            await asyncio.sleep(self._config.drain_poll_interval_s)
+
+    async def resume(self, instance: str) -> None:
+        """See `PdCluster.resume`."""
+        self._set_draining(instance, draining=False)
+
+    async def close(self) -> None:
+        """See `PdCluster.close`."""
+        self._closed = True
+        await self._handoff.close()
+        await self._leases.close()
+        await self._runner.close()
+        await self._cleanups.close()
+        await self._instances.close()
+
+    async def _reserve_at(
+        self, instance: Instance, num_tokens: int, token_digest: str
+    ) -> DecodeSlot:
+        async def undo(reply: ReserveReply) -> None:
+            await self._cancel_landing(instance, reply.transfer_id, "the caller went away")
+
+        config = self._config
+        reply = await self._cleanups.acquire(
+            instance.agent.reserve(
+                num_tokens, token_digest, config.lease_s, timeout_s=config.rpc_timeout_s
+            ),
+            undo,
+        )
+        landing = Landing(
+            transfer_id=reply.transfer_id,
+            token=reply.token,
+            nbytes=reply.nbytes,
+            num_tokens=num_tokens,
+            host=reply.host,
+            port=reply.port,
+            layout_fingerprint=reply.layout_fingerprint,
+            token_digest=token_digest,
+        )
+        if config.keep_leases:
+            self._leases.hold(
+                reply.transfer_id,
+                config.lease_s,
+                lambda: self.renew(reply.transfer_id, instance.name),
+            )
+        return DecodeSlot(
+            landing=landing,
+            instance=instance.name,
+            engine_url=instance.spec.engine_url,
+            kv_transfer_params=consumer_params(
+                landing, arena_epoch=reply.arena_epoch, runs=reply.runs
+            ),
+            lease_s=config.lease_s,
+        )
+
+    def _reserve_failed(self, name: str, error: RpcError) -> None:
+        logger.warning("%s: no landing at %s: %s", self._name, name, error)
+        if error.code in ("UNAVAILABLE", "TIMEOUT"):
+            self._instances.agent_lost(name, error.message)
+
+    async def _cancel_landing(self, instance: Instance, transfer_id: str, reason: str) -> None:
+        try:
+            await instance.agent.cancel(transfer_id, reason, self._config.rpc_timeout_s)
+        except RpcError as error:
+            # An agent that is gone has no landing; one that is only slow has the lease.
+            logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)
+
+    def _set_draining(self, instance: str, *, draining: bool) -> None:
+        try:
+            self._instances.set_draining(instance, draining)
+        except KeyError as error:
+            raise UnknownInstance(self._name, instance) from error
+
+    def _views(self) -> list[InstanceView]:
+        return [
+            InstanceView(
+                name=item.name,
+                node=item.spec.agent,
+                role=item.spec.role,
+                model=item.spec.served_name,
+                serves=item.serves,
+                transfers=item.transfers,
+                draining=item.draining,
+                num_requests=item.load.num_requests,
+                num_prefills=self._handoff.given(item.name).num_jobs,
+                prefill_tokens=self._handoff.given(item.name).num_tokens,
+                max_concurrent=item.spec.max_concurrent,
+            )
+            for item in self._instances.by_name.values()
+        ]
+
+    def _instance_changed(self, _instance: Instance) -> None:
+        usable = sum(item.serves and not item.draining for item in self._instances.by_name.values())
+        self._metrics.healthy_instances.labels(self._name).set(usable)

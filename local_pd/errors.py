@@ -1,0 +1,49 @@
+"""What a local PD cluster front reports to its callers.
+
+    PdError
+      NoRoom             no node has memory for the landing: serve the request without a transfer
+      NoInstance         no healthy instance that may serve this
+      FrontUnreachable   the remote front, or the node agents, do not answer
+    PrefillFailed        a local prefill ended without KVCache at its landing
+    UnknownInstance      drain or resume of an instance the cluster does not have
+
+`PrefillFailed` belongs to the engines package because both fronts raise it.
+"""
+
+from kvmanager.engines.errors import PrefillFailed
+
+__all__ = [
+    "FrontUnreachable",
+    "NoInstance",
+    "NoRoom",
+    "PdError",
+    "PrefillFailed",
+    "UnknownInstance",
+]
+
+
+class PdError(Exception):
+    """Base. `message` is meant for a person."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class NoRoom(PdError):
+    """Every node that may take the landing is full."""
+
+
+class NoInstance(PdError):
+    """No healthy instance of the right role and model that is not being drained."""
+
+
+class FrontUnreachable(PdError):
+    """Nobody could say."""
+
+
+class UnknownInstance(LookupError):
+    """The cluster has no instance of this name."""
+
+    def __init__(self, cluster: str, instance: str) -> None:
+        super().__init__(f"cluster {cluster} has no instance {instance}")

@@ -1,0 +1,121 @@
+"""Prefill on one instance of a local PD cluster for decoding on another.
+
+The KVCache goes through the same transport as between sites, inside the host or the rack. There is
+no queue: a full prefill instance is the sign that the decode engine may as well compute the prompt.
+It does not choose the decode instance and does not know its landing beyond the address.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvmanager.engines.errors import PrefillFailed
+from kvmanager.engines.instances import Instances
+from kvmanager.engines.jobs import PrefillJob, PrefillResult
+from kvmanager.engines.ownership import cancel_requested
+from kvmanager.engines.prefill_run import AttemptFailed, Place, PrefillRunner, check_job
+from local_pd.placement import InstanceView, choose_prefill
+
+logger = logging.getLogger("prfaas.local_pd")
+
+
+@dataclass(slots=True)
+class Given:
+    """What this front gave one instance to prefill and has not heard the end of."""
+
+    num_jobs: int = 0
+    num_tokens: int = 0
+
+
+class LocalHandoff:
+    """Runs local prefills; `views` is a snapshot of the cluster's instances."""
+
+    def __init__(
+        self,
+        cluster: str,
+        instances: Instances,
+        runner: PrefillRunner,
+        views: Callable[[], Sequence[InstanceView]],
+        max_attempts: int,
+    ) -> None:
+        self._cluster = cluster
+        self._instances = instances
+        self._runner = runner
+        self._views = views
+        self._max_attempts = max_attempts
+        self._given: dict[str, Given] = {}
+        self._tasks: set[asyncio.Task[PrefillResult]] = set()
+        self._closed = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens on all prefill instances."""
+        return sum(given.num_tokens for given in self._given.values())
+
+    def given(self, instance: str) -> Given:
+        """What one instance has to do for us."""
+        return self._given.setdefault(instance, Given())
+
+    async def run(self, job: PrefillJob) -> PrefillResult:
+        """Prefill `job`, trying another instance when one fails. Raises PrefillFailed."""
+        if self._closed:
+            raise self._shutting_down()
+        check_job(job)
+        task = asyncio.create_task(self._run(job), name=f"local prefill {job.request_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if cancel_requested():
+                raise
+            raise self._shutting_down() from None
+
+    async def close(self) -> None:
+        """End what runs with code "closed"; refuse what comes."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, job: PrefillJob) -> PrefillResult:
+        tried: list[str] = []
+        failure: PrefillFailed | None = None
+        while len(tried) < self._max_attempts:
+            choice = choose_prefill(self._views(), job.model, tried)
+            if choice.name is None:
+                raise failure or PrefillFailed("no_instance", f"{self._cluster}: {choice.reason}")
+            tried.append(choice.name)
+            try:
+                return await self._try(job, choice.name, attempt=len(tried))
+            except AttemptFailed as error:
+                self._note(choice.name, error)
+                failure = PrefillFailed(error.code, error.message)
+                if not error.retryable:
+                    break
+        assert failure is not None
+        raise failure
+
+    async def _try(self, job: PrefillJob, name: str, attempt: int) -> PrefillResult:
+        instance = self._instances.by_name[name]
+        place = Place(name, instance.http, instance.agent, instance.spec.served_name)
+        given = self.given(name)
+        given.num_jobs += 1
+        given.num_tokens += len(job.prompt_token_ids)
+        try:
+            return await self._runner.run(job, place, attempt=attempt)
+        finally:
+            given.num_jobs -= 1
+            given.num_tokens -= len(job.prompt_token_ids)
+
+    def _note(self, name: str, error: AttemptFailed) -> None:
+        logger.warning("%s: local prefill on %s: %s", self._cluster, name, error)
+        if error.engine_lost:
+            self._instances.engine_lost(name, error.message)
+        if error.agent_lost:
+            self._instances.agent_lost(name, error.message)
+
+    def _shutting_down(self) -> PrefillFailed:
+        return PrefillFailed("closed", f"cluster {self._cluster} is shutting down")

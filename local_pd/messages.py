@@ -1,0 +1,58 @@
+"""What a gateway and a local PD cluster front say to each other; plain values.
+
+Fields may be added with defaults. It does not know gRPC.
+"""
+
+from typing import Any
+
+import msgspec
+
+from kvmanager.engines.jobs import Landing
+
+
+class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode instance and memory on its node for one request's KVCache.
+
+    `kv_transfer_params` go into the decode request's body as they are; the engine then waits for
+    the landing by itself. The slot lives until `PdCluster.release`, or until its lease of
+    `lease_s` seconds runs out unrenewed.
+    """
+
+    landing: Landing
+    instance: str
+    engine_url: str
+    kv_transfer_params: dict[str, Any]
+    lease_s: float
+
+
+class DirectTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that serves a request from its first to its last token; `reason` says why it."""
+
+    instance: str
+    engine_url: str
+    reason: str = ""
+
+
+class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """See `PdCluster.reserve`."""
+
+    num_tokens: int
+    token_digest: str
+    request_id: str
+    model: str = ""
+
+
+class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """See `PdCluster.direct`."""
+
+    request_id: str
+    model: str = ""
+    exclude: tuple[str, ...] = ()
+
+
+class SlotRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Renew or release the slot of this transfer at this instance."""
+
+    transfer_id: str
+    instance: str
+    reason: str = ""

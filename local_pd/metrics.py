@@ -1,0 +1,37 @@
+"""Prometheus metrics of local PD clusters in this process, labelled by cluster.
+
+It does not know how they are served.
+"""
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+
+
+class PdMetrics:
+    """One per registry; every cluster of the process shares it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.healthy_instances = Gauge(
+            "prfaas_pd_healthy_instances", "Usable instances.", ["cluster"], registry=registry
+        )
+        self.reservations = Counter(
+            "prfaas_pd_reservations",
+            "Landings asked for, by outcome.",
+            ["cluster", "outcome"],
+            registry=registry,
+        )
+        self.local_prefills = Counter(
+            "prfaas_pd_local_prefills",
+            "Prompts prefilled on another instance of the cluster, by outcome.",
+            ["cluster", "outcome"],
+            registry=registry,
+        )
+
+
+_known: dict[CollectorRegistry, PdMetrics] = {}
+
+
+def pd_metrics(registry: CollectorRegistry = REGISTRY) -> PdMetrics:
+    """The metrics object of `registry`, made on first use."""
+    if registry not in _known:
+        _known[registry] = PdMetrics(registry)
+    return _known[registry]

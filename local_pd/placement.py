@@ -1,0 +1,121 @@
+"""Which instance of a local PD cluster decodes, serves whole, or prefills for another.
+
+Pure: a snapshot in, a choice with its reason out. It does not know engines, agents or time, and
+keeps no state. Rules:
+
+- Decode with a landing: role decode or both, engine and node agent healthy, fewest requests first.
+  The order is returned, not one name: the memory of a node is known only to its agent, so the
+  shell asks nodes in this order, each once.
+- Serve whole: the engine alone has to be healthy. A prefill instance is taken only when there is
+  no other, because a decode on it would slow the prefills it is there for.
+- Prefill for another: role prefill, with room for one more job; fewest prompt tokens first. There
+  is no queue: a full instance is the sign that the decode engine may as well compute the prompt.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvmanager.engines.jobs import Role
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """One instance now.
+
+    `serves`: the engine is healthy; `transfers`: its node agent is, too. `num_requests` is all the
+    engine has to do, `num_prefills` and `prefill_tokens` what this front gave it to prefill.
+    """
+
+    name: str
+    node: str
+    role: Role
+    model: str = ""
+    serves: bool = True
+    transfers: bool = True
+    draining: bool = False
+    num_requests: int = 0
+    num_prefills: int = 0
+    prefill_tokens: int = 0
+    max_concurrent: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An instance, or None; `reason` says why in either case."""
+
+    name: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Instances to ask in this order; `reason` explains an empty order."""
+
+    names: tuple[str, ...]
+    reason: str
+
+
+def decode_order(views: Sequence[InstanceView], model: str) -> Candidates:
+    """Instances that may decode, best first."""
+    usable = [
+        view
+        for view in _available(views, model)
+        if view.role in ("decode", "both") and view.transfers
+    ]
+    if not usable:
+        return Candidates((), _explain(views, model, "decode"))
+    usable.sort(key=lambda view: (view.num_requests, view.name))
+    return Candidates(
+        tuple(view.name for view in usable), f"{len(usable)} usable, least loaded first"
+    )
+
+
+def choose_direct(views: Sequence[InstanceView], model: str) -> Choice:
+    """One instance that serves a request from its first to its last token."""
+    usable = [view for view in _available(views, model) if view.serves]
+    if not usable:
+        return Choice(None, _explain(views, model, "serve"))
+    best = min(usable, key=lambda view: (view.role == "prefill", view.num_requests, view.name))
+    return Choice(best.name, f"{best.num_requests} requests, fewest of {len(usable)}")
+
+
+def choose_prefill(
+    views: Sequence[InstanceView], model: str, tried: Collection[str] = ()
+) -> Choice:
+    """One instance that prefills for another."""
+    usable = [
+        view
+        for view in _available(views, model)
+        if view.role == "prefill" and view.transfers and view.name not in tried
+    ]
+    if not usable:
+        return Choice(None, _explain(views, model, "prefill"))
+    with_room = [view for view in usable if view.num_prefills < view.max_concurrent]
+    if not with_room:
+        bounds = ", ".join(f"{view.name} {view.num_prefills}" for view in usable)
+        return Choice(None, f"prefill instances are full (jobs: {bounds})")
+    best = min(with_room, key=lambda view: (view.prefill_tokens, view.num_requests, view.name))
+    return Choice(best.name, f"{best.prefill_tokens} tokens under way, fewest of {len(with_room)}")
+
+
+def _available(views: Sequence[InstanceView], model: str) -> list[InstanceView]:
+    return [
+        view
+        for view in views
+        if not view.draining and (not model or not view.model or view.model == model)
+    ]
+
+
+def _explain(views: Sequence[InstanceView], model: str, purpose: str) -> str:
+    states = ", ".join(f"{view.name} ({view.role}) {_state(view, model)}" for view in views)
+    return f"no instance can {purpose}: {states or 'none configured'}"
+
+
+def _state(view: InstanceView, model: str) -> str:
+    if model and view.model and view.model != model:
+        return f"serves {view.model}, not {model}"
+    if not view.serves:
+        return "engine is not healthy"
+    if not view.transfers:
+        return "node agent is not healthy"
+    return "is draining" if view.draining else "is of another role or was tried"

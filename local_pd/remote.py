@@ -1,0 +1,191 @@
+"""A local PD cluster whose front runs in another process, reached over gRPC.
+
+To its user it is a `PdCluster` like the embedded one. It keeps the leases of the slots it handed
+out, from this process, so that slots of a gateway that died run out. It does not know instances.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmanager.engines.errors import PrefillFailed
+from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
+from kvmanager.engines.ownership import Cleanups, cancel_requested
+from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
+from kvmanager.rpc import RpcClient, RpcError
+from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, PdError, UnknownInstance
+from local_pd.leases import LeaseKeeper
+from local_pd.messages import (
+    DecodeSlot,
+    DirectRequest,
+    DirectTarget,
+    ReserveRequest,
+    SlotRequest,
+)
+from local_pd.server import SERVICE
+from transport import TlsFiles
+
+logger = logging.getLogger("prfaas.local_pd")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """Deadlines. `job_timeout_s` covers one local prefill with its transfer."""
+
+    call_timeout_s: float = 10.0
+    job_timeout_s: float = 900.0
+    report_timeout_s: float = 3.0
+    drain_timeout_s: float = 900.0
+
+
+class RemotePdCluster:
+    """Client of a `prfaas pd` front at `target` ("host:port")."""
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        *,
+        has_prefill_instances: bool,
+        tls: TlsFiles | None = None,
+        config: RemoteConfig | None = None,
+    ) -> None:
+        self._name = name
+        self._has_prefill_instances = has_prefill_instances
+        self._config = config or RemoteConfig()
+        self._client = RpcClient(target, SERVICE, tls)
+        self._leases = LeaseKeeper()
+        self._cleanups = Cleanups()
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The cluster's name in the region."""
+        return self._name
+
+    @property
+    def has_prefill_instances(self) -> bool:
+        """See `PdCluster.has_prefill_instances`; a fact of the region's configuration."""
+        return self._has_prefill_instances
+
+    async def start(self) -> None:
+        """Nothing to start: the front runs elsewhere, the connection opens with the first call."""
+
+    async def reserve(
+        self, num_tokens: int, token_digest: str, request_id: str, model: str = ""
+    ) -> DecodeSlot:
+        """See `PdCluster.reserve`."""
+        request = ReserveRequest(
+            num_tokens=num_tokens, token_digest=token_digest, request_id=request_id, model=model
+        )
+
+        async def undo(slot: DecodeSlot) -> None:
+            await self.release(slot, "the caller went away")
+
+        call = self._client.call("Reserve", request, DecodeSlot, self._config.call_timeout_s)
+        try:
+            slot = await self._cleanups.acquire(call, undo)
+        except RpcError as error:
+            raise self._explain(error) from error
+        self._leases.hold(
+            slot.landing.transfer_id, slot.lease_s, lambda: self._renew(_reference(slot))
+        )
+        return slot
+
+    async def release(self, slot: DecodeSlot, reason: str) -> None:
+        """See `PdCluster.release`."""
+        self._leases.drop(slot.landing.transfer_id)
+        await self._cleanups.finish(self._release(_reference(slot, reason)))
+
+    async def direct(
+        self, request_id: str, model: str = "", exclude: Sequence[str] = ()
+    ) -> DirectTarget:
+        """See `PdCluster.direct`."""
+        request = DirectRequest(request_id=request_id, model=model, exclude=tuple(exclude))
+        try:
+            return await self._client.call(
+                "Direct", request, DirectTarget, self._config.call_timeout_s
+            )
+        except RpcError as error:
+            raise self._explain(error) from error
+
+    async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
+        """See `PdCluster.prefill_locally`. Cancelling cancels the job at the remote front."""
+        if self._closed:
+            raise self._shutting_down()
+        call = self._client.call("Prefill", job, PrefillReply, self._config.job_timeout_s)
+        try:
+            return await from_reply(call, self._name)
+        except asyncio.CancelledError:
+            # A channel that closes cancels its calls, which looks like our task being cancelled.
+            if cancel_requested():
+                raise
+            raise self._shutting_down() from None
+
+    async def report(self) -> ClusterReport:
+        """See `PdCluster.report`."""
+        try:
+            return await self._client.call(
+                "Report", Empty(), ClusterReport, self._config.report_timeout_s
+            )
+        except RpcError as error:
+            return ClusterReport(
+                name=self._name,
+                healthy=False,
+                queue_depth=0,
+                running=0,
+                instances=(),
+                reason=f"front not reachable: {error.message}",
+            )
+
+    async def drain(self, instance: str) -> None:
+        """See `PdCluster.drain`. Raises FrontUnreachable as well."""
+        await self._about("Drain", instance, self._config.drain_timeout_s)
+
+    async def resume(self, instance: str) -> None:
+        """See `PdCluster.resume`. Raises FrontUnreachable as well."""
+        await self._about("Resume", instance, self._config.call_timeout_s)
+
+    async def close(self) -> None:
+        """Close the connection. Slots still held run out with their leases."""
+        self._closed = True
+        await self._leases.close()
+        await self._cleanups.close()
+        await self._client.close()
+
+    async def _renew(self, request: SlotRequest) -> None:
+        await self._client.call("Renew", request, Empty, self._config.call_timeout_s)
+
+    async def _release(self, request: SlotRequest) -> None:
+        try:
+            await self._client.call("Release", request, Empty, self._config.call_timeout_s)
+        except RpcError as error:
+            logger.warning(
+                "%s: slot %s not released, its lease will end it: %s",
+                self._name,
+                request.transfer_id,
+                error,
+            )
+
+    async def _about(self, method: str, instance: str, timeout_s: float) -> None:
+        try:
+            await self._client.call(method, InstanceName(instance), Empty, timeout_s)
+        except RpcError as error:
+            if error.code == "NOT_FOUND":
+                raise UnknownInstance(self._name, instance) from error
+            raise self._explain(error) from error
+
+    def _explain(self, error: RpcError) -> PdError:
+        if error.code == "NO_ROOM":
+            return NoRoom(error.message)
+        if error.code == "REFUSED":
+            return NoInstance(error.message)
+        return FrontUnreachable(f"front {self._name}: {error.message}")
+
+    def _shutting_down(self) -> PrefillFailed:
+        return PrefillFailed("closed", f"cluster {self._name} is shutting down")
+
+
+def _reference(slot: DecodeSlot, reason: str = "") -> SlotRequest:
+    return SlotRequest(transfer_id=slot.landing.transfer_id, instance=slot.instance, reason=reason)

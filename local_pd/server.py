@@ -1,0 +1,102 @@
+"""Serves a local PD cluster over gRPC, service `prfaas.PdCluster`.
+
+It does not know how the cluster decides. Leases of slots are kept by the gateways that hold them
+(`Renew`), so the cluster served here must be made with `keep_leases` off.
+"""
+
+from collections.abc import Awaitable, Mapping
+from typing import Any, Final, TypeVar
+
+from kvmanager.engines.jobs import ClusterReport, PrefillJob
+from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
+from kvmanager.rpc import ErrorCode, Method, RpcError, RpcServer
+from local_pd.embedded import EmbeddedPdCluster
+from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, PdError, UnknownInstance
+from local_pd.messages import (
+    DecodeSlot,
+    DirectRequest,
+    DirectTarget,
+    ReserveRequest,
+    SlotRequest,
+)
+from transport import TlsFiles
+
+SERVICE: Final = "prfaas.PdCluster"
+
+CODE_OF: Final[dict[type[PdError], ErrorCode]] = {
+    NoRoom: "NO_ROOM",
+    NoInstance: "REFUSED",
+    FrontUnreachable: "UNAVAILABLE",
+}
+"""How errors cross gRPC."""
+
+T = TypeVar("T")
+
+
+class PdServer:
+    """`cluster` behind gRPC at `bind` ("host:port", port 0 picks one). Does not own the cluster."""
+
+    def __init__(self, cluster: EmbeddedPdCluster, bind: str, tls: TlsFiles | None = None) -> None:
+        self._cluster = cluster
+        methods: Mapping[str, Method[Any, Any]] = {
+            "Reserve": Method(ReserveRequest, DecodeSlot, self._reserve),
+            "Renew": Method(SlotRequest, Empty, self._renew),
+            "Release": Method(SlotRequest, Empty, self._release),
+            "Direct": Method(DirectRequest, DirectTarget, self._direct),
+            "Prefill": Method(PrefillJob, PrefillReply, self._prefill),
+            "Report": Method(Empty, ClusterReport, self._report),
+            "Drain": Method(InstanceName, Empty, self._drain),
+            "Resume": Method(InstanceName, Empty, self._resume),
+        }
+        self._server = RpcServer(bind, {SERVICE: methods}, tls)
+
+    async def start(self) -> int:
+        """Begin to serve; the real port. Raises RpcError when the address cannot be bound."""
+        return await self._server.start()
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Refuse new calls, give running ones `grace_s`, then cancel them."""
+        await self._server.stop(grace_s)
+
+    async def _reserve(self, request: ReserveRequest) -> DecodeSlot:
+        return await _mapped(
+            self._cluster.reserve(
+                request.num_tokens, request.token_digest, request.request_id, request.model
+            )
+        )
+
+    async def _renew(self, request: SlotRequest) -> Empty:
+        await self._cluster.renew(request.transfer_id, request.instance)
+        return Empty()
+
+    async def _release(self, request: SlotRequest) -> Empty:
+        await self._cluster.release_landing(request.transfer_id, request.instance, request.reason)
+        return Empty()
+
+    async def _direct(self, request: DirectRequest) -> DirectTarget:
+        return await _mapped(
+            self._cluster.direct(request.request_id, request.model, request.exclude)
+        )
+
+    async def _prefill(self, job: PrefillJob) -> PrefillReply:
+        return await to_reply(self._cluster.prefill_locally(job))
+
+    async def _report(self, _request: Empty) -> ClusterReport:
+        return await self._cluster.report()
+
+    async def _drain(self, request: InstanceName) -> Empty:
+        await _mapped(self._cluster.drain(request.name))
+        return Empty()
+
+    async def _resume(self, request: InstanceName) -> Empty:
+        await _mapped(self._cluster.resume(request.name))
+        return Empty()
+
+
+async def _mapped(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except PdError as error:
+        raise RpcError(CODE_OF[type(error)], error.message) from error
+    except UnknownInstance as error:
+        raise RpcError("NOT_FOUND", str(error)) from error

@@ -1,0 +1,56 @@
+"""`prfaas prefill`: a prefill cluster front as a process of its own.
+
+It only reads the configuration file and runs the parts; see front_process for the life of it.
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvmanager.engines.front_config import FrontConfig, FrontConfigError, load_front_config
+from kvmanager.engines.front_process import serve_front
+from kvmanager.engines.instances import InstancesConfig
+from kvmanager.rpc import RpcError
+from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.queue import QueueConfig
+from prfaas.server import PrefillServer
+
+
+def prefill_command(
+    config: Annotated[Path, typer.Option(help="YAML file that describes the cluster.")],
+    listen: Annotated[str, typer.Option(help="host:port for gRPC; overrides the file.")] = "",
+    log_level: Annotated[str, typer.Option(help="Level of this process's log.")] = "INFO",
+) -> None:
+    """Run the front of a prefill cluster: its queue, its instances, its engines if told to."""
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
+    try:
+        loaded = load_front_config(config)
+    except FrontConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    if listen:
+        loaded = loaded.model_copy(update={"listen": listen})
+    try:
+        asyncio.run(serve_prefill(loaded))
+    except RpcError as error:
+        typer.echo(error.message, err=True)
+        raise typer.Exit(1) from error
+
+
+async def serve_prefill(config: FrontConfig) -> None:
+    """Serve the cluster of `config` until SIGTERM or SIGINT. RpcError: `listen` is not free."""
+    tls = config.tls.files() if config.tls is not None else None
+    cluster = EmbeddedPrefillCluster(
+        config.name,
+        config.instances,
+        PrefillClusterConfig(
+            queue=QueueConfig(max_queued=config.max_queued, max_wait_s=config.max_wait_s),
+            instances=InstancesConfig(log_dir=config.log_dir, tls=tls),
+        ),
+    )
+    host = config.listen.rpartition(":")[0]
+    server = PrefillServer(cluster, config.listen, tls)
+    await serve_front(cluster, server, host, config.metrics_port)

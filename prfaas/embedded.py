@@ -1,0 +1,259 @@
+"""The front of a prefill cluster that runs inside its user's process.
+
+Decisions are in queue.py, one try on one instance in kvmanager.engines.prefill_run; this file is
+the shell that owns the tasks between them. It does not know routing or decoding.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvmanager.engines.errors import PrefillFailed
+from kvmanager.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
+from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
+from kvmanager.engines.prefill_run import (
+    AttemptFailed,
+    Place,
+    PrefillRunner,
+    RunnerConfig,
+    check_job,
+)
+from prfaas.errors import UnknownInstance
+from prfaas.metrics import PrefillMetrics, prefill_metrics
+from prfaas.queue import Effect, Fail, InstanceView, PrefillQueue, QueueConfig, QueuedJob, Start
+
+logger = logging.getLogger("prfaas.prefill")
+
+_TICK_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillClusterConfig:
+    """All knobs of an embedded prefill cluster."""
+
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    instances: InstancesConfig = field(default_factory=InstancesConfig)
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A submitted job: what its submitter awaits, and the task of its current try."""
+
+    job: PrefillJob
+    done: asyncio.Future[PrefillResult]
+    task: asyncio.Task[PrefillResult] | None = None
+
+    def resolve(self, result: PrefillResult) -> None:
+        """Tell the submitter, if it still waits."""
+        if not self.done.done():
+            self.done.set_result(result)
+
+    def refuse(self, error: PrefillFailed) -> None:
+        """Tell the submitter, if it still waits."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class EmbeddedPrefillCluster:
+    """The front inside this process. `start` it on the event loop that will use it."""
+
+    def __init__(
+        self,
+        name: str,
+        instances: Sequence[InstanceSpec],
+        config: PrefillClusterConfig | None = None,
+        *,
+        metrics: PrefillMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config = config or PrefillClusterConfig()
+        self._name = name
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics or prefill_metrics()
+        self._queue = PrefillQueue(name, config.queue)
+        self._runner = PrefillRunner(config.runner)
+        self._instances = Instances(instances, config.instances, self._instance_changed)
+        self._tickets: dict[str, _Ticket] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The cluster's name in the region."""
+        return self._name
+
+    async def start(self) -> None:
+        """Start supervised engines and probing; returns after the first probe of each instance."""
+        await self._instances.start()
+        for instance in self._instances.by_name.values():
+            self._instance_changed(instance)
+        self._ticker = asyncio.create_task(self._tick(), name=f"queue of {self._name}")
+
+    async def wait_ready(
+        self, timeout_s: float, progress: Callable[[str], None] | None = None
+    ) -> None:
+        """Wait until all instances are healthy; see `Instances.wait_ready` for errors."""
+        await self._instances.wait_ready(timeout_s, progress)
+
+    async def submit(self, job: PrefillJob) -> PrefillResult:
+        """See `PrefillCluster.submit`."""
+        try:
+            result = await self._submit(job)
+        except PrefillFailed as error:
+            self._metrics.jobs.labels(self._name, error.code).inc()
+            raise
+        except asyncio.CancelledError:
+            self._metrics.jobs.labels(self._name, "cancelled").inc()
+            raise
+        self._metrics.finished(self._name, result)
+        return result
+
+    async def report(self) -> ClusterReport:
+        """See `PrefillCluster.report`."""
+        instances = tuple(
+            item.report(self._queue.running_on(item.name))
+            for item in self._instances.by_name.values()
+        )
+        return ClusterReport(
+            name=self._name,
+            healthy=not self._closed
+            and any(item.healthy and not item.draining for item in instances),
+            queue_depth=self._queue.depth,
+            running=self._queue.num_running,
+            instances=instances,
+            max_queued=self._config.queue.max_queued,
+            queued_tokens=self._queue.queued_tokens,
+            running_tokens=self._queue.running_tokens,
+        )
+
+    async def drain(self, instance: str) -> None:
+        """See `PrefillCluster.drain`."""
+        self._set_draining(instance, draining=True)
+        while self._queue.running_on(instance) > 0:
+            await self._changed.wait()
+
+    async def resume(self, instance: str) -> None:
+        """See `PrefillCluster.resume`."""
+        self._set_draining(instance, draining=False)
+
+    async def close(self) -> None:
+        """See `PrefillCluster.close`."""
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        tickets = dict(self._tickets)
+        for key, ticket in tickets.items():
+            ticket.refuse(PrefillFailed("closed", f"cluster {self._name} is shutting down"))
+            self._take_back(key, ticket)
+        tasks = [ticket.task for ticket in tickets.values() if ticket.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._runner.close()
+        await self._instances.close()
+
+    def _set_draining(self, instance: str, *, draining: bool) -> None:
+        try:
+            self._instances.set_draining(instance, draining)
+        except KeyError as error:
+            raise UnknownInstance(self._name, instance) from error
+
+    async def _submit(self, job: PrefillJob) -> PrefillResult:
+        if self._closed:
+            raise PrefillFailed("closed", f"cluster {self._name} is shutting down")
+        check_job(job)
+        key = job.landing.transfer_id
+        if key in self._tickets:
+            raise PrefillFailed("invalid", f"transfer {key} has a job in {self._name} already")
+        ticket = _Ticket(job, asyncio.get_running_loop().create_future())
+        self._tickets[key] = ticket
+        queued = QueuedJob(key, job.model, job.priority, len(job.prompt_token_ids))
+        self._perform(self._queue.submit(queued, self._clock()))
+        try:
+            return await ticket.done
+        except asyncio.CancelledError:
+            self._take_back(key, ticket)
+            raise
+
+    def _take_back(self, key: str, ticket: _Ticket) -> None:
+        """Out of the queue at once; off an instance as soon as its try has cleaned up."""
+        if self._tickets.get(key) is not ticket:
+            return
+        if ticket.task is None:
+            del self._tickets[key]
+        else:
+            ticket.task.cancel()
+        self._perform(self._queue.withdraw(key, self._clock()))
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Fail):
+                ticket = self._tickets.pop(effect.key)
+                ticket.refuse(PrefillFailed(effect.code, effect.message))
+            else:
+                self._start(self._tickets[effect.key], effect)
+        self._metrics.queue_depth.labels(self._name).set(self._queue.depth)
+        self._metrics.running.labels(self._name).set(self._queue.num_running)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _start(self, ticket: _Ticket, start: Start) -> None:
+        if start.attempt > 1:
+            self._metrics.retries.labels(self._name).inc()
+        instance = self._instances.by_name[start.instance]
+        place = Place(start.instance, instance.http, instance.agent, instance.spec.served_name)
+        ticket.task = asyncio.create_task(
+            self._runner.run(ticket.job, place, queue_s=start.queue_s, attempt=start.attempt),
+            name=f"prefill {start.key}",
+        )
+        # A callback, because a task cancelled before its first step runs no line of its own.
+        ticket.task.add_done_callback(lambda task: self._try_over(ticket, start, task))
+
+    def _try_over(self, ticket: _Ticket, start: Start, task: asyncio.Task[PrefillResult]) -> None:
+        """A try ended: the queue hears of it exactly once, and so does the submitter."""
+        ticket.task = None
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            del self._tickets[start.key]
+            if not task.cancelled():
+                ticket.resolve(task.result())
+            self._perform(self._queue.finished(start.key, self._clock()))
+            return
+        if not isinstance(error, AttemptFailed):
+            logger.error("%s: prefill %s", self._name, start.key, exc_info=error)
+            error = AttemptFailed("engine_failed", f"{type(error).__name__}: {error}")
+        logger.warning("%s: prefill %s on %s: %s", self._name, start.key, start.instance, error)
+        if error.engine_lost:
+            self._instances.engine_lost(start.instance, error.message)
+        if error.agent_lost:
+            self._instances.agent_lost(start.instance, error.message)
+        retryable, now_s = error.retryable, self._clock()
+        self._perform(
+            self._queue.failed(
+                start.key, error.code, error.message, retryable=retryable, now_s=now_s
+            )
+        )
+
+    def _instance_changed(self, instance: Instance) -> None:
+        view = InstanceView(
+            name=instance.name,
+            model=instance.spec.served_name,
+            healthy=instance.transfers,
+            draining=instance.draining,
+            max_concurrent=instance.spec.max_concurrent,
+        )
+        self._perform(self._queue.instance_changed(view, self._clock()))
+        usable = sum(
+            item.transfers and not item.draining for item in self._instances.by_name.values()
+        )
+        self._metrics.healthy_instances.labels(self._name).set(usable)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._perform(self._queue.tick(self._clock()))

@@ -1,0 +1,100 @@
+"""A prefill cluster whose front runs in another process, reached over gRPC.
+
+To its user it is a `PrefillCluster` like the embedded one: same results, same error codes, plus
+"unreachable". It does not know instances or engines.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
+from kvmanager.engines.ownership import cancel_requested
+from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
+from kvmanager.rpc import RpcClient, RpcError
+from prfaas.errors import PrefillFailed, UnknownInstance
+from prfaas.server import SERVICE
+from transport import TlsFiles
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """Deadlines. `job_timeout_s` covers queue, prefill and transfer of one job."""
+
+    job_timeout_s: float = 900.0
+    report_timeout_s: float = 3.0
+    drain_timeout_s: float = 900.0
+
+
+class RemotePrefillCluster:
+    """Client of a `prfaas prefill` front at `target` ("host:port")."""
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        tls: TlsFiles | None = None,
+        config: RemoteConfig | None = None,
+    ) -> None:
+        self._name = name
+        self._config = config or RemoteConfig()
+        self._client = RpcClient(target, SERVICE, tls)
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The cluster's name in the region."""
+        return self._name
+
+    async def start(self) -> None:
+        """Nothing to start: the front runs elsewhere, the connection opens with the first call."""
+
+    async def submit(self, job: PrefillJob) -> PrefillResult:
+        """See `PrefillCluster.submit`. Cancelling cancels the job at the remote front."""
+        if self._closed:
+            raise PrefillFailed("closed", f"cluster {self._name} is shutting down")
+        call = self._client.call("Submit", job, PrefillReply, self._config.job_timeout_s)
+        try:
+            return await from_reply(call, self._name)
+        except asyncio.CancelledError:
+            # A channel that closes cancels its calls, which looks like our task being cancelled.
+            if cancel_requested():
+                raise
+            message = f"cluster {self._name} is shutting down"
+            raise PrefillFailed("closed", message) from None
+
+    async def report(self) -> ClusterReport:
+        """See `PrefillCluster.report`."""
+        try:
+            return await self._client.call(
+                "Report", Empty(), ClusterReport, self._config.report_timeout_s
+            )
+        except RpcError as error:
+            return ClusterReport(
+                name=self._name,
+                healthy=False,
+                queue_depth=0,
+                running=0,
+                instances=(),
+                reason=f"front not reachable: {error.message}",
+            )
+
+    async def drain(self, instance: str) -> None:
+        """See `PrefillCluster.drain`. Raises RpcError when the front cannot be reached."""
+        await self._about("Drain", instance, self._config.drain_timeout_s)
+
+    async def resume(self, instance: str) -> None:
+        """See `PrefillCluster.resume`. Raises RpcError when the front cannot be reached."""
+        await self._about("Resume", instance, self._config.report_timeout_s)
+
+    async def close(self) -> None:
+        """Close the connection; running jobs end with "unreachable" here, cancelled there."""
+        self._closed = True
+        await self._client.close()
+
+    async def _about(self, method: str, instance: str, timeout_s: float) -> None:
+        try:
+            await self._client.call(method, InstanceName(instance), Empty, timeout_s)
+        except RpcError as error:
+            if error.code == "NOT_FOUND":
+                raise UnknownInstance(self._name, instance) from error
+            raise

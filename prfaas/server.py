@@ -1,0 +1,58 @@
+"""Serves a prefill cluster over gRPC, service `prfaas.PrefillCluster`.
+
+It does not know what the cluster does with a job; it carries calls to any `PrefillCluster`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvmanager.engines.jobs import ClusterReport, PrefillJob
+from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
+from kvmanager.rpc import Method, RpcError, RpcServer
+from prfaas.cluster import PrefillCluster
+from prfaas.errors import UnknownInstance
+from transport import TlsFiles
+
+SERVICE: Final = "prfaas.PrefillCluster"
+
+
+class PrefillServer:
+    """`cluster` behind gRPC at `bind` ("host:port", port 0 picks one). Does not own the cluster."""
+
+    def __init__(self, cluster: PrefillCluster, bind: str, tls: TlsFiles | None = None) -> None:
+        self._cluster = cluster
+        methods: Mapping[str, Method[Any, Any]] = {
+            "Submit": Method(PrefillJob, PrefillReply, self._submit),
+            "Report": Method(Empty, ClusterReport, self._report),
+            "Drain": Method(InstanceName, Empty, self._drain),
+            "Resume": Method(InstanceName, Empty, self._resume),
+        }
+        self._server = RpcServer(bind, {SERVICE: methods}, tls)
+
+    async def start(self) -> int:
+        """Begin to serve; the real port. Raises RpcError when the address cannot be bound."""
+        return await self._server.start()
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Refuse new calls, give running ones `grace_s`, then cancel them."""
+        await self._server.stop(grace_s)
+
+    async def _submit(self, job: PrefillJob) -> PrefillReply:
+        return await to_reply(self._cluster.submit(job))
+
+    async def _report(self, _request: Empty) -> ClusterReport:
+        return await self._cluster.report()
+
+    async def _drain(self, request: InstanceName) -> Empty:
+        try:
+            await self._cluster.drain(request.name)
+        except UnknownInstance as error:
+            raise RpcError("NOT_FOUND", str(error)) from error
+        return Empty()
+
+    async def _resume(self, request: InstanceName) -> Empty:
+        try:
+            await self._cluster.resume(request.name)
+        except UnknownInstance as error:
+            raise RpcError("NOT_FOUND", str(error)) from error
+        return Empty()

@@ -1,0 +1,103 @@
+"""The command line and environment of an engine."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from kvmanager.engines.command import EngineSpec
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def spec(**changes: object) -> EngineSpec:
+    fields: dict[str, object] = {
+        "instance": "prefill-0",
+        "model": "/models/tiny",
+        "served_name": "tiny",
+        "port": 8100,
+    }
+    return EngineSpec.model_validate(fields | changes)
+
+
+def test_the_smallest_command_line() -> None:
+    argv = spec().argv()
+    assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    text = " ".join(argv)
+    assert "--model /models/tiny --served-model-name tiny" in text
+    assert "--host 127.0.0.1 --port 8100" in text
+    assert "--no-enable-prefix-caching" in argv
+    for absent in ("--kv-transfer-config", "--block-size", "--tensor-parallel-size"):
+        assert absent not in argv
+
+
+def test_everything_set() -> None:
+    argv = spec(
+        host="0.0.0.0",
+        dtype="bfloat16",
+        max_model_len=8192,
+        block_size=256,
+        max_num_batched_tokens=1024,
+        tensor_parallel_size=2,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        agent_socket="/run/agent.sock",
+        args=("--seed", "7"),
+    ).argv()
+    text = " ".join(argv)
+    for part in (
+        "--dtype bfloat16",
+        "--max-model-len 8192",
+        "--block-size 256",
+        "--max-num-batched-tokens 1024",
+        "--tensor-parallel-size 2",
+        "--enable-prefix-caching",
+        "--enforce-eager",
+    ):
+        assert part in text
+    assert argv[-2:] == ["--seed", "7"]
+    config = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    assert config == {
+        "kv_connector": "PrfaasConnector",
+        "kv_connector_module_path": "kvmanager.vllm_connector.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"agent_socket": "/run/agent.sock", "instance": "prefill-0"},
+    }
+
+
+def test_a_cpu_engine_gets_the_cpu_environment() -> None:
+    env = spec(kv_space_gib=2).environment({"HOME": "/h", "PYTHONPATH": "/x:/y"})
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert env["HOME"] == "/h"
+    assert env["PYTHONPATH"].split(":") == [ROOT, "/x", "/y"]
+    assert (env["VLLM_DO_NOT_TRACK"], env["VLLM_NO_USAGE_STATS"]) == ("1", "1")
+
+
+def test_a_gpu_engine_does_not() -> None:
+    assert "VLLM_CPU_KVCACHE_SPACE" not in spec().environment({})
+
+
+def test_the_hub_is_off_for_a_local_model_only(tmp_path: Path) -> None:
+    assert spec(model=str(tmp_path)).environment({})["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in spec(model="org/model").environment({})
+
+
+def test_the_specs_own_environment_wins() -> None:
+    env = spec(kv_space_gib=1, env={"VLLM_CPU_OMP_THREADS_BIND": "0-1"}).environment({})
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+
+
+def test_urls() -> None:
+    assert spec().url == "http://127.0.0.1:8100"
+    assert spec(host="0.0.0.0").url == "http://127.0.0.1:8100"
+    assert spec(host="10.0.0.7").url == "http://10.0.0.7:8100"
+    assert spec(host="fd00::7").url == "http://[fd00::7]:8100"
+
+
+def test_an_unknown_key_is_named() -> None:
+    with pytest.raises(ValidationError, match="max_len"):
+        spec(max_len=5)

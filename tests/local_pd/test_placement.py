@@ -1,0 +1,77 @@
+"""Choices inside a local PD cluster, each with its reason."""
+
+from local_pd.placement import InstanceView, choose_direct, choose_prefill, decode_order
+
+
+def view(name: str, role: str = "both", **changes: object) -> InstanceView:
+    fields: dict[str, object] = {"node": "n0", "model": "m"}
+    return InstanceView(name=name, role=role, **(fields | changes))  # type: ignore[arg-type]
+
+
+def test_decoders_are_asked_least_loaded_first() -> None:
+    views = [
+        view("d0", "decode", num_requests=3),
+        view("p0", "prefill"),
+        view("b0", "both", num_requests=1),
+        view("d1", "decode", num_requests=2),
+    ]
+    assert decode_order(views, "m").names == ("b0", "d1", "d0")
+
+
+def test_a_decoder_needs_engine_and_agent() -> None:
+    views = [
+        view("d0", transfers=False),
+        view("d1", serves=False, transfers=False),
+        view("d2", draining=True),
+        view("d3", model="other"),
+        view("p0", "prefill"),
+    ]
+    order = decode_order(views, "m")
+    assert order.names == ()
+    for part in (
+        "d0 (both) node agent is not healthy",
+        "d1 (both) engine is not healthy",
+        "d2 (both) is draining",
+        "d3 (both) serves other, not m",
+    ):
+        assert part in order.reason
+
+
+def test_a_request_is_served_whole_without_an_agent() -> None:
+    views = [view("d0", transfers=False, num_requests=1), view("d1", serves=False)]
+    assert choose_direct(views, "m").name == "d0"
+
+
+def test_prefill_instances_serve_whole_only_when_alone() -> None:
+    views = [view("p0", "prefill"), view("d0", "decode", num_requests=9)]
+    assert choose_direct(views, "m").name == "d0"
+    assert choose_direct(views[:1], "m").name == "p0"
+
+
+def test_no_instance_to_serve_whole_is_explained() -> None:
+    choice = choose_direct([view("d0", serves=False)], "m")
+    assert choice.name is None
+    assert "d0" in choice.reason
+    assert "none configured" in choose_direct([], "m").reason
+
+
+def test_a_local_prefill_goes_to_the_least_busy_prefill_instance() -> None:
+    views = [
+        view("p0", "prefill", num_prefills=1, prefill_tokens=4000),
+        view("p1", "prefill", num_prefills=2, prefill_tokens=1000),
+        view("b0", "both"),
+    ]
+    assert choose_prefill(views, "m").name == "p1"
+    assert choose_prefill(views, "m", tried=["p1"]).name == "p0"
+    assert choose_prefill(views, "m", tried=["p0", "p1"]).name is None
+
+
+def test_full_prefill_instances_are_a_reason_to_decode_without_them() -> None:
+    choice = choose_prefill([view("p0", "prefill", num_prefills=4, max_concurrent=4)], "m")
+    assert choice.name is None
+    assert "full (jobs: p0 4)" in choice.reason
+
+
+def test_any_model_will_do_when_none_is_named() -> None:
+    assert choose_direct([view("d0", model="other")], "").name == "d0"
+    assert choose_direct([view("d0", model="")], "m").name == "d0"

@@ -1,0 +1,255 @@
+"""The job queue of a prefill cluster: events in, effects out."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.queue import (
+    Fail,
+    InstanceView,
+    PrefillQueue,
+    QueueConfig,
+    QueuedJob,
+    Start,
+)
+
+
+def view(name: str, **changes: object) -> InstanceView:
+    fields: dict[str, object] = {"model": "m", "healthy": True, "max_concurrent": 1}
+    return InstanceView(name, **(fields | changes))  # type: ignore[arg-type]
+
+
+def job(key: str, *, num_tokens: int = 100, priority: int = 0, model: str = "m") -> QueuedJob:
+    return QueuedJob(key, model, priority, num_tokens)
+
+
+def queue(*views: InstanceView, **config: object) -> PrefillQueue:
+    made = PrefillQueue("prefill-a", QueueConfig(**config))  # type: ignore[arg-type]
+    for item in views:
+        made.instance_changed(item, 0.0)
+    return made
+
+
+def test_a_job_starts_on_a_free_instance_at_once() -> None:
+    q = queue(view("p0"))
+    assert q.submit(job("a"), 1.0) == [Start("a", "p0", 0.0, 1)]
+    assert (q.depth, q.num_running, q.running_on("p0")) == (0, 1, 1)
+
+
+def test_the_instance_with_fewest_tokens_under_way_wins() -> None:
+    q = queue(view("p0", max_concurrent=4), view("p1", max_concurrent=4))
+    assert q.submit(job("long", num_tokens=9000), 0.0) == [Start("long", "p0", 0.0, 1)]
+    assert q.submit(job("b", num_tokens=100), 0.0) == [Start("b", "p1", 0.0, 1)]
+    assert q.submit(job("c", num_tokens=100), 0.0) == [Start("c", "p1", 0.0, 1)]
+
+
+def test_equal_instances_take_turns() -> None:
+    q = queue(view("p0"), view("p1"))
+    used = []
+    for key in "abcd":
+        (start,) = q.submit(job(key), 0.0)
+        assert isinstance(start, Start)
+        used.append(start.instance)
+        q.finished(key, 0.0)
+    assert used == ["p0", "p1", "p0", "p1"]
+
+
+def test_waiting_jobs_start_in_order_of_priority_and_then_of_arrival() -> None:
+    q = queue(view("p0"))
+    q.submit(job("running"), 0.0)
+    for key, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -5)]:
+        assert q.submit(job(key, priority=priority), 1.0) == []
+    order = []
+    running = "running"
+    while True:
+        effects = q.finished(running, 3.0)
+        if not effects:
+            break
+        (start,) = effects
+        assert isinstance(start, Start)
+        assert start.queue_s == 2.0
+        running = start.key
+        order.append(running)
+    assert order == ["d", "b", "a", "c"]
+
+
+def test_a_job_over_the_bound_is_refused_with_the_bound() -> None:
+    q = queue(view("p0"), max_queued=2)
+    for key in "abc":
+        q.submit(job(key), 0.0)
+    (refused,) = q.submit(job("d"), 0.0)
+    assert isinstance(refused, Fail)
+    assert refused.code == "queue_full"
+    assert "2 jobs wait" in refused.message
+    assert q.depth == 2
+    assert not q.holds("d")
+
+
+def test_a_bound_of_zero_still_lets_jobs_run() -> None:
+    q = queue(view("p0"), max_queued=0)
+    assert q.submit(job("a"), 0.0) == [Start("a", "p0", 0.0, 1)]
+    (refused,) = q.submit(job("b"), 0.0)
+    assert isinstance(refused, Fail)
+
+
+def test_without_a_usable_instance_a_job_fails_at_once_and_says_why() -> None:
+    q = queue(view("p0", healthy=False), view("p1", draining=True), view("p2", model="other"))
+    (refused,) = q.submit(job("a"), 0.0)
+    assert isinstance(refused, Fail)
+    assert refused.code == "no_instance"
+    for part in ("p0 is not healthy", "p1 is draining", "p2 serves other, not m"):
+        assert part in refused.message
+
+
+def test_waiting_jobs_fail_when_the_last_instance_goes() -> None:
+    q = queue(view("p0"))
+    q.submit(job("a"), 0.0)
+    q.submit(job("b"), 0.0)
+    (failed,) = q.instance_changed(view("p0", healthy=False), 1.0)
+    assert isinstance(failed, Fail)
+    assert (failed.key, failed.code) == ("b", "no_instance")
+    assert q.num_running == 1
+
+
+def test_an_instance_that_comes_back_takes_waiting_jobs() -> None:
+    q = queue(view("p0"), view("p1", healthy=False))
+    q.submit(job("a"), 0.0)
+    q.submit(job("b"), 0.0)
+    assert q.instance_changed(view("p1"), 2.0) == [Start("b", "p1", 2.0, 1)]
+
+
+def test_a_failed_job_is_tried_once_elsewhere_keeping_its_place() -> None:
+    q = queue(view("p0"), view("p1"))
+    q.submit(job("a"), 0.0)
+    q.submit(job("b"), 0.0)
+    q.submit(job("c"), 0.0)
+    effects = q.failed("a", "engine_failed", "died", retryable=True, now_s=1.0)
+    assert effects == [Start("c", "p0", 1.0, 1)]  # p0 failed a, so a waits for p1
+    assert q.finished("b", 2.0) == [Start("a", "p1", 2.0, 2)]
+    (failed,) = q.failed("a", "engine_failed", "died again", retryable=True, now_s=3.0)
+    assert failed == Fail("a", "engine_failed", "died again")
+
+
+def test_a_failure_without_another_instance_is_final() -> None:
+    q = queue(view("p0"))
+    q.submit(job("a"), 0.0)
+    effects = q.failed("a", "engine_failed", "died", retryable=True, now_s=1.0)
+    assert effects == [Fail("a", "engine_failed", "died")]
+
+
+def test_a_job_waiting_for_its_second_try_fails_with_its_first_error() -> None:
+    q = queue(view("p0"), view("p1"))
+    q.submit(job("a"), 0.0)
+    q.submit(job("b"), 0.0)
+    assert q.failed("a", "agent_failed", "agent gone", retryable=True, now_s=1.0) == []
+    effects = q.instance_changed(view("p1", healthy=False), 2.0)
+    assert effects == [Fail("a", "agent_failed", "agent gone")]
+
+
+def test_a_failure_that_is_the_requests_own_is_not_tried_again() -> None:
+    q = queue(view("p0"), view("p1"))
+    q.submit(job("a"), 0.0)
+    effects = q.failed("a", "rejected", "too long", retryable=False, now_s=1.0)
+    assert effects == [Fail("a", "rejected", "too long")]
+
+
+def test_a_withdrawn_job_leaves_the_queue_and_is_not_tried_again() -> None:
+    q = queue(view("p0"), view("p1", healthy=False))
+    q.submit(job("a"), 0.0)
+    q.submit(job("b"), 0.0)
+    assert q.withdraw("b", 0.0) == []
+    assert q.depth == 0
+    q.withdraw("a", 0.0)
+    q.instance_changed(view("p1"), 0.0)
+    effects = q.failed("a", "engine_failed", "aborted", retryable=True, now_s=1.0)
+    assert effects == [Fail("a", "engine_failed", "aborted")]
+    assert q.withdraw("a", 1.0) == []
+
+
+def test_a_job_waits_only_so_long() -> None:
+    q = queue(view("p0"), max_wait_s=10.0)
+    q.submit(job("a"), 0.0)
+    q.submit(job("b"), 5.0)
+    assert q.next_deadline_s() == 15.0
+    assert q.tick(14.9) == []
+    (failed,) = q.tick(15.0)
+    assert isinstance(failed, Fail)
+    assert failed.code == "queue_timeout"
+    assert q.next_deadline_s() is None
+
+
+def test_a_repeated_key_is_a_mistake_of_the_caller() -> None:
+    q = queue(view("p0"))
+    q.submit(job("a"), 0.0)
+    with pytest.raises(ValueError, match="already"):
+        q.submit(job("a"), 0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    q = queue(max_queued=3, max_wait_s=20.0)
+    alive: dict[str, str] = {}  # key -> queued | running
+    views: dict[str, InstanceView] = {}
+    num_jobs = 0
+    for step in range(120):
+        now_s = float(step)
+        kind = rng.choice(["submit", "submit", "instance", "finish", "fail", "withdraw", "tick"])
+        running = [key for key, state in alive.items() if state == "running"]
+        effects = []
+        if kind == "submit":
+            num_jobs += 1
+            key = f"j{num_jobs}"
+            alive[key] = "queued"
+            effects = q.submit(
+                job(
+                    key,
+                    num_tokens=rng.randrange(1, 5000),
+                    priority=rng.randrange(3),
+                    model=rng.choice(["m", "n", ""]),
+                ),
+                now_s,
+            )
+        elif kind == "instance":
+            name = f"p{rng.randrange(3)}"
+            views[name] = view(
+                name,
+                model=rng.choice(["m", "n", ""]),
+                healthy=rng.random() < 0.7,
+                draining=rng.random() < 0.2,
+                max_concurrent=rng.randrange(1, 4),
+            )
+            effects = q.instance_changed(views[name], now_s)
+        elif kind == "tick":
+            effects = q.tick(now_s)
+        elif kind == "withdraw" and alive:
+            key = rng.choice(sorted(alive))
+            if alive[key] == "queued":
+                del alive[key]
+            effects = q.withdraw(key, now_s)
+        elif running:
+            key = rng.choice(running)
+            if kind == "finish":
+                del alive[key]
+                effects = q.finished(key, now_s)
+            else:
+                alive[key] = "queued"
+                effects = q.failed(
+                    key, "engine_failed", "x", retryable=rng.random() < 0.7, now_s=now_s
+                )
+        for effect in effects:
+            assert alive[effect.key] == "queued"
+            if isinstance(effect, Start):
+                chosen = views[effect.instance]
+                assert chosen.healthy
+                assert not chosen.draining
+                assert effect.attempt <= 2
+                alive[effect.key] = "running"
+            else:
+                del alive[effect.key]
+        q.check_invariants()
+        assert {key for key in alive if not q.holds(key)} == set()
+        assert q.depth + q.num_running == len(alive)
