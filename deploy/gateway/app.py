@@ -1,0 +1,327 @@
+"""The gateway as an aiohttp application: endpoints, limits, authentication, start and stop.
+
+`Gateway` owns what lives as long as the process: the connection pool, the watcher, the records.
+Does not know how clusters are made; they are given to it and stay their owner's to close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from deploy.gateway.auth import KeyRing
+from deploy.gateway.background import Background
+from deploy.gateway.config import GatewayConfig
+from deploy.gateway.errors import JSON_TYPE, ApiError, api_error_for
+from deploy.gateway.exchange import PATHS, open_exchange
+from deploy.gateway.inbound import Kind, parse_request
+from deploy.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from deploy.gateway.offload import Services
+from deploy.gateway.proxy.engine import EngineDoor
+from deploy.gateway.records import RecordRing
+from deploy.gateway.serving import Serving
+from deploy.gateway.watcher import RegionWatcher
+from local_pd.cluster import PdCluster
+from prfaas.cluster import PrefillCluster
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_MAX_LISTED_RECORDS: Final = 1000
+
+
+class Gateway:
+    """The region's entry endpoint. `start` it on the loop that serves it."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        pd: PdCluster,
+        prefill_clusters: Mapping[str, PrefillCluster],
+        links: Mapping[str, str] | None = None,
+    ) -> None:
+        """`links` names the link to each prefill cluster, for display."""
+        self.config = config
+        self.metrics = GatewayMetrics()
+        self.records = RecordRing(config.num_records)
+        self._pd = pd
+        self._prefill_clusters = dict(prefill_clusters)
+        self._links = dict(links or {})
+        self._keys = KeyRing(key.get_secret_value() for key in config.api_keys)
+        self._models = {model.name: model for model in config.models}
+        self._watcher = RegionWatcher(config, pd, prefill_clusters)
+        self._background = Background()
+        self._started_s = time.time()
+        self._num_in_flight = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._door: EngineDoor | None = None
+        self._serving: Serving | None = None
+
+    async def start(self) -> None:
+        """Open the connection pool and take the first reports."""
+        config = self.config
+        self._door = EngineDoor(config.timeouts, max_answer_bytes=config.max_answer_bytes)
+        services = Services(
+            pd=self._pd,
+            prefill_clusters=self._prefill_clusters,
+            door=self._door,
+            metrics=self.metrics,
+            background=self._background,
+            timeouts=config.timeouts,
+        )
+        self._serving = Serving(services, self._watcher.view)
+        await self._watcher.start()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests being served right now."""
+        return self._num_in_flight
+
+    def stop_accepting(self) -> None:
+        """Answer new requests with 503 from now on; those in flight go on."""
+        self._is_draining = True
+
+    async def drain(self) -> None:
+        """Stop accepting, and wait for what is in flight, for at most the configured time."""
+        self.stop_accepting()
+        try:
+            async with asyncio.timeout(self.config.timeouts.drain_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return
+
+    async def close(self) -> None:
+        """Give back what requests held, then close connections. Idempotent."""
+        self.stop_accepting()
+        await self._watcher.close()
+        await self._background.drain(self.config.timeouts.cluster_s)
+        if self._door is not None:
+            await self._door.close()
+
+    async def complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions and /v1/chat/completions. Raises `ApiError` before routing."""
+        started_s = time.monotonic()
+        if self._serving is None:
+            raise ApiError(503, "starting", "The gateway is starting.", retry_after_s=1)
+        self._keys.check(request.headers.get("Authorization"))
+        self._admit(request)
+        self._count(+1)
+        try:
+            body = await self._read_body(request)
+            inbound = parse_request(kind, body, template_tokens=self.config.template_tokens)
+            self._check_model(inbound.model)
+            exchange = open_exchange(
+                inbound, request.headers, metrics=self.metrics, started_s=started_s
+            )
+            self.records.append(exchange.record)
+            return await self._serving.serve(exchange, request)
+        finally:
+            self._count(-1)
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        self._keys.check(request.headers.get("Authorization"))
+        return _json({"object": "list", "data": [self._card(name) for name in self._models]})
+
+    async def show_model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/{model}."""
+        self._keys.check(request.headers.get("Authorization"))
+        name = request.match_info["model"]
+        self._check_model(name)
+        return _json(self._card(name))
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """GET /health: 200 when a request could be served."""
+        if self._is_draining:
+            return _json({"status": "draining"}, 503)
+        if not self._watcher.is_healthy():
+            return _json({"status": "no healthy engine"}, 503)
+        return _json({"status": "ok"})
+
+    async def show_version(self, _request: web.Request) -> web.Response:
+        """GET /version."""
+        return _json({"version": _own_version()})
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        """GET /metrics."""
+        self._check_admin(request)
+        return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def list_requests(self, request: web.Request) -> web.Response:
+        """GET /prfaas/requests?limit=N: the latest records, newest first."""
+        self._check_admin(request)
+        text = request.query.get("limit", "100")
+        if not (text.isascii() and text.isdigit() and 0 < int(text) <= _MAX_LISTED_RECORDS):
+            message = f"limit must be a number from 1 to {_MAX_LISTED_RECORDS}."
+            raise ApiError(400, "invalid_limit", message, param="limit")
+        return _json({"requests": self.records.latest(int(text))})
+
+    async def show_request(self, request: web.Request) -> web.Response:
+        """GET /prfaas/requests/{id}."""
+        self._check_admin(request)
+        found = self.records.find(request.match_info["id"])
+        if not found:
+            raise ApiError(404, "unknown_request", "No record of this request (any more).")
+        return _json({"requests": found})
+
+    async def show_region(self, request: web.Request) -> web.Response:
+        """GET /prfaas/region: what routing sees."""
+        self._check_admin(request)
+        return _json(
+            {
+                "threshold_tokens": self.config.threshold_tokens,
+                "in_flight": self._num_in_flight,
+                "settling": len(self._background),
+                "links": self._links,
+                "pd": self._watcher.pd_report(),
+                "prefill": self._watcher.prefill_reports(),
+            }
+        )
+
+    def _count(self, change: int) -> None:
+        self._num_in_flight += change
+        if self._num_in_flight:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self.metrics.track(self._num_in_flight, len(self._background))
+
+    def _admit(self, request: web.Request) -> None:
+        if self._is_draining:
+            raise ApiError(503, "shutting_down", "The gateway is shutting down.", retry_after_s=5)
+        if self._num_in_flight >= self.config.max_in_flight:
+            raise ApiError(
+                429,
+                "too_many_requests",
+                f"{self._num_in_flight} requests are being served, which is the limit here.",
+                retry_after_s=self.config.retry_after_s,
+            )
+        if request.content_type != JSON_TYPE:
+            raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
+        if (request.content_length or 0) > self.config.max_body_bytes:
+            raise self._too_large()
+
+    async def _read_body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self.config.timeouts.body_s):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except TimeoutError:
+            raise ApiError(408, "body_timeout", "The body did not arrive in time.") from None
+        except (web.HTTPException, ValueError) as error:
+            raise ApiError(400, "unreadable_body", f"The body cannot be read: {error}") from error
+
+    def _too_large(self) -> ApiError:
+        limit = self.config.max_body_bytes
+        return ApiError(413, "body_too_large", f"The body is longer than {limit} bytes.")
+
+    def _check_model(self, name: str) -> None:
+        # Like the engine: no name means the only model there is.
+        if name in self._models or (not name and len(self._models) == 1):
+            return
+        names = ", ".join(self._models)
+        message = f"The model `{name}` does not exist. Served here: {names}."
+        raise ApiError(404, "model_not_found", message, param="model")
+
+    def _check_admin(self, request: web.Request) -> None:
+        if self.config.protect_admin:
+            self._keys.check(request.headers.get("Authorization"))
+
+    def _card(self, name: str) -> dict[str, object]:
+        model = self._models[name]
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self._started_s),
+            "owned_by": "prfaas",
+            "root": model.root or name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+            "permission": [],
+        }
+
+
+_GATEWAY: Final = web.AppKey("gateway", Gateway)
+
+
+def create_app(gateway: Gateway) -> web.Application:
+    """The application; it starts and closes `gateway`. Serve it with handler cancellation on."""
+    app = web.Application(
+        client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
+    )
+    app[_GATEWAY] = gateway
+
+    async def completion(request: web.Request) -> web.StreamResponse:
+        return await gateway.complete("completion", request)
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        return await gateway.complete("chat", request)
+
+    async def life(_app: web.Application) -> AsyncIterator[None]:
+        await gateway.start()
+        yield
+        await gateway.close()
+
+    app.router.add_post(PATHS["completion"], completion)
+    app.router.add_post(PATHS["chat"], chat)
+    app.router.add_get("/v1/models", gateway.list_models)
+    app.router.add_get("/v1/models/{model:.+}", gateway.show_model)
+    app.router.add_get("/health", gateway.health)
+    app.router.add_get("/version", gateway.show_version)
+    app.router.add_get("/metrics", gateway.show_metrics)
+    app.router.add_get("/prfaas/requests", gateway.list_requests)
+    app.router.add_get("/prfaas/requests/{id}", gateway.show_request)
+    app.router.add_get("/prfaas/region", gateway.show_region)
+    app.cleanup_ctx.append(life)
+    return app
+
+
+@web.middleware
+async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error leaves as an OpenAI error object."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _error_response(request, error)
+    except web.HTTPException as error:
+        known = ApiError(error.status, error.reason.lower().replace(" ", "_"), error.reason)
+        response = _error_response(request, known)
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+
+
+def _error_response(request: web.Request, error: ApiError) -> web.Response:
+    gateway = request.app[_GATEWAY]
+    gateway.metrics.rejected(error.code)
+    response = web.Response(
+        status=error.status,
+        body=api_error_for(error).body(),
+        headers={"Content-Type": JSON_TYPE, **error.headers},
+    )
+    if not request.body_exists or request.content.at_eof():
+        return response
+    # An unread body would be read to its end for the next request on this connection.
+    response.force_close()
+    return response
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode(value), headers={"Content-Type": JSON_TYPE}
+    )
+
+
+def _own_version() -> str:
+    try:
+        return version("prfaas")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,51 @@
+"""Tasks that outlive the request which started them: giving memory back, settling records.
+
+Every task is owned here until it ends, so that none is lost to garbage collection and a shutdown
+can wait for all of them. Does not know what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+T = TypeVar("T")
+
+
+class Background:
+    """Owner of background tasks of one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run `work` as a task; a failure nobody awaits is logged."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for all tasks, new ones included; cancel what is left after `timeout_s`."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while self._tasks:
+            left_s = deadline_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                break
+            await asyncio.wait(self._tasks, timeout=left_s)
+        leftover = list(self._tasks)
+        for task in leftover:
+            task.cancel()
+        await asyncio.gather(*leftover, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("%s ended with %r", task.get_name(), error)

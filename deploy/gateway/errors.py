@@ -1,0 +1,153 @@
+"""What goes wrong at the gateway, as OpenAI error objects, and the one table that maps errors.
+
+    ApiError            an answer for the client: status, type, code, message
+    EngineLost          an engine broke off before its answer began; another one may do
+      EngineTimeout     it kept silent for too long; there is no time for another try
+
+Foreign errors (cluster fronts, RPC, aiohttp) become `ApiError` in `api_error_for` and nowhere else.
+Does not know which request an error belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import aiohttp
+import msgspec
+
+from kvmanager.engines.errors import EngineError, EngineRefused, PrefillFailed
+from kvmanager.rpc import RpcError
+from local_pd.errors import PdError
+
+JSON_TYPE: Final = "application/json"
+
+
+class ApiError(Exception):
+    """An HTTP answer that is an OpenAI error object.
+
+    `code` is a stable word for programs, `param` the offending request field, `retry_after_s` a
+    Retry-After header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Extra response headers this error asks for."""
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+    def body(self) -> bytes:
+        """The OpenAI error object as JSON."""
+        error = {
+            "message": self.message,
+            "type": _TYPE_OF_STATUS.get(self.status, _default_type(self.status)),
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+class EngineLost(Exception):
+    """An engine was unreachable or broke off before the first byte of its answer."""
+
+    def __init__(self, instance: str, message: str) -> None:
+        super().__init__(f"instance {instance}: {message}")
+        self.instance = instance
+        self.message = message
+
+
+class EngineTimeout(EngineLost):
+    """An engine kept silent for longer than the configured limit."""
+
+
+_TYPE_OF_STATUS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def _default_type(status: int) -> str:
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+class _Row(NamedTuple):
+    applies: Callable[[BaseException], bool]
+    status: int
+    code: str
+    retry_after_s: int | None = None
+
+
+def _is(*types: type[BaseException]) -> Callable[[BaseException], bool]:
+    return lambda error: isinstance(error, types)
+
+
+def _rpc(*codes: str) -> Callable[[BaseException], bool]:
+    return lambda error: isinstance(error, RpcError) and error.code in codes
+
+
+def _prefill(*codes: str) -> Callable[[BaseException], bool]:
+    return lambda error: isinstance(error, PrefillFailed) and error.code in codes
+
+
+_TABLE: Final = (
+    _Row(_is(EngineTimeout, TimeoutError), 504, "engine_timeout"),
+    _Row(_is(EngineLost), 502, "engine_unavailable", 1),
+    _Row(_is(EngineRefused), 502, "engine_refused"),
+    _Row(_is(EngineError, PdError), 503, "no_engine_available", 1),
+    _Row(_rpc("NO_ROOM", "UNAVAILABLE"), 503, "cluster_unavailable", 1),
+    _Row(_rpc("TIMEOUT"), 504, "cluster_timeout"),
+    _Row(_is(RpcError), 502, "cluster_error"),
+    _Row(_prefill("queue_full", "queue_timeout", "outbox_no_room"), 503, "prefill_overloaded", 1),
+    _Row(_prefill("no_instance", "closed", "unreachable"), 503, "prefill_unavailable", 1),
+    _Row(_is(PrefillFailed), 502, "prefill_failed"),
+    _Row(_is(aiohttp.ClientError, OSError), 502, "engine_unavailable", 1),
+)
+"""First row that applies wins; what no row knows is a fault of ours and answers 500."""
+
+
+def api_error_for(error: BaseException) -> ApiError:
+    """The answer a client gets for `error`; internals of unknown errors are not shown."""
+    if isinstance(error, ApiError):
+        return error
+    for row in _TABLE:
+        if row.applies(error):
+            message = str(error) or type(error).__name__
+            return ApiError(row.status, row.code, message, retry_after_s=row.retry_after_s)
+    return ApiError(500, "internal_error", "The gateway failed to serve this request.")
+
+
+def is_openai_error(body: bytes) -> bool:
+    """Whether `body` is a JSON object with an `error` object that has a message."""
+    try:
+        msgspec.json.decode(body, type=_OpenAiError)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return True
+
+
+class _ErrorBody(msgspec.Struct):
+    message: str
+
+
+class _OpenAiError(msgspec.Struct):
+    error: _ErrorBody

@@ -1,0 +1,177 @@
+"""The file of a stand-alone gateway (`prfaas gateway`): its limits and the clusters it fronts.
+
+Each cluster's front either runs embedded in the gateway's process (`instances`) or elsewhere
+(`front`: its gRPC address). Does not know region files; a launcher writes one of these.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from deploy.gateway.config import GatewayConfig, load_api_keys
+from deploy.region.links import LinkedPrefillCluster
+from kvmanager.engines.front_config import TlsSection
+from kvmanager.engines.instances import InstancesConfig, InstanceSpec
+from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
+from local_pd.remote import RemotePdCluster
+from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.queue import QueueConfig
+from prfaas.remote import RemotePrefillCluster
+
+
+class GatewayFileError(ValueError):
+    """The file cannot be read or does not describe a gateway; the message names file and path."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Source(_Part):
+    name: Annotated[str, Field(min_length=1)]
+    front: Annotated[str, Field(description="host:port of a front that runs elsewhere")] = ""
+    instances: tuple[InstanceSpec, ...] = ()
+
+    @model_validator(mode="after")
+    def _either(self) -> _Source:
+        if bool(self.front) == bool(self.instances):
+            raise ValueError("write either front (host:port) or instances")
+        return self
+
+
+class PrefillSource(_Source):
+    """A prefill cluster and the name of the link that its KVCache takes.
+
+    `endpoints`: address advertised by a receiving agent -> what this cluster's senders connect to
+    instead, where that differs (a tunnel, an emulated link).
+    """
+
+    link: str = ""
+    endpoints: dict[str, str] = {}
+    max_queued: Annotated[int, Field(ge=0)] = 64
+    max_wait_s: Annotated[float, Field(gt=0)] = 120.0
+
+
+class PdSource(_Source):
+    """The local PD cluster. `has_prefill_instances` must be told of a front elsewhere."""
+
+    has_prefill_instances: bool = False
+    lease_s: Annotated[float, Field(gt=0)] = 30.0
+
+
+class GatewayFile(_Part):
+    """Everything `prfaas gateway` needs."""
+
+    gateway: GatewayConfig
+    api_keys_file: Path | None = None
+    api_keys_env: Annotated[str, Field(description="variable with keys, comma-separated")] = ""
+    pd: PdSource
+    prefill: tuple[PrefillSource, ...] = ()
+    tls: TlsSection | None = None
+    log_dir: Path = Path("logs")
+
+    @model_validator(mode="after")
+    def _check(self) -> GatewayFile:
+        names = [source.name for source in self.prefill]
+        if len(set(names)) != len(names):
+            raise ValueError(f"prefill: two clusters have the same name: {names}")
+        if self.api_keys_file and self.api_keys_env:
+            raise ValueError("write api_keys_file or api_keys_env, not both")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Clusters:
+    """The fronts a gateway talks to; whoever built them starts and closes them."""
+
+    pd: EmbeddedPdCluster | RemotePdCluster
+    prefill: Mapping[str, LinkedPrefillCluster]
+    links: Mapping[str, str]
+
+    async def start(self) -> None:
+        """Start all fronts; embedded ones return after their first probes."""
+        for front in (*self.prefill.values(), self.pd):
+            await front.start()
+
+    async def close(self) -> None:
+        """Close all fronts."""
+        for front in (*self.prefill.values(), self.pd):
+            await front.close()
+
+
+def load_gateway_file(path: Path, environ: Mapping[str, str] = os.environ) -> GatewayFile:
+    """Read and check `path`, API keys included. Raises `GatewayFileError`."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = GatewayFile.model_validate(raw)
+        keys = _api_keys(loaded, environ)
+    except ValidationError as error:
+        lines = [
+            f"{path}: {'.'.join(str(part) for part in item['loc']) or '(file)'}: {item['msg']}"
+            for item in error.errors()
+        ]
+        raise GatewayFileError("\n".join(lines)) from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise GatewayFileError(f"{path}: {error}") from error
+    if not keys:
+        return loaded
+    gateway = loaded.gateway.model_copy(update={"api_keys": keys})
+    return loaded.model_copy(update={"gateway": gateway})
+
+
+def build_clusters(file: GatewayFile) -> Clusters:
+    """The fronts `file` names, not started. Call it on the event loop that will use them."""
+    return Clusters(
+        pd=_pd(file),
+        prefill={
+            source.name: LinkedPrefillCluster(_prefill(file, source), source.endpoints)
+            for source in file.prefill
+        },
+        links={source.name: source.link for source in file.prefill if source.link},
+    )
+
+
+def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
+    source, tls = file.pd, file.tls.files() if file.tls else None
+    if source.front:
+        return RemotePdCluster(
+            source.name,
+            source.front,
+            has_prefill_instances=source.has_prefill_instances,
+            tls=tls,
+        )
+    instances = InstancesConfig(log_dir=file.log_dir, tls=tls, poll_load=True)
+    config = PdClusterConfig(lease_s=source.lease_s, instances=instances)
+    return EmbeddedPdCluster(source.name, source.instances, config)
+
+
+def _prefill(
+    file: GatewayFile, source: PrefillSource
+) -> EmbeddedPrefillCluster | RemotePrefillCluster:
+    tls = file.tls.files() if file.tls else None
+    if source.front:
+        return RemotePrefillCluster(source.name, source.front, tls)
+    config = PrefillClusterConfig(
+        queue=QueueConfig(max_queued=source.max_queued, max_wait_s=source.max_wait_s),
+        instances=InstancesConfig(log_dir=file.log_dir, tls=tls),
+    )
+    return EmbeddedPrefillCluster(source.name, source.instances, config)
+
+
+def _api_keys(file: GatewayFile, environ: Mapping[str, str]) -> tuple[SecretStr, ...]:
+    if file.api_keys_file is not None:
+        return load_api_keys(file.api_keys_file)
+    if not file.api_keys_env:
+        return ()
+    words = (word.strip() for word in environ.get(file.api_keys_env, "").split(","))
+    keys = tuple(SecretStr(word) for word in words if word)
+    if not keys:
+        raise ValueError(f"api_keys_env: {file.api_keys_env} is not set or holds no key")
+    return keys

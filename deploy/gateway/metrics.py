@@ -1,0 +1,112 @@
+"""Prometheus metrics of one gateway (`prfaas_gateway_*`), in a registry of their own.
+
+Knows records, not how they come about.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from deploy.gateway.records import RequestRecord
+from scheduler.routing import Decision
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+
+_LATENCY_BUCKETS_S: Final = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160,
+)  # fmt: skip
+_TOKEN_BUCKETS: Final = tuple(2**power for power in range(5, 21))
+
+
+class GatewayMetrics:
+    """Counters and histograms; one instance per gateway so that tests do not share them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        prefix = "prfaas_gateway_"
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(prefix + name, text, labels, registry=self.registry)
+
+        def histogram(
+            name: str, text: str, *labels: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S
+        ) -> Histogram:
+            return Histogram(prefix + name, text, labels, buckets=buckets, registry=self.registry)
+
+        self._requests = counter(
+            "requests_total", "Requests that ended.", "endpoint", "route", "outcome", "status"
+        )
+        self._decisions = counter(
+            "decisions_total", "Routes taken, also after a failure.", "route", "reason"
+        )
+        self._rejected = counter("rejected_total", "Requests refused before routing.", "code")
+        self._retries = counter("retries_total", "Second tries before the first byte.", "reason")
+        self._transfer_bytes = counter(
+            "transfer_bytes_total", "KVCache bytes that reached a landing.", "target"
+        )
+        self._prefill_failures = counter(
+            "prefill_failures_total", "Prefill legs that failed.", "target", "code"
+        )
+        self._seconds = histogram("request_seconds", "Arrival to last byte.", "route")
+        self._ttft = histogram("ttft_seconds", "Arrival to first byte of the answer.", "route")
+        self._parts = histogram("ttft_part_seconds", "Parts of the TTFT.", "route", "part")
+        self._tokens = histogram(
+            "prompt_tokens", "Counted prompt lengths.", "route", buckets=_TOKEN_BUCKETS
+        )
+        self._in_flight = Gauge(
+            prefix + "in_flight_requests", "Requests being served.", registry=self.registry
+        )
+        self._settling = Gauge(
+            prefix + "settling_requests",
+            "Answered requests whose landing is being given back.",
+            registry=self.registry,
+        )
+
+    def track(self, num_in_flight: int, num_settling: int) -> None:
+        """Requests being served, and background tasks that give things back, right now."""
+        self._in_flight.set(num_in_flight)
+        self._settling.set(num_settling)
+
+    def rejected(self, code: str) -> None:
+        """A request refused before it was routed."""
+        self._rejected.labels(code).inc()
+
+    def decided(self, decision: Decision) -> None:
+        """A route taken."""
+        self._decisions.labels(decision.route, decision.reason.value).inc()
+
+    def retried(self, reason: str) -> None:
+        """A second try."""
+        self._retries.labels(reason).inc()
+
+    def prefill_failed(self, target: str, code: str) -> None:
+        """A prefill leg that ended without KVCache."""
+        self._prefill_failures.labels(target, code).inc()
+
+    def transferred(self, target: str, nbytes: int) -> None:
+        """KVCache that arrived."""
+        self._transfer_bytes.labels(target).inc(nbytes)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request whose answer is over."""
+        route = record.route or "none"
+        self._requests.labels(record.endpoint, route, record.outcome, str(record.status)).inc()
+        if record.total_s is not None:
+            self._seconds.labels(route).observe(record.total_s)
+        if record.ttft_s is not None:
+            self._ttft.labels(route).observe(record.ttft_s)
+        if record.num_prompt_tokens is not None:
+            self._tokens.labels(route).observe(record.num_prompt_tokens)
+
+    def settled(self, record: RequestRecord) -> None:
+        """A request whose parts are all known."""
+        if record.first_route == "prefill_cluster":
+            for part, seconds in record.parts.known().items():
+                self._parts.labels(record.route, part).observe(seconds)
+
+    def render(self) -> bytes:
+        """The exposition text, with that of everything else in this process (cluster fronts)."""
+        return generate_latest(self.registry) + generate_latest(REGISTRY)

@@ -1,0 +1,212 @@
+"""The gateway's HTTP door to engines: open a request, hold it until its answer has begun.
+
+An answer is handed out only when something is known to have arrived: the whole body, or the first
+event of a stream. Everything that goes wrong earlier is an `EngineLost`, so that the caller may try
+elsewhere while the client has seen nothing. Does not know routes, slots or clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Final
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from deploy.gateway.config import TimeoutConfig
+from deploy.gateway.errors import JSON_TYPE, EngineLost, EngineTimeout
+from deploy.gateway.proxy.sse import EventGate, first_data
+
+EVENT_STREAM: Final = "text/event-stream"
+_READ_BUFFER_BYTES: Final = 1 << 18
+# uvicorn closes an idle connection after 5 s; a POST must not meet it half closed.
+_KEEP_ALIVE_S: Final = 4.0
+
+
+class EngineAnswer:
+    """An answer that has begun: a whole body, or a stream of which `begun` has been read.
+
+    `response` is None once nothing more will come.
+    """
+
+    __slots__ = ("begun", "gate", "headers", "instance", "is_stream", "response", "status")
+
+    def __init__(
+        self,
+        instance: str,
+        response: aiohttp.ClientResponse,
+        begun: bytes,
+        *,
+        gate: EventGate | None = None,
+        status: int = 0,
+    ) -> None:
+        self.instance = instance
+        self.status = status or response.status
+        # An error taken out of a stream is a JSON body, whatever the engine's headers said.
+        self.headers: Mapping[str, str] = (
+            {"Content-Type": JSON_TYPE} if status else response.headers
+        )
+        self.begun = begun
+        self.gate = gate
+        self.is_stream = gate is not None
+        self.response = response if gate is not None else None
+
+    def close(self) -> None:
+        """Cut the connection if the answer is not over; the engine then aborts its request."""
+        if self.response is not None:
+            self.response.close()
+            self.response = None
+
+
+class EngineDoor:
+    """One connection pool to all engines of a region."""
+
+    def __init__(self, timeouts: TimeoutConfig, *, max_answer_bytes: int) -> None:
+        self._timeouts = timeouts
+        self._max_answer_bytes = max_answer_bytes
+        self._urls: dict[tuple[str, str], URL] = {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None,
+                sock_connect=timeouts.connect_s,
+                sock_read=timeouts.engine_silence_s,
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            read_bufsize=_READ_BUFFER_BYTES,
+        )
+
+    async def __aenter__(self) -> EngineDoor:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._session.close()
+
+    async def open(
+        self, instance: str, engine_url: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> EngineAnswer:
+        """POST `body` and wait until the answer has begun.
+
+        Raises `EngineLost` when the engine cannot be reached or breaks off before that,
+        `EngineTimeout` when it stays silent. Cancelling closes the connection.
+        """
+        try:
+            response = await self._session.post(
+                self._url(engine_url, path), data=body, headers=headers, allow_redirects=False
+            )
+            try:
+                return await self._begin(instance, response)
+            except BaseException:
+                response.close()
+                raise
+        except aiohttp.SocketTimeoutError:
+            raise EngineTimeout(
+                instance, f"no answer within {self._timeouts.engine_silence_s:g} s"
+            ) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise EngineLost(instance, str(error) or type(error).__name__) from error
+
+    async def render(
+        self, instance: str, engine_url: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        """POST to a render endpoint; the status and the whole body. Raises `EngineLost`."""
+        try:
+            async with asyncio.timeout(self._timeouts.render_s):
+                answer = await self.open(instance, engine_url, path + "/render", body, headers)
+        except TimeoutError:
+            raise EngineTimeout(
+                instance, f"no rendering within {self._timeouts.render_s:g} s"
+            ) from None
+        answer.close()
+        return answer.status, answer.begun
+
+    async def _begin(self, instance: str, response: aiohttp.ClientResponse) -> EngineAnswer:
+        is_stream = response.status == 200 and response.content_type == EVENT_STREAM
+        if not is_stream:
+            body = await self._read_whole(instance, response)
+            return EngineAnswer(instance, response, body)
+        gate = EventGate()
+        begun = b""
+        # Comments alone (keep-alive) do not make an answer.
+        while (data := first_data(begun)) is None:
+            chunk = await response.content.readany()
+            if not chunk:
+                raise EngineLost(instance, "the stream ended before its first event")
+            begun += gate.feed(chunk)
+        if data.startswith(b'{"error"') and (error := _error_of(data)) is not None:
+            # An error instead of the first token: nothing was sent yet, so it can be a real one.
+            response.close()
+            return EngineAnswer(instance, response, error[1], status=error[0])
+        return EngineAnswer(instance, response, begun, gate=gate)
+
+    async def _read_whole(self, instance: str, response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        while chunk := await response.content.readany():
+            body += chunk
+            if len(body) > self._max_answer_bytes:
+                raise EngineLost(
+                    instance, f"its answer is longer than {self._max_answer_bytes} bytes"
+                )
+        whole = bytes(body)
+        if not _is_framed(response) and not _is_json(whole):
+            raise EngineLost(instance, "the answer ended short")
+        if response.status == 200 and not whole:
+            raise EngineLost(instance, "the answer is empty")
+        return whole
+
+    def _url(self, engine_url: str, path: str) -> URL:
+        # Parsing costs more than the look-up; engines are few and paths are four.
+        key = (engine_url, path)
+        url = self._urls.get(key)
+        if url is None:
+            if len(self._urls) > 4096:
+                self._urls.clear()
+            url = self._urls[key] = URL(engine_url.rstrip("/") + path)
+        return url
+
+
+class _StreamedErrorBody(msgspec.Struct):
+    code: int | str | None = None
+
+
+class _StreamedError(msgspec.Struct):
+    error: _StreamedErrorBody
+
+
+def _error_of(data: bytes) -> tuple[int, bytes] | None:
+    """Status and JSON of an error event that begins with `data`, None if it is none."""
+    body = data.partition(b"\n")[0].rstrip()
+    try:
+        code = msgspec.json.decode(body, type=_StreamedError).error.code
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return (code if isinstance(code, int) and 400 <= code < 600 else 500), body
+
+
+def _is_framed(response: aiohttp.ClientResponse) -> bool:
+    """Whether HTTP itself tells the end of the body from a broken connection."""
+    headers = response.headers
+    return "Content-Length" in headers or "chunked" in headers.get("Transfer-Encoding", "").lower()
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""Server-sent events looked at from outside: where they end, and whether the answer is complete.
+
+Bytes go in, bytes that may be forwarded come out, the same ones in the same order. Only whole
+events are let through, so that an engine which dies inside one leaves no fragment behind that an
+error event would have to be glued to. Does not parse events and knows no sockets.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+MAX_PENDING_BYTES: Final = 16 << 20
+"""An unfinished event longer than this is forwarded as it comes."""
+
+_DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\](?:\n\n|\r\n\r\n|\r\r)\Z")
+_DONE_WINDOW_BYTES: Final = 24
+_FIRST_DATA: Final = re.compile(rb"(?:\A|[\r\n])data:[ ]?")
+
+
+class EventGate:
+    """Lets whole events through and remembers whether the last one said that the answer is done."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._tail = b"\n"
+        self.is_done = False
+        """The stream so far ends with `data: [DONE]`: the answer is whole."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The bytes that may be forwarded after `chunk`; empty while an event is unfinished."""
+        if not self._pending and chunk.endswith(b"\n\n"):
+            return self._passed(chunk)
+        # A boundary may lie across the seam: look again at the last three bytes before it.
+        start = max(0, len(self._pending) - 3)
+        self._pending += chunk
+        cut = _last_boundary(self._pending, start)
+        if len(self._pending) - cut > MAX_PENDING_BYTES:
+            cut = len(self._pending)
+        if not cut:
+            return b""
+        whole = bytes(self._pending[:cut])
+        del self._pending[:cut]
+        return self._passed(whole)
+
+    def rest(self) -> bytes:
+        """What is left of an event that never ended; to be forwarded only after a clean end."""
+        rest = bytes(self._pending)
+        self._pending.clear()
+        return rest
+
+    def _passed(self, data: bytes) -> bytes:
+        self._tail = (self._tail + data[-_DONE_WINDOW_BYTES:])[-_DONE_WINDOW_BYTES:]
+        self.is_done = _DONE.search(self._tail) is not None
+        return data
+
+
+def first_data(events: bytes) -> bytes | None:
+    """What follows the first `data:` of `events`, None when there are only comments so far."""
+    match = _FIRST_DATA.search(events)
+    return events[match.end() :] if match else None
+
+
+def error_event(error_body: bytes) -> bytes:
+    """An SSE event that carries an OpenAI error object."""
+    return b"data: " + error_body + b"\n\n"
+
+
+def _last_boundary(data: bytearray, start: int) -> int:
+    """Index after the last blank line found from `start` on, 0 when there is none."""
+    return max(
+        _after(data.rfind(b"\n\n", start), 2),
+        _after(data.rfind(b"\r\n\r\n", start), 4),
+    )
+
+
+def _after(index: int, length: int) -> int:
+    return index + length if index >= 0 else 0

@@ -1,0 +1,134 @@
+"""Carries an answer that has begun from an engine to the client, byte for byte.
+
+A stream that ends without `data: [DONE]` never looks whole: the client gets an SSE error event and
+then a broken connection instead of the end of the body. Does not know routes or records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import aiohttp
+from aiohttp import web
+
+from deploy.gateway.errors import ApiError
+from deploy.gateway.proxy.engine import EngineAnswer
+from deploy.gateway.proxy.sse import error_event
+
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+_NOT_FORWARDED: Final = frozenset(
+    {
+        "connection",
+        "content-encoding",
+        "content-length",
+        "date",
+        "keep-alive",
+        "proxy-authenticate",
+        "server",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "x-request-id",
+    }
+)
+"""Hop-by-hop headers (RFC 9110, 7.6.1) and those the gateway sets itself."""
+
+End = Literal["whole", "engine_lost", "client_gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """How a stream ended, and how many bytes of it went to the client."""
+
+    end: End
+    nbytes: int
+    error: str = ""
+
+
+class ClientGone(Exception):
+    """The client closed its connection or stopped reading."""
+
+
+def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The engine's response headers a client may see."""
+    return {key: value for key, value in headers.items() if key.lower() not in _NOT_FORWARDED}
+
+
+async def relay_stream(
+    answer: EngineAnswer,
+    request: web.Request,
+    client: web.StreamResponse,
+    *,
+    client_stall_s: float,
+) -> StreamEnd:
+    """Forward `answer` until it ends; `client` must be prepared. Always closes `answer`.
+
+    When the engine breaks off, the client gets an error event and the connection is closed without
+    the end-of-body mark. Cancelling (the client went away) closes the connection to the engine.
+    """
+    gate, response = answer.gate, answer.response
+    if gate is None or response is None:
+        raise ValueError("not a stream")
+    nbytes, error = 0, ""
+    data = answer.begun
+    try:
+        while True:
+            if data:
+                await _write(client, data, client_stall_s)
+                nbytes += len(data)
+            try:
+                chunk = await response.content.readany()
+            except (aiohttp.ClientError, OSError, TimeoutError) as broken:
+                error = str(broken) or type(broken).__name__
+                break
+            if not chunk:
+                break
+            data = gate.feed(chunk)
+        if gate.is_done:
+            # What follows the end mark without a blank line is noise, but it is the engine's.
+            if not error and (rest := gate.rest()):
+                await _write(client, rest, client_stall_s)
+                nbytes += len(rest)
+            if not error:
+                answer.response = None
+            return StreamEnd("whole", nbytes)
+        error = error or "the stream ended without [DONE]"
+        await _break_off(answer.instance, request, client, error)
+        return StreamEnd("engine_lost", nbytes, error)
+    except ClientGone as gone:
+        return StreamEnd("client_gone", nbytes, str(gone))
+    finally:
+        answer.close()
+
+
+async def _write(client: web.StreamResponse, data: bytes, stall_s: float) -> None:
+    # aiohttp names a lost client like a lost engine; tell them apart where it is known.
+    try:
+        async with asyncio.timeout(stall_s):
+            await client.write(data)
+    except TimeoutError:
+        raise ClientGone(f"the client read nothing for {stall_s:g} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise ClientGone(str(error) or type(error).__name__) from None
+
+
+async def _break_off(
+    instance: str, request: web.Request, client: web.StreamResponse, error: str
+) -> None:
+    """Tell the client that the answer is not whole, and end the connection, not the body."""
+    logger.warning("engine %s broke off a stream: %s", instance, error)
+    body = ApiError(502, "engine_lost", "The engine broke off while answering.").body()
+    transport = request.transport
+    if transport is None:
+        return
+    try:
+        await _write(client, error_event(body), 5.0)
+    finally:
+        # close() sends what is buffered, but never the mark that would end the body.
+        transport.close()

@@ -1,0 +1,145 @@
+"""What happened to each request: a record that fills up, and a bounded ring of the latest.
+
+Does not know HTTP; times are given to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from kvmanager.engines.jobs import PrefillResult
+from scheduler.routing import Decision, Number
+
+Outcome = Literal[
+    "open",
+    "ok",
+    "client_gone",
+    "engine_error",  # the engine answered with an error, passed on as it came
+    "engine_lost",  # the engine broke off after its answer had begun
+    "failed",  # the gateway answered with an error of its own
+]
+
+
+class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Where the time to the first token went, in seconds; parts that did not occur are None.
+
+    `load_and_first_step_s` is what the other parts leave of the whole. In an answer that is not
+    streamed the first token cannot be seen from here: the remainder then holds every decode step
+    and is `load_and_decode_s`.
+    """
+
+    read_s: float | None = None
+    render_s: float | None = None
+    reserve_s: float | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    transfer_tail_s: float | None = None
+    load_and_first_step_s: float | None = None
+    load_and_decode_s: float | None = None
+
+    def known(self) -> dict[str, float]:
+        """The parts that are set, by name without the unit."""
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return {name.removesuffix("_s"): value for name, value in values if value is not None}
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """One request from arrival to end. `started_s` is wall-clock; all other times are durations.
+
+    `is_settled` turns true when both legs are over and nothing will change any more.
+    `num_prompt_tokens` is None for prompts that were short enough not to be counted.
+    """
+
+    request_id: str
+    started_s: float
+    endpoint: str
+    model: str = ""
+    trace_id: str = ""
+    num_prompt_tokens: int | None = None
+    first_route: str = ""
+    route: str = ""
+    target: str = ""
+    reason: str = ""
+    numbers: Mapping[str, Number] = {}
+    is_stream: bool = False
+    status: int = 0
+    outcome: Outcome = "open"
+    error: str = ""
+    num_retries: int = 0
+    prefill_instance: str = ""
+    decode_instance: str = ""
+    prefill_error: str = ""
+    transfer_bytes: int | None = None
+    sent_share_at_prefill_end: float | None = None
+    cached_tokens: int | None = None
+    answer_bytes: int = 0
+    ttft_s: float | None = None
+    total_s: float | None = None
+    parts: TtftParts = msgspec.field(default_factory=TtftParts)
+    is_settled: bool = False
+
+    def decided(self, decision: Decision) -> None:
+        """Note the route now taken; the first one noted stays visible."""
+        self.first_route = self.first_route or decision.route
+        self.route = decision.route
+        self.target = decision.target
+        self.reason = decision.reason.value
+        self.numbers = dict(decision.numbers)
+
+    def prefilled(self, result: PrefillResult) -> None:
+        """Note what the prefill leg reported."""
+        self.prefill_instance = result.instance
+        self.transfer_bytes = result.nbytes
+        self.sent_share_at_prefill_end = result.sent_share_at_prefill_end
+        self.cached_tokens = result.cached_tokens
+        self.parts.queue_s = result.queue_s
+        self.parts.prefill_s = result.prefill_s
+        self.parts.transfer_tail_s = result.transfer_tail_s
+        self._spread()
+
+    def first_byte(self, ttft_s: float, *, is_stream: bool) -> None:
+        """Note when the answer's first byte was there, `ttft_s` after arrival."""
+        self.ttft_s = ttft_s
+        self.is_stream = is_stream
+        self._spread()
+
+    def _spread(self) -> None:
+        """Let the last part be what the others leave of the whole."""
+        if self.ttft_s is None:
+            return
+        parts = self.parts
+        parts.load_and_first_step_s = parts.load_and_decode_s = None
+        rest_s = max(0.0, self.ttft_s - sum(parts.known().values()))
+        if self.is_stream:
+            parts.load_and_first_step_s = rest_s
+        else:
+            parts.load_and_decode_s = rest_s
+
+
+class RecordRing:
+    """The latest records, oldest dropped first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=capacity)
+
+    def append(self, record: RequestRecord) -> None:
+        """Keep `record`; it may still change."""
+        self._records.append(record)
+
+    def latest(self, limit: int) -> list[RequestRecord]:
+        """Up to `limit` records, newest first."""
+        return [record for record, _ in zip(self, range(limit), strict=False)]
+
+    def find(self, request_id: str) -> list[RequestRecord]:
+        """All records of this id, newest first; clients may reuse ids."""
+        return [record for record in self if record.request_id == request_id]
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return reversed(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)

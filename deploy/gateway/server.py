@@ -1,0 +1,59 @@
+"""Runs a gateway's HTTP server until told to stop, then drains it.
+
+Does not know where the gateway's clusters come from, nor signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from aiohttp import web
+
+from deploy.gateway.app import Gateway, create_app
+
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+_KEEP_ALIVE_S: Final = 75.0
+_CANCELLED_HANDLERS_S: Final = 5.0
+
+
+async def serve_gateway(
+    gateway: Gateway, stop: asyncio.Event, on_ready: Callable[[str, int], None]
+) -> None:
+    """Serve until `stop` is set: then refuse new requests, let the others end, close.
+
+    `on_ready` gets host and real port. Raises `OSError` when the address is not free. Cancelling
+    skips the drain; what requests hold is given back all the same.
+    """
+    runner = await start_server(gateway)
+    try:
+        host, port = runner.addresses[0][:2]
+        on_ready(host, port)
+        await stop.wait()
+        logger.info("draining %d requests", gateway.num_in_flight)
+        await gateway.drain()
+    finally:
+        await runner.cleanup()
+
+
+async def start_server(gateway: Gateway) -> web.AppRunner:
+    """Bind and start; `cleanup()` of the result ends it, `addresses` are its sockets."""
+    runner = web.AppRunner(
+        create_app(gateway),
+        # A client that goes away cancels its handler: that is what frees engines and landings.
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=_KEEP_ALIVE_S,
+        shutdown_timeout=_CANCELLED_HANDLERS_S,
+    )
+    await runner.setup()
+    try:
+        config = gateway.config
+        await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
+    except BaseException:
+        await runner.cleanup()
+        raise
+    return runner

@@ -1,0 +1,135 @@
+"""Keeps the latest report of every cluster, so that routing needs no waiting.
+
+Reports that are too old count as unhealthy. Knows reports and turns them into the views of
+`scheduler.routing`; does not know requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from deploy.gateway.config import GatewayConfig
+from kvmanager.engines.jobs import ClusterReport, InstanceReport
+from local_pd.cluster import PdCluster
+from prfaas.cluster import PrefillCluster
+from scheduler.routing import LocalView, PrefillClusterView, RegionView
+
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+
+@dataclass(slots=True)
+class _Latest:
+    """One source of reports and the last one it gave."""
+
+    source: Callable[[], Awaitable[ClusterReport]]
+    report: ClusterReport | None = None
+    at_s: float = float("-inf")
+
+
+class RegionWatcher:
+    """Polls all clusters; `view` is what was seen last."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        pd: PdCluster,
+        prefill_clusters: Mapping[str, PrefillCluster],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._pd = _Latest(pd.report)
+        self._prefill = {
+            name: _Latest(cluster.report) for name, cluster in prefill_clusters.items()
+        }
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Poll everything once, then go on in the background."""
+        sources = (self._pd, *self._prefill.values())
+        await asyncio.gather(*(self._poll(source) for source in sources))
+        self._tasks = [asyncio.create_task(self._keep_polling(source)) for source in sources]
+
+    async def close(self) -> None:
+        """Stop polling."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def pd_report(self) -> ClusterReport | None:
+        """The PD cluster's last report, None when there is none or it is too old."""
+        return self._fresh(self._pd)
+
+    def prefill_reports(self) -> dict[str, ClusterReport | None]:
+        """The last report of every prefill cluster, None when there is none or it is too old."""
+        return {name: self._fresh(latest) for name, latest in self._prefill.items()}
+
+    def is_healthy(self) -> bool:
+        """Whether a request could be served at all."""
+        report = self.pd_report()
+        return report is not None and report.healthy
+
+    def view(self, model: str) -> RegionView:
+        """The region as a request for `model` sees it."""
+        return RegionView(
+            prefill_clusters=tuple(
+                _prefill_view(name, report, model)
+                for name, report in self.prefill_reports().items()
+            ),
+            local=_local_view(self.pd_report(), model),
+            threshold_tokens=self._config.threshold_tokens,
+            hand_off_tokens=self._config.hand_off_tokens,
+        )
+
+    def _fresh(self, latest: _Latest) -> ClusterReport | None:
+        is_fresh = self._clock() - latest.at_s <= self._config.report_stale_s
+        return latest.report if is_fresh else None
+
+    async def _poll(self, latest: _Latest) -> None:
+        try:
+            async with asyncio.timeout(self._config.timeouts.cluster_s):
+                latest.report = await latest.source()
+            latest.at_s = self._clock()
+        except Exception as error:
+            # Whatever a front's client raises: no report is the answer, and it grows stale.
+            logger.warning("no report from a cluster: %s", error or type(error).__name__)
+
+    async def _keep_polling(self, latest: _Latest) -> None:
+        while True:
+            await asyncio.sleep(self._config.report_interval_s)
+            await self._poll(latest)
+
+
+def _serves(instance: InstanceReport, model: str) -> bool:
+    is_model = not model or not instance.model or instance.model == model
+    return is_model and instance.healthy and not instance.draining
+
+
+def _prefill_view(name: str, report: ClusterReport | None, model: str) -> PrefillClusterView:
+    if report is None:
+        return PrefillClusterView(name=name, is_healthy=False, num_instances=0)
+    num_usable = sum(_serves(instance, model) for instance in report.instances)
+    return PrefillClusterView(
+        name=name,
+        is_healthy=report.healthy and num_usable > 0,
+        queue_depth=report.queue_depth,
+        num_running=report.running,
+        num_instances=num_usable,
+        max_queue_depth=report.max_queued or None,
+    )
+
+
+def _local_view(report: ClusterReport | None, model: str) -> LocalView:
+    if report is None:
+        return LocalView(is_healthy=False)
+    return LocalView(
+        is_healthy=report.healthy,
+        has_prefill_instances=any(
+            instance.role == "prefill" and _serves(instance, model) for instance in report.instances
+        ),
+    )
