@@ -221,14 +221,12 @@ class TransferTable:
     def prefill_end(
         self, conn_id: int, transfer_id: bytes, tp_rank: int, now_s: float
     ) -> list[Effect]:
-        """The last chunk's forward pass is over on `tp_rank`. Implies `attach`."""
-        effects = self._attach_if_new(conn_id, transfer_id)
+        """The last chunk's forward pass is over on `tp_rank`. Of no interest after the end."""
         outbox = self.outboxes.get(transfer_id)
-        if effects or outbox is None or outbox.prefill_end_s is not None:
-            return effects
-        tp_size = self._peers[conn_id].tp_size
+        if outbox is None or outbox.state is not State.OPEN or outbox.prefill_end_s is not None:
+            return []
         outbox.ended_ranks.add(tp_rank)
-        if not outbox.ended_ranks.issuperset(range(tp_size)):
+        if not outbox.ended_ranks.issuperset(range(self._peers[conn_id].tp_size)):
             return []
         outbox.prefill_end_s = now_s
         return [RecordPrefillEnd(transfer_id)]

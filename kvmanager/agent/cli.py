@@ -1,0 +1,116 @@
+"""The command `prfaas agent`: options and signals around one NodeAgent.
+
+It does not know anything about transfers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+
+from kvmanager.agent.config import AgentConfig, ConfigError, load, parse_endpoint
+from kvmanager.agent.control import ControlService
+from kvmanager.agent.engine_server import SocketTaken
+from kvmanager.agent.messages import SERVICE
+from kvmanager.agent.metrics import MetricsServer
+from kvmanager.agent.service import NodeAgent
+from kvmanager.arena import ArenaError
+from kvmanager.rpc import RpcError, RpcServer
+from transport import TransportError
+
+logger = logging.getLogger("prfaas.kvmanager.agent")
+
+
+def agent_command(
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file; options given here win over it.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="Data port, host:port [127.0.0.1:7100].")
+    ] = None,
+    control: Annotated[
+        str | None, typer.Option(help="gRPC control port, host:port [127.0.0.1:7101].")
+    ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(help="Unix socket for engines [/tmp/prfaas-agent.sock].")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="host or host:port that senders connect to [listen].")
+    ] = None,
+    arena_gib: Annotated[
+        float | None, typer.Option(help="Shared memory for KVCache, GiB [1].")
+    ] = None,
+    landing_gib: Annotated[
+        float | None, typer.Option(help="Most of it for landings, GiB [all].")
+    ] = None,
+    arena_dir: Annotated[Path | None, typer.Option(help="Where it lies [/dev/shm].")] = None,
+    prefault: Annotated[
+        bool | None, typer.Option(help="Allocate all of it at the start [yes].")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Prometheus port on the control host [none].")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of this node.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of this node.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="PEM CA that signed all nodes.")] = None,
+    trusted_network: Annotated[
+        bool | None, typer.Option(help="Serve other hosts without TLS [no].")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run the node agent of this host: owns KVCache memory, moves it, serves the engines."""
+    overrides = {
+        name: value
+        for name, value in locals().items()
+        if name in AgentConfig.model_fields and name != "config"
+    }
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        settings = load(config, overrides)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
+    except (ConfigError, ArenaError, SocketTaken, RpcError, TransportError, OSError) as error:
+        typer.echo(f"prfaas agent: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+async def serve(config: AgentConfig) -> None:
+    """Run until SIGTERM or SIGINT. Raises the start's errors."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    agent = NodeAgent(config)
+    await agent.start()
+    rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()}, config.tls)
+    metrics: MetricsServer | None = None
+    try:
+        control_host = parse_endpoint(config.control).host
+        ready = {
+            "event": "ready",
+            "data": str(agent.data_endpoint),
+            "control": f"{control_host}:{await rpc.start()}",
+            "socket": str(config.socket),
+            "pid": os.getpid(),
+        }
+        if config.metrics_port is not None:
+            metrics = MetricsServer(agent.metrics, control_host, config.metrics_port)
+            ready["metrics"] = f"{control_host}:{await metrics.start()}"
+        print(json.dumps(ready), flush=True)
+        await stopping.wait()
+        logger.info("stopping")
+    finally:
+        await rpc.stop(grace_s=0.2)
+        if metrics is not None:
+            await metrics.stop()
+        await agent.stop()

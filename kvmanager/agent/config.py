@@ -1,0 +1,177 @@
+"""What a node agent is told at its start: parsed and checked once, then frozen.
+
+It does not know command lines; the file form is YAML with the same names as these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from kvmanager.arena import DEFAULT_BLOCK_BYTES
+from kvmanager.transfers import TableLimits
+from transport import Endpoint, TlsFiles, TransportConfig
+
+GIB: Final = 1 << 30
+
+Gib = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_TRANSPORT_FIELDS: Final = {
+    field.name for field in dataclasses.fields(TransportConfig) if field.name != "tls"
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message names the field and what helps."""
+
+
+class AgentConfig(BaseModel):
+    """Everything tunable of one node agent. Addresses are "host:port"; port 0 picks a free one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    listen: str = "127.0.0.1:7100"
+    """Where senders connect to land KVCache here."""
+    control: str = "127.0.0.1:7101"
+    """gRPC of the control plane."""
+    socket: Path = Path("/tmp/prfaas-agent.sock")
+    """Unix socket for the engines of this host."""
+    advertise: str | None = None
+    """What senders are told to connect to, "host" or "host:port"; default: `listen`."""
+    arena_dir: Path = Path("/dev/shm")
+    arena_gib: Gib = 1.0
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+    prefault: bool = True
+    """Allocate the whole arena at the start."""
+    landing_gib: Gib | None = None
+    """Most memory for landings; the rest of the arena is then left to outboxes."""
+    tenant_landing_gib: Gib | None = None
+    max_lease_s: Seconds = 3600.0
+    drain_s: Seconds = 30.0
+    """How long memory of a failed transfer waits for an engine that does not let go of it."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Prometheus port on the host of `control`; none when absent."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    trusted_network: bool = False
+    """Speak to other hosts without TLS."""
+    transport: dict[str, int | float | str | None] = {}
+    """Fields of `transport.TransportConfig`."""
+
+    @field_validator("listen", "control")
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        parse_endpoint(value)
+        return value
+
+    @field_validator("transport")
+    @classmethod
+    def _check_transport(cls, value: dict[str, Any]) -> dict[str, Any]:
+        unknown = sorted(value.keys() - _TRANSPORT_FIELDS)
+        if unknown:
+            raise ValueError(
+                f"unknown {', '.join(unknown)}; known: {', '.join(sorted(_TRANSPORT_FIELDS))}"
+            )
+        TransportConfig(**value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_security(self) -> Self:
+        files = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(files) and not all(files):
+            raise ValueError("tls_cert, tls_key and tls_ca belong together: give all or none")
+        if not any(files) and not self.trusted_network:
+            for name in ("listen", "control"):
+                if not _is_loopback(parse_endpoint(getattr(self, name)).host):
+                    raise ValueError(
+                        f"{name}: {getattr(self, name)} is reachable from other hosts without "
+                        "TLS; give tls_cert, tls_key and tls_ca, or set trusted_network"
+                    )
+        if self.advertise is None and parse_endpoint(self.listen).host in ("0.0.0.0", "::"):
+            raise ValueError(
+                "advertise: needed when listen is a wildcard address; name the host or address "
+                "that senders can reach"
+            )
+        return self
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
+
+    @property
+    def transport_config(self) -> TransportConfig:
+        fields: dict[str, Any] = dict(self.transport)
+        return TransportConfig(tls=self.tls, **fields)
+
+    @property
+    def num_blocks(self) -> int:
+        return max(1, int(self.arena_gib * GIB) // self.block_bytes)
+
+    @property
+    def limits(self) -> TableLimits:
+        def in_bytes(gib: float | None) -> int | None:
+            return None if gib is None else int(gib * GIB)
+
+        return TableLimits(
+            landing_bytes=in_bytes(self.landing_gib),
+            tenant_landing_bytes=in_bytes(self.tenant_landing_gib),
+            max_lease_s=self.max_lease_s,
+            drain_s=self.drain_s,
+        )
+
+    def advertised(self, real: Endpoint) -> Endpoint:
+        """What Reserve answers, given where the receiver really listens."""
+        if self.advertise is None:
+            return real
+        if _has_port(self.advertise):
+            return parse_endpoint(self.advertise)
+        return Endpoint(self.advertise.strip("[]"), real.port)
+
+
+def load(path: Path | None, overrides: dict[str, Any]) -> AgentConfig:
+    """The file's settings, with those of `overrides` that are not None on top; ConfigError."""
+    try:
+        settings = yaml.safe_load(path.read_text()) if path is not None else {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: a mapping of settings is wanted")
+    settings |= {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return AgentConfig.model_validate(settings)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}"
+            for problem in error.errors()
+        ]
+        raise ConfigError("; ".join(problems)) from error
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """ "host:port" or "[v6]:port"; raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{text!r} is not host:port")
+    return Endpoint(host.strip("[]"), int(port))
+
+
+def _has_port(text: str) -> bool:
+    return text.endswith("]") is False and text.count(":") == 1 or "]:" in text
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

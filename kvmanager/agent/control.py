@@ -1,0 +1,182 @@
+"""The gRPC side of a node agent: checks what came over the wire and speaks hex and codes.
+
+It does not know states or memory; the agent behind it does.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from kvmanager.agent.instances import UnknownLayout
+from kvmanager.agent.messages import (
+    Await,
+    Cancel,
+    CancelReply,
+    OpenOutbox,
+    OpenOutboxReply,
+    Renew,
+    RenewReply,
+    Reserve,
+    ReserveReply,
+    Status,
+    StatusReply,
+    TransferReport,
+)
+from kvmanager.agent.service import NodeAgent
+from kvmanager.agent.transfer_io import now_s
+from kvmanager.custody import Key, Kind
+from kvmanager.rpc import Method, RpcError
+from kvmanager.transfer_records import LandingSpec, OutboxSpec, TransferError
+from transport import Endpoint
+
+ID_BYTES: Final = 16
+KEY_BYTES: Final = 32
+MAX_NUM_TOKENS: Final = 1 << 31
+MAX_REASON_CHARS: Final = 1000
+
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+
+
+class ControlService:
+    """The methods of service `prfaas.NodeAgent`."""
+
+    def __init__(self, agent: NodeAgent) -> None:
+        self._agent = agent
+
+    def methods(self) -> dict[str, Method[Any, Any]]:
+        return {
+            "Reserve": self._method(Reserve, ReserveReply, self.reserve),
+            "Renew": self._method(Renew, RenewReply, self.renew),
+            "Cancel": self._method(Cancel, CancelReply, self.cancel),
+            "OpenOutbox": self._method(OpenOutbox, OpenOutboxReply, self.open_outbox),
+            "Await": self._method(Await, TransferReport, self.wait),
+            "Status": self._method(Status, StatusReply, self.status),
+        }
+
+    async def reserve(self, request: Reserve) -> ReserveReply:
+        agent = self._agent
+        wanted = request.layout_fingerprint
+        fingerprint, layout = agent.book.layout(
+            _bytes(wanted, KEY_BYTES, "layout_fingerprint") if wanted else None
+        )
+        spec = LandingSpec(
+            transfer_id=secrets.token_bytes(ID_BYTES),
+            token=secrets.token_bytes(KEY_BYTES),
+            nbytes=layout.transfer_bytes(_num_tokens(request.num_tokens)),
+            num_tokens=request.num_tokens,
+            fingerprint=fingerprint,
+            token_digest=_bytes(request.token_digest, None, "token_digest"),
+            lease_s=request.lease_s,
+            tenant=request.tenant,
+        )
+        landing = agent.reserve(spec)
+        return ReserveReply(
+            transfer_id=spec.transfer_id.hex(),
+            token=spec.token.hex(),
+            nbytes=spec.nbytes,
+            host=agent.advertised.host,
+            port=agent.advertised.port,
+            arena_epoch=agent.arena.epoch,
+            runs=[(first, length) for first, length in landing.runs],
+            layout_fingerprint=fingerprint.hex(),
+            lease_s=landing.lease_until_s - landing.opened_s,
+        )
+
+    async def open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
+        agent = self._agent
+        fingerprint, layout = agent.book.layout(
+            _bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
+        )
+        expected = layout.transfer_bytes(_num_tokens(request.num_tokens))
+        if request.nbytes != expected:
+            raise RpcError(
+                "INVALID",
+                f"{request.num_tokens} tokens take {expected} bytes here, not {request.nbytes}",
+            )
+        if not request.host or not 0 < request.port <= 65535:
+            raise RpcError("INVALID", f"{request.host!r}:{request.port} is no endpoint")
+        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        spec = OutboxSpec(
+            transfer_id, request.nbytes, request.num_tokens, fingerprint, request.lease_s
+        )
+        token = _bytes(request.token, KEY_BYTES, "token")
+        outbox = agent.open_outbox(spec, token, Endpoint(request.host, request.port))
+        return OpenOutboxReply(
+            arena_epoch=agent.arena.epoch,
+            runs=[(first, length) for first, length in outbox.runs],
+            lease_s=outbox.lease_until_s - outbox.opened_s,
+        )
+
+    async def renew(self, request: Renew) -> RenewReply:
+        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        return RenewReply(self._agent.table.renew(transfer_id, request.lease_s, now_s()))
+
+    async def cancel(self, request: Cancel) -> CancelReply:
+        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        reason = request.reason[:MAX_REASON_CHARS] or "cancelled by the control plane"
+        return CancelReply(self._agent.cancel(transfer_id, reason))
+
+    async def wait(self, request: Await) -> TransferReport:
+        if not math.isfinite(request.timeout_s) or request.timeout_s < 0:
+            raise RpcError("INVALID", f"a timeout of {request.timeout_s} s")
+        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        key = self._find(transfer_id, request.kind)
+        await self._agent.wait_ended(key, request.timeout_s)
+        return self._agent.report(key)
+
+    async def status(self, _: Status) -> StatusReply:
+        return self._agent.status()
+
+    def _find(self, transfer_id: bytes, kind: str) -> Key:
+        table = self._agent.table
+        if kind != "landing" and transfer_id in table.outboxes:
+            return Kind.OUTBOX, transfer_id
+        if kind != "outbox" and transfer_id in table.landings:
+            return Kind.LANDING, transfer_id
+        raise RpcError("NOT_FOUND", f"no {kind or 'transfer'} {transfer_id.hex()} here")
+
+    def _method(
+        self,
+        request_type: type[RequestT],
+        reply_type: type[ReplyT],
+        handler: Callable[[RequestT], Awaitable[ReplyT]],
+    ) -> Method[RequestT, ReplyT]:
+        name = request_type.__name__
+        refused = self._agent.metrics.refused_requests
+
+        async def handle(request: RequestT) -> ReplyT:
+            try:
+                return await handler(request)
+            except TransferError as error:
+                refused.labels(name, error.code).inc()
+                raise RpcError(error.code, str(error)) from error
+            except UnknownLayout as error:
+                refused.labels(name, "INVALID").inc()
+                raise RpcError("INVALID", str(error)) from error
+            except RpcError as error:
+                refused.labels(name, error.code).inc()
+                raise
+
+        return Method(request_type, reply_type, handle)
+
+
+def _bytes(text: str, size: int | None, field: str) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except ValueError as error:
+        raise RpcError("INVALID", f"{field} is not hex") from error
+    if size is not None and len(value) != size:
+        raise RpcError("INVALID", f"{field} has {len(value)} bytes, not {size}")
+    return value
+
+
+def _num_tokens(number: int) -> int:
+    if not 0 < number <= MAX_NUM_TOKENS:
+        raise RpcError("INVALID", f"a transfer of {number} tokens")
+    return number

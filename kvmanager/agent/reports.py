@@ -1,0 +1,76 @@
+"""Turns what the agent and the transport know of one end of a transfer into a TransferReport.
+
+Pure; it does not know who asked.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from kvmanager.agent.messages import TransferReport
+from kvmanager.transfer_records import Landing, Outbox, State
+from transport import TransferProgress
+
+ReportState = Literal["open", "complete", "failed", "cancelled", "expired"]
+
+REPORT_STATE: Final[dict[State, ReportState]] = {
+    State.RESERVED: "open",
+    State.RECEIVING: "open",
+    State.OPEN: "open",
+    State.LANDED: "complete",
+    State.CLAIMED: "complete",
+    State.RELEASED: "complete",
+    State.COMPLETE: "complete",
+    State.FAILED: "failed",
+    State.CANCELLED: "cancelled",
+    State.EXPIRED: "expired",
+}
+
+
+def landing_report(landing: Landing, progress: TransferProgress | None) -> TransferReport:
+    """`progress` None: no sender came, or it was forgotten."""
+    complete = REPORT_STATE[landing.state] == "complete"
+    nbytes = landing.spec.nbytes
+    arrived = progress.acked_bytes if progress else 0
+    return TransferReport(
+        transfer_id=landing.spec.transfer_id.hex(),
+        kind="landing",
+        state=REPORT_STATE[landing.state],
+        nbytes=nbytes,
+        error=landing.error,
+        ready_bytes=nbytes if complete else arrived,
+        sent_bytes=nbytes if complete else arrived,
+        acked_bytes=nbytes if complete else arrived,
+        resent_bytes=progress.resent_bytes if progress else 0,
+        opened_to_complete_s=_span(landing.opened_s, landing.ended_s) if complete else 0.0,
+    )
+
+
+def outbox_report(
+    outbox: Outbox, progress: TransferProgress | None, sent_at_prefill_end: int | None
+) -> TransferReport:
+    """`progress` None: it was never sent. `sent_at_prefill_end` None: the prefill has not ended;
+    if the transfer is complete nevertheless, everything was sent before."""
+    complete = outbox.state is State.COMPLETE
+    completed_s = progress.completed_s if progress and complete else None
+    if sent_at_prefill_end is None:
+        sent_at_prefill_end = outbox.spec.nbytes if complete else 0
+    return TransferReport(
+        transfer_id=outbox.spec.transfer_id.hex(),
+        kind="outbox",
+        state=REPORT_STATE[outbox.state],
+        nbytes=outbox.spec.nbytes,
+        error=outbox.error,
+        ready_bytes=outbox.ready.total,
+        sent_bytes=progress.sent_bytes if progress else 0,
+        acked_bytes=progress.acked_bytes if progress else 0,
+        resent_bytes=progress.resent_bytes if progress else 0,
+        sent_bytes_at_prefill_end=sent_at_prefill_end,
+        prefill_end_to_complete_s=_span(outbox.prefill_end_s, completed_s),
+        opened_to_complete_s=_span(outbox.opened_s, completed_s),
+        first_sent_to_complete_s=_span(progress.first_sent_s if progress else None, completed_s),
+    )
+
+
+def _span(begin_s: float | None, end_s: float | None) -> float:
+    return max(0.0, end_s - begin_s) if begin_s is not None and end_s is not None else 0.0

@@ -1,0 +1,315 @@
+"""One running node agent: the event loop's side of the transfer table.
+
+Everything that happens (a call of the control plane, a message of an engine, news of the transport,
+time) is put into the table as an event, and the effects that come back are performed here. No rule
+about transfers is here; they are in `kvmanager.transfers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import Counter, defaultdict
+from typing import Final
+
+from kvmanager.agent.config import AgentConfig, parse_endpoint
+from kvmanager.agent.engine_server import EngineServer
+from kvmanager.agent.instances import EngineRefused, InstanceBook
+from kvmanager.agent.messages import StatusReply, TransferReport
+from kvmanager.agent.metrics import AgentMetrics
+from kvmanager.agent.protocol import (
+    Abort,
+    AgentMessage,
+    Attach,
+    Failed,
+    Hello,
+    Landed,
+    PrefillEnd,
+    Ready,
+    Refused,
+    Release,
+    TransferMessage,
+    Watch,
+    Welcome,
+)
+from kvmanager.agent.reports import landing_report, outbox_report
+from kvmanager.agent.transfer_io import TransferIo, now_s
+from kvmanager.arena import Arena, remove_stale
+from kvmanager.blocks import BlockAllocator
+from kvmanager.custody import Key, Kind
+from kvmanager.transfer_records import (
+    CancelOutbox,
+    DropLanding,
+    Effect,
+    Ended,
+    EnginePeer,
+    ForwardReady,
+    Landing,
+    LandingSpec,
+    Outbox,
+    OutboxSpec,
+    RecordPrefillEnd,
+    State,
+    TellFailed,
+    TellLanded,
+)
+from kvmanager.transfers import TransferTable
+from transport import Endpoint, OutgoingSpec
+
+logger = logging.getLogger("prfaas.kvmanager.agent")
+
+TICK_S: Final = 0.1
+STOP_GRACE_S: Final = 1.0
+
+
+class NodeAgent:
+    """Owns the arena, the table, the engine socket and the data port. Use on one event loop."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.book = InstanceBook()
+        self.metrics = AgentMetrics(self.status)
+        self._peers: dict[int, EnginePeer] = {}
+        self._waiters: defaultdict[Key, set[asyncio.Future[None]]] = defaultdict(set)
+        self._started_s = now_s()
+        self._arena: Arena | None = None
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Bind everything. Raises ArenaError, SocketTaken, transport.LocalError."""
+        config = self.config
+        for path in remove_stale(config.arena_dir):
+            logger.info("removed the arena %s of a dead agent", path)
+        self._engines = EngineServer(config.socket, self, linger_s=config.drain_s)
+        self.arena = await asyncio.to_thread(
+            Arena.create,
+            config.arena_dir,
+            config.num_blocks,
+            config.block_bytes,
+            prefault=config.prefault,
+        )
+        self._arena = self.arena
+        try:
+            self.allocator = BlockAllocator(self.arena.num_blocks)
+            self.table = TransferTable(self.allocator, config.block_bytes, config.limits)
+            self.io = TransferIo(
+                config.transport_config,
+                parse_endpoint(config.listen),
+                self,
+                lambda code: self.metrics.refused_senders.labels(code).inc(),
+            )
+            self.data_endpoint = self.io.start()
+            self.advertised = config.advertised(self.data_endpoint)
+            await self._engines.start()
+        except BaseException:
+            self.arena.close()
+            raise
+        self._ticking = asyncio.create_task(self._tick())
+        logger.info(
+            "node agent serves %d blocks of %d bytes, epoch %s",
+            self.arena.num_blocks,
+            config.block_bytes,
+            self.arena.epoch,
+        )
+
+    async def stop(self) -> None:
+        """Tell every peer, close everything, leave no file behind."""
+        if self._ticking is None:
+            return
+        self._ticking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._ticking
+        await self._engines.stop()
+        for transfer_id in {*self.table.landings, *self.table.outboxes}:
+            self.perform(self.table.cancel(transfer_id, "the agent is stopping", now_s()))
+        deadline_s = now_s() + STOP_GRACE_S
+        while self._is_open() and now_s() < deadline_s:
+            await asyncio.sleep(0.01)
+        await self.io.stop()
+        self.arena.close()
+
+    # ---- for the control plane
+
+    def reserve(self, spec: LandingSpec) -> Landing:
+        """Hold memory and let the sender in. Raises TransferError."""
+        landing = self.table.reserve(spec, now_s())
+        space = self.arena.view(landing.runs, spec.nbytes)
+        self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space)
+        return landing
+
+    def open_outbox(self, spec: OutboxSpec, token: bytes, endpoint: Endpoint) -> Outbox:
+        """Hold memory and begin to send. Raises TransferError."""
+        outbox = self.table.open_outbox(spec, now_s())
+        space = self.arena.view(outbox.runs, spec.nbytes)
+        wire = OutgoingSpec(spec.transfer_id, token, spec.fingerprint, endpoint)
+        try:
+            self.io.open(wire, space)
+        except Exception as error:
+            self.outbox_ended(spec.transfer_id, f"cannot send: {error}")
+            raise
+        return outbox
+
+    def cancel(self, transfer_id: bytes, reason: str) -> bool:
+        """End it; whether something was alive."""
+        effects = self.table.cancel(transfer_id, reason, now_s())
+        self.perform(effects)
+        return bool(effects)
+
+    async def wait_ended(self, key: Key, timeout_s: float) -> None:
+        """Return when this end is over, or after `timeout_s`."""
+        if self.report(key).state != "open":
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[key].add(waiter)
+        try:
+            await asyncio.wait({waiter}, timeout=timeout_s)
+        finally:
+            waiters = self._waiters[key]
+            waiters.discard(waiter)
+            if not waiters:
+                del self._waiters[key]
+
+    def report(self, key: Key) -> TransferReport:
+        """How an end is doing; raises KeyError when it is unknown."""
+        kind, transfer_id = key
+        if kind is Kind.LANDING:
+            landing = self.table.landings[transfer_id]
+            return landing_report(landing, self.io.landing_progress(transfer_id))
+        outgoing = self.io.outgoing(transfer_id)
+        outbox = self.table.outboxes[transfer_id]
+        if outgoing is None:
+            return outbox_report(outbox, None, None)
+        return outbox_report(outbox, outgoing.handle.progress(), outgoing.sent_at_prefill_end)
+
+    def status(self) -> StatusReply:
+        """Numbers of this moment."""
+        table, block_bytes = self.table, self.arena.block_bytes
+        open_ids = {i for i, outbox in table.outboxes.items() if outbox.state is State.OPEN}
+        cap = table.limits.landing_bytes
+        return StatusReply(
+            arena_epoch=self.arena.epoch,
+            arena_bytes=self.arena.nbytes,
+            block_bytes=block_bytes,
+            free_bytes=self.allocator.num_free * block_bytes,
+            landing_bytes=table.custody.num_blocks(Kind.LANDING) * block_bytes,
+            landing_cap_bytes=self.arena.nbytes if cap is None else min(cap, self.arena.nbytes),
+            outbox_bytes=table.custody.num_blocks(Kind.OUTBOX) * block_bytes,
+            num_landings=dict(Counter(str(end.state) for end in table.landings.values())),
+            num_outboxes=dict(Counter(str(end.state) for end in table.outboxes.values())),
+            engines=self.book.describe(),
+            links=self.io.links(open_ids),
+            num_received_connections=self.io.num_received_connections,
+            uptime_s=now_s() - self._started_s,
+            pid=os.getpid(),
+            data_endpoint=str(self.advertised),
+        )
+
+    # ---- for the engine server
+
+    def hello(self, conn_id: int, hello: Hello) -> AgentMessage:
+        try:
+            peer = self.book.join(conn_id, hello)
+        except EngineRefused as error:
+            return Refused(str(error))
+        self._peers[conn_id] = peer
+        self.table.connect(peer)
+        logger.info("engine %s: %s rank %d connected", peer.instance, peer.role, peer.tp_rank)
+        arena = self.arena
+        return Welcome(arena.epoch, str(arena.path), arena.nbytes, arena.block_bytes)
+
+    def message(self, conn_id: int, message: TransferMessage) -> None:
+        table, transfer_id = self.table, message.transfer_id
+        match message:
+            case Attach():
+                effects = table.attach(conn_id, transfer_id)
+            case Ready():
+                effects = table.ready(conn_id, transfer_id, message.ranges, now_s())
+            case PrefillEnd():
+                effects = table.prefill_end(conn_id, transfer_id, message.tp_rank, now_s())
+            case Abort():
+                effects = table.abort(conn_id, transfer_id, message.reason, now_s())
+            case Watch():
+                effects = table.watch(conn_id, transfer_id)
+            case Release():
+                effects = table.release(conn_id, transfer_id, now_s())
+        self.perform(effects)
+
+    def lost(self, conn_id: int) -> None:
+        peer = self._peers.pop(conn_id)
+        self.book.leave(peer)
+        logger.info("engine %s: %s rank %d is lost", peer.instance, peer.role, peer.tp_rank)
+        self.perform(self.table.disconnected(conn_id, now_s()))
+
+    def process_gone(self, conn_id: int) -> None:
+        self.table.process_gone(conn_id)
+
+    # ---- for the transport
+
+    def landing_accepted(self, transfer_id: bytes) -> None:
+        self.table.landing_accepted(transfer_id)
+
+    def landing_complete(self, transfer_id: bytes) -> None:
+        self.perform(self.table.landing_complete(transfer_id, now_s()))
+
+    def landing_failed(self, transfer_id: bytes, reason: str) -> None:
+        self.perform(self.table.landing_failed(transfer_id, reason, now_s()))
+
+    def landing_dropped(self, transfer_id: bytes) -> None:
+        self.table.landing_dropped(transfer_id)
+
+    def outbox_ended(self, transfer_id: bytes, error: str | None) -> None:
+        self.perform(self.table.outbox_ended(transfer_id, error, now_s()))
+
+    # ---- inside
+
+    def perform(self, effects: list[Effect]) -> None:
+        """Carry out what the table asked for."""
+        for effect in effects:
+            match effect:
+                case ForwardReady(transfer_id, ranges):
+                    self.io.ready(transfer_id, ranges)
+                case TellLanded(conn_id, transfer_id):
+                    self._engines.send(conn_id, Landed(transfer_id))
+                case TellFailed(conn_id, transfer_id, reason):
+                    self._engines.send(conn_id, Failed(transfer_id, reason))
+                case DropLanding(transfer_id, reason):
+                    self.io.drop(transfer_id, reason)
+                case CancelOutbox(transfer_id, reason):
+                    self.io.cancel(transfer_id, reason)
+                case RecordPrefillEnd(transfer_id):
+                    self.io.note_prefill_end(transfer_id)
+                case Ended(key):
+                    self._ended(key)
+
+    def _ended(self, key: Key) -> None:
+        report = self.report(key)
+        self.metrics.ended(report)
+        log = logger.debug if report.state == "complete" else logger.warning
+        log("%s %s %s: %s", report.kind, report.transfer_id, report.state, report.error)
+        for waiter in self._waiters.get(key, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            before = self.table.outboxes.keys()
+            try:
+                self.perform(self.table.expire(now_s()))
+                for transfer_id in before - self.table.outboxes.keys():
+                    self.io.forget(transfer_id)
+            except Exception:
+                # Leases must go on ending, whatever one transfer ran into.
+                logger.exception("expiry failed")
+
+    def _is_open(self) -> bool:
+        return any(key in self.table.custody for key in self._keys())
+
+    def _keys(self) -> list[Key]:
+        ends: list[Landing | Outbox] = [
+            *self.table.landings.values(),
+            *self.table.outboxes.values(),
+        ]
+        return [end.key for end in ends]

@@ -1,0 +1,208 @@
+"""The agent's sockets: one Sender and one Receiver, their threads bridged to the event loop.
+
+It does not decide anything about a transfer; it carries out what the transfer table asked for and
+reports on the loop what became of it, each piece of news once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmanager.agent.landing_door import LandingDoor
+from kvmanager.agent.messages import LinkStatus
+from kvmanager.arena import ArenaSpace
+from transport import (
+    Endpoint,
+    OutgoingSpec,
+    OutgoingTransfer,
+    Receiver,
+    Sender,
+    TransferProgress,
+    TransportConfig,
+    TransportError,
+)
+
+DROP_THREADS = 4
+
+
+class TransferNews(Protocol):
+    """Called on the event loop."""
+
+    def landing_accepted(self, transfer_id: bytes) -> None: ...
+
+    def landing_complete(self, transfer_id: bytes) -> None: ...
+
+    def landing_failed(self, transfer_id: bytes, reason: str) -> None: ...
+
+    def landing_dropped(self, transfer_id: bytes) -> None: ...
+
+    def outbox_ended(self, transfer_id: bytes, error: str | None) -> None: ...
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One outbox at the transport. `sent_at_prefill_end` is None until the prefill ended."""
+
+    handle: OutgoingTransfer
+    endpoint: Endpoint
+    sent_at_prefill_end: int | None = None
+
+
+class TransferIo:
+    """Construct and use it on the event loop that `news` shall be called on."""
+
+    def __init__(
+        self,
+        config: TransportConfig,
+        bind: Endpoint,
+        news: TransferNews,
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """Raises transport.LocalError when TLS files cannot be used."""
+        self._loop = asyncio.get_running_loop()
+        self._news = news
+        self._door = LandingDoor(_LandingBridge(self), on_refused)
+        self._sender = Sender(config)
+        self._receiver = Receiver(bind, config, self._door)
+        self._outgoing: dict[bytes, Outgoing] = {}
+        self._droppers = ThreadPoolExecutor(DROP_THREADS, thread_name_prefix="prfaas-drop")
+        self._dropping: set[asyncio.Future[None]] = set()
+
+    def start(self) -> Endpoint:
+        """Listen; where. Raises transport.LocalError("bind")."""
+        self._receiver.start()
+        return self._receiver.endpoint
+
+    async def stop(self) -> None:
+        """Close both; what was open is reported as failed."""
+        await asyncio.gather(*self._dropping, return_exceptions=True)
+        await asyncio.to_thread(self._sender.close)
+        await asyncio.to_thread(self._receiver.close)
+        self._droppers.shutdown()
+
+    # Landings.
+
+    def admit(
+        self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ArenaSpace
+    ) -> None:
+        """Let the sender that has the token in."""
+        self._door.admit(transfer_id, token, fingerprint, space)
+
+    def drop(self, transfer_id: bytes, reason: str) -> None:
+        """Have it forgotten by the receiver; `landing_dropped` follows, always."""
+        self._door.shut(transfer_id)
+        future = self._loop.run_in_executor(
+            self._droppers, self._receiver.drop, transfer_id, reason
+        )
+        self._dropping.add(future)
+        future.add_done_callback(lambda done: self._dropped(done, transfer_id))
+
+    def landing_progress(self, transfer_id: bytes) -> TransferProgress | None:
+        return self._receiver.progress(transfer_id)
+
+    @property
+    def num_received_connections(self) -> int:
+        return self._receiver.num_connections
+
+    # Outboxes.
+
+    def open(self, spec: OutgoingSpec, space: ArenaSpace) -> None:
+        """Begin to send; `outbox_ended` follows. Raises ValueError or RuntimeError, then not."""
+        handle = self._sender.open(spec, space, _OutboxBridge(self))
+        self._outgoing[spec.transfer_id] = Outgoing(handle, spec.endpoint)
+
+    def ready(self, transfer_id: bytes, ranges: list[tuple[int, int]]) -> None:
+        outgoing = self._outgoing[transfer_id]
+        for offset, length in ranges:
+            outgoing.handle.ready(offset, length)
+
+    def cancel(self, transfer_id: bytes, reason: str) -> None:
+        self._outgoing[transfer_id].handle.cancel(reason)
+
+    def note_prefill_end(self, transfer_id: bytes) -> None:
+        outgoing = self._outgoing[transfer_id]
+        outgoing.sent_at_prefill_end = outgoing.handle.progress().sent_bytes
+
+    def outgoing(self, transfer_id: bytes) -> Outgoing | None:
+        """What is known of an outbox, until `forget`."""
+        return self._outgoing.get(transfer_id)
+
+    def forget(self, transfer_id: bytes) -> None:
+        """The report of this outbox is of no more interest."""
+        self._outgoing.pop(transfer_id, None)
+
+    def links(self, open_ids: set[bytes]) -> list[LinkStatus]:
+        """The endpoints that the given outboxes send to."""
+        found: dict[Endpoint, LinkStatus] = {}
+        for transfer_id in open_ids:
+            outgoing = self._outgoing.get(transfer_id)
+            if outgoing is None:
+                continue
+            endpoint = outgoing.endpoint
+            progress = outgoing.handle.progress()
+            before = found.get(endpoint)
+            unacked = progress.sent_bytes - progress.acked_bytes
+            found[endpoint] = LinkStatus(
+                str(endpoint),
+                1 + (before.num_transfers if before else 0),
+                self._sender.num_connections(endpoint),
+                max(0, unacked) + (before.unacked_bytes if before else 0),
+            )
+        return [found[endpoint] for endpoint in sorted(found, key=str)]
+
+    # From other threads.
+
+    def post(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call it on the loop; news after the loop's end is nobody's."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    @property
+    def news(self) -> TransferNews:
+        return self._news
+
+    def _dropped(self, future: asyncio.Future[None], transfer_id: bytes) -> None:
+        self._dropping.discard(future)
+        if not future.cancelled():
+            future.result()
+        self._news.landing_dropped(transfer_id)
+
+
+class _LandingBridge:
+    """Receiver threads to loop."""
+
+    def __init__(self, io: TransferIo) -> None:
+        self._io = io
+
+    def landing_accepted(self, transfer_id: bytes) -> None:
+        self._io.post(self._io.news.landing_accepted, transfer_id)
+
+    def landing_complete(self, transfer_id: bytes) -> None:
+        self._io.post(self._io.news.landing_complete, transfer_id)
+
+    def landing_failed(self, transfer_id: bytes, reason: str) -> None:
+        self._io.post(self._io.news.landing_failed, transfer_id, reason)
+
+
+class _OutboxBridge:
+    """Sender threads to loop."""
+
+    def __init__(self, io: TransferIo) -> None:
+        self._io = io
+
+    def on_complete(self, transfer_id: bytes) -> None:
+        self._io.post(self._io.news.outbox_ended, transfer_id, None)
+
+    def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
+        self._io.post(self._io.news.outbox_ended, transfer_id, f"{error.code}: {error.message}")
+
+
+def now_s() -> float:
+    """The clock of the agent and of the transport's progress snapshots."""
+    return time.monotonic()
