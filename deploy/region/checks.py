@@ -84,6 +84,10 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
                 message = f"a second {kind} is called {name!r}; names must differ in a region"
                 yield Problem((*path, "name"), message)
             seen.add(name)
+    for path, name in instances:
+        if name == "gateway" or name.startswith(("agent.", "link.")):
+            message = f"{name!r} names another process of the region; choose another name"
+            yield Problem((*path, "name"), message)
 
 
 def _check_clusters(region: RegionSpec) -> Iterator[Problem]:

@@ -1,0 +1,108 @@
+"""The `prfaas` command: one name for everything a user starts.
+
+Knows the names and one-line descriptions of the subcommands; what a subcommand needs is imported
+when it runs, so that help and errors appear at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+_HELP = """Prefill-as-a-Service for vLLM: prefill in one datacenter, decode in another.
+
+\b
+prfaas region check region.yaml    is the file right?
+prfaas up region.yaml              start a region on this machine
+prfaas status                      what runs, what it holds
+prfaas down                        stop it
+
+The other commands are the parts that `up` starts; run them by hand on several machines.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a subcommand is: a function for typer, or an app of typer's."""
+
+    module: str
+    attribute: str
+    summary: str
+
+
+_COMMANDS: dict[str, _Entry] = {
+    "up": _Entry("deploy.region.cli", "up_command", "Start a region and keep it running."),
+    "status": _Entry("deploy.region.cli", "status_command", "Show what runs and what it holds."),
+    "down": _Entry("deploy.region.cli", "down_command", "Stop a region."),
+    "region": _Entry("deploy.region.cli", "region_app", "Check region files; their JSON Schema."),
+    "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
+    "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),
+    "pd": _Entry("local_pd.cli", "pd_command", "Run the front of a local PD cluster."),
+    "agent": _Entry("kvmanager.agent.cli", "agent_command", "Run the node agent of this host."),
+    "emulate": _Entry("deploy.emulator.cli", "emulate_app", "Emulate a long link and its faults."),
+    "version": _Entry("deploy.cli", "version_command", "Print the version."),
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Lists subcommands from the table above and imports only the one that is run."""
+
+    # Contexts and commands are click's or, in newer versions, those of a copy inside typer.
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        entry = _COMMANDS.get(cmd_name)
+        return None if entry is None else TyperCommand(cmd_name, short_help=entry.summary)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        entry = _COMMANDS.get(name or "")
+        return name, command if entry is None else _load(name or "", entry), rest
+
+
+app = typer.Typer(
+    cls=_LazyGroup, help=_HELP, no_args_is_help=True, rich_markup_mode=None, add_completion=False
+)
+
+
+@app.callback()
+def _root() -> None:
+    pass
+
+
+def version_command() -> None:
+    """Print the version of prfaas."""
+    try:
+        typer.echo(version("prfaas"))
+    except PackageNotFoundError:
+        typer.echo("unknown: prfaas is not installed")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="prfaas")
+
+
+def _load(name: str, entry: _Entry) -> Any:
+    target: typer.Typer | Callable[..., Any]
+    target = getattr(importlib.import_module(entry.module), entry.attribute)
+    if not isinstance(target, typer.Typer):
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(name)(target)
+        target = single
+    command = get_command(target)
+    command.name = name
+    return command
+
+
+if __name__ == "__main__":
+    main()

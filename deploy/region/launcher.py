@@ -1,0 +1,353 @@
+"""Runs a whole region on this machine: relays, node agents, engines, gateway, all supervised.
+
+A library (`async with RunningRegion(...) as region`) as much as the heart of `prfaas up`. Whatever
+ends it, an error, a signal, even SIGKILL, none of its processes outlives it. Does not know what the
+processes do beyond when they are well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import psutil
+
+from deploy.emulator.control import RelayControl
+from deploy.region.checks import check_region
+from deploy.region.loading import RegionError
+from deploy.region.plan import Kind, PlannedProcess, Planner, gateway_file, gateway_url
+from deploy.region.ports import ResolvedRegion, join_address, resolve_ports, taken_ports
+from deploy.region.probes import Prober
+from deploy.region.rundir import (
+    Phase,
+    ProcessRecord,
+    RegionState,
+    RunDirectory,
+    RunLock,
+    open_run_directory,
+    remove_leftovers,
+)
+from deploy.region.running import RunningProcess
+from deploy.region.spec import RegionSpec
+from kvmanager.engines.client import open_session
+from kvmanager.engines.errors import EngineStartFailed
+from kvmanager.engines.restart import RestartConfig
+from kvmanager.engines.supervisor import SupervisorConfig, SupervisorEvent
+
+logger = logging.getLogger("prfaas.deploy.region")
+
+# Relays and agents first: engines connect to their agent, the gateway needs all.
+_STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("gateway",))
+_STOP_ORDER: tuple[Kind, ...] = ("gateway", "engine", "agent", "relay")
+
+
+class RegionStartFailed(Exception):
+    """A process did not come up; the message holds the last lines of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Patience with starts, and how a process that dies later is started again."""
+
+    engine_start_timeout_s: float = 600.0
+    start_timeout_s: float = 60.0
+    settle_timeout_s: float = 60.0
+    restart: RestartConfig = field(default_factory=RestartConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How one process is doing; `line` is the newest of its log while it starts."""
+
+    name: str
+    kind: Kind
+    state: str
+    reason: str
+    elapsed_s: float
+    line: str = ""
+
+
+class RunningRegion:
+    """A region on this machine. `start` or enter it; after `stop` nothing of it is left but logs.
+
+    All methods belong to one event loop, which must run on the thread that lives longest: children
+    die with the thread that started them.
+    """
+
+    def __init__(
+        self,
+        region: RegionSpec,
+        run_dir: Path,
+        *,
+        config: LaunchConfig | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._wanted = region
+        self._root = run_dir
+        self._config = config or LaunchConfig()
+        self._on_progress = on_progress
+        self._environment = dict(os.environ if environment is None else environment)
+        self._lock: RunLock | None = None
+        self._directory: RunDirectory | None = None
+        self._resolved: ResolvedRegion | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._prober: Prober | None = None
+        self._processes: dict[str, RunningProcess] = {}
+        self._phase: Phase = "starting"
+        self._started_s = time.time()
+
+    # -- what callers and fault tests ask -------------------------------------------------------
+
+    @property
+    def region(self) -> RegionSpec:
+        """The specification with every port filled in. RuntimeError before `start`."""
+        return self._resolved_region().region
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Where logs and sockets are. RuntimeError before `start`."""
+        if self._directory is None:
+            raise RuntimeError("the region is not started")
+        return self._directory
+
+    @property
+    def gateway_url(self) -> str:
+        """Base URL of the OpenAI API, without /v1."""
+        return gateway_url(self.region)
+
+    @property
+    def processes(self) -> Sequence[RunningProcess]:
+        """All processes in the order of their start."""
+        return tuple(self._processes.values())
+
+    def process(self, name: str) -> RunningProcess:
+        """Any process by its name: "gateway", "agent.NODE", an instance; KeyError if unknown."""
+        return self._processes[name]
+
+    def engine(self, instance: str) -> RunningProcess:
+        """The engine of an instance; KeyError if unknown."""
+        return self._processes[instance]
+
+    def agent(self, node: str) -> RunningProcess:
+        """The agent of a node; KeyError if unknown."""
+        return self._processes[f"agent.{node}"]
+
+    @property
+    def gateway(self) -> RunningProcess:
+        """The gateway's process."""
+        return self._processes["gateway"]
+
+    def relay(self, link: str = "", node: str = "") -> RelayControl:
+        """Faults and counters of an emulated link ("FROM-to-TO"; by receiving node if there are
+        several). Without names: the only one. KeyError if unknown or not unique."""
+        found = [
+            relay
+            for relay in self._resolved_region().relays
+            if link in ("", relay.link) and node in ("", relay.node)
+        ]
+        if len(found) != 1:
+            known = ", ".join(f"{relay.link} at {relay.node}" for relay in found) or "none"
+            raise KeyError(f"link {link!r}, node {node!r}: {known}")
+        return RelayControl(self.directory.socket(found[0].name))
+
+    def agent_control(self, node: str) -> str:
+        """host:port of a node agent's control service; KeyError if unknown."""
+        return self._agent_controls()[node]
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start everything and return when the gateway serves and every instance is usable.
+
+        Raises RegionError (the specification, ports in use), RunDirectoryError, RegionStartFailed;
+        after any exception, cancellation included, everything is stopped again.
+        """
+        try:
+            self._prepare()
+            await self._start_all()
+        except BaseException:
+            await self.stop()
+            raise
+        self._phase = "running"
+        self._write_state()
+
+    async def stop(self) -> None:
+        """Stop everything, gateway first. Goes on to the end even if cancelled. Idempotent."""
+        stopping = asyncio.ensure_future(self._stop())
+        cancelled = False
+        while not stopping.done():
+            try:
+                await asyncio.shield(stopping)
+            except asyncio.CancelledError:
+                cancelled = True
+                self.kill_all()
+        stopping.result()
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def kill_all(self) -> None:
+        """SIGKILL every process now; `stop` still has to clean up."""
+        for process in self._processes.values():
+            process.kill_now()
+
+    def _prepare(self) -> None:
+        problems = check_region(self._wanted) or taken_ports(self._wanted)
+        if problems:
+            raise RegionError(f"region {self._wanted.name}", problems)
+        self._lock = RunLock(self._root)
+        self._directory = directory = open_run_directory(self._root)
+        self._resolved = resolved = resolve_ports(self._wanted)
+        directory.region_file.write_text(
+            resolved.region.model_dump_json(by_alias=True, exclude_none=True, indent=1)
+        )
+        directory.gateway_file.write_text(
+            gateway_file(resolved).model_dump_json(exclude={"gateway": {"api_keys"}}, indent=1)
+        )
+
+    async def _start_all(self) -> None:
+        self._session = open_session()
+        tls = self.region.security.tls
+        self._prober = Prober(self._session, tls)
+        planner = Planner(self._resolved_region(), self.directory, self._environment)
+        planned = planner.processes()
+        for item in planned:
+            self._processes[item.name] = self._supervised(item, self._prober)
+        self._write_state()
+        for kinds in _STAGES:
+            stage = [item for item in self._processes.values() if item.kind in kinds]
+            for process in stage:
+                process.start()
+            await self._wait_healthy(stage)
+        await self._wait_settled(self._prober)
+
+    def _supervised(self, item: PlannedProcess, prober: Prober) -> RunningProcess:
+        config = self._config
+        is_engine = item.kind == "engine"
+        supervision = SupervisorConfig(
+            restart=config.restart,
+            start_timeout_s=config.engine_start_timeout_s if is_engine else config.start_timeout_s,
+            start_probe_interval_s=0.25 if is_engine else 0.05,
+        )
+
+        def on_event(event: SupervisorEvent) -> None:
+            self._report(self._processes[item.name], event.reason)
+            self._write_state()
+
+        return RunningProcess(item, prober.probe(item), supervision, on_event)
+
+    async def _wait_healthy(self, stage: Sequence[RunningProcess]) -> None:
+        async def wait(process: RunningProcess) -> None:
+            def on_line(line: str) -> None:
+                self._report(process, process.reason, line)
+
+            await process.wait_healthy(process.start_timeout_s, on_line)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for process in stage:
+                    group.create_task(wait(process))
+        except* EngineStartFailed as failures:
+            first = failures.exceptions[0]
+            raise RegionStartFailed(str(first)) from first
+
+    async def _wait_settled(self, prober: Prober) -> None:
+        """The gateway's fronts probe by themselves; wait until they see what we see."""
+        deadline_s = time.monotonic() + self._config.settle_timeout_s
+        while (trouble := await prober.region_trouble(self.gateway_url)) is not None:
+            if time.monotonic() > deadline_s:
+                raise RegionStartFailed(f"the gateway runs, but {trouble}")
+            self._report(self.gateway, "waiting for the fronts", trouble)
+            await asyncio.sleep(0.1)
+
+    async def _stop(self) -> None:
+        self._phase = "stopping"
+        self._write_state()
+        for kind in _STOP_ORDER:
+            processes = [item for item in self._processes.values() if item.kind == kind]
+            await asyncio.gather(*(process.stop() for process in processes))
+        if self._prober is not None:
+            await self._prober.close()
+            self._prober = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        if self._lock is not None:
+            remove_leftovers(self._root)
+            self._directory = None
+            self._lock.release()
+            self._lock = None
+
+    # -- reporting --------------------------------------------------------------------------------
+
+    def _report(self, process: RunningProcess, reason: str, line: str = "") -> None:
+        if self._on_progress is not None:
+            elapsed_s = process.elapsed_s(time.monotonic())
+            state = str(process.state)
+            self._on_progress(Progress(process.name, process.kind, state, reason, elapsed_s, line))
+
+    def _write_state(self) -> None:
+        directory = self._directory
+        if directory is None or self._resolved is None:
+            return
+        own = psutil.Process()
+        state = RegionState(
+            region=self.region.name,
+            phase=self._phase,
+            launcher_pid=own.pid,
+            launcher_started_s=own.create_time(),
+            started_s=self._started_s,
+            gateway_url=self.gateway_url,
+            region_file=str(directory.region_file),
+            processes=tuple(_record(process) for process in self._processes.values()),
+            relays={item.name: str(directory.socket(item.name)) for item in self._resolved.relays},
+            agents=self._agent_controls(),
+        )
+        with suppress(OSError):
+            directory.write_state(state)
+
+    def _agent_controls(self) -> dict[str, str]:
+        return {
+            node.name: join_address(node.host, node.agent.control_port)
+            for cluster in self.region.clusters
+            for node in cluster.nodes
+        }
+
+    def _resolved_region(self) -> ResolvedRegion:
+        if self._resolved is None:
+            raise RuntimeError("the region is not started")
+        return self._resolved
+
+
+def _record(process: RunningProcess) -> ProcessRecord:
+    return ProcessRecord(
+        name=process.name,
+        kind=process.kind,
+        state=str(process.state),
+        reason=process.reason,
+        pid=process.pid,
+        address=process.address,
+        log=str(process.log_path),
+        num_restarts=process.num_restarts,
+    )

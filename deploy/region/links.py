@@ -1,0 +1,70 @@
+"""A prefill cluster behind a link with an address of its own.
+
+A landing names the address that its agent advertises. Senders of one cluster may have to connect
+to another one: the near end of a tunnel, or of an emulated link. Which is which is known to whoever
+joins clusters, so neither agents nor fronts have to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
+from prfaas.embedded import EmbeddedPrefillCluster
+from prfaas.remote import RemotePrefillCluster
+
+
+class LinkedPrefillCluster:
+    """Passes everything to `cluster`, with landings at the addresses its senders can reach.
+
+    `endpoints`: advertised "host:port" -> "host:port" to connect to. Others stay as they are.
+    """
+
+    def __init__(
+        self,
+        cluster: EmbeddedPrefillCluster | RemotePrefillCluster,
+        endpoints: Mapping[str, str],
+    ) -> None:
+        self._cluster = cluster
+        self._endpoints = {_split(near): _split(far) for near, far in endpoints.items()}
+
+    @property
+    def name(self) -> str:
+        """The cluster's name in the region."""
+        return self._cluster.name
+
+    async def start(self) -> None:
+        """Start the cluster."""
+        await self._cluster.start()
+
+    async def submit(self, job: PrefillJob) -> PrefillResult:
+        """See `PrefillCluster.submit`."""
+        landing = job.landing
+        endpoint = self._endpoints.get((landing.host, landing.port))
+        if endpoint is not None:
+            landing = msgspec.structs.replace(landing, host=endpoint[0], port=endpoint[1])
+            job = msgspec.structs.replace(job, landing=landing)
+        return await self._cluster.submit(job)
+
+    async def report(self) -> ClusterReport:
+        """See `PrefillCluster.report`."""
+        return await self._cluster.report()
+
+    async def drain(self, instance: str) -> None:
+        """See `PrefillCluster.drain`."""
+        await self._cluster.drain(instance)
+
+    async def resume(self, instance: str) -> None:
+        """See `PrefillCluster.resume`."""
+        await self._cluster.resume(instance)
+
+    async def close(self) -> None:
+        """See `PrefillCluster.close`."""
+        await self._cluster.close()
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

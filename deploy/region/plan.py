@@ -1,0 +1,203 @@
+"""Which processes a region on one machine consists of, and the command line of each.
+
+Pure: takes a resolved region, paths and an environment, and returns process descriptions. Does not
+know when they are started or whether they are well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from deploy.emulator.control import relay_argv
+from deploy.gateway.config import GatewayConfig, ModelConfig
+from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
+from deploy.region.ports import RelayPlan, ResolvedRegion, advertised_address, join_address
+from deploy.region.rundir import RunDirectory
+from deploy.region.spec import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
+from kvmanager.engines.command import EngineSpec
+from kvmanager.engines.front_config import TlsSection
+from kvmanager.engines.instances import InstanceSpec
+from kvmanager.engines.process import ProcessSpec
+
+Kind = Literal["relay", "agent", "engine", "gateway"]
+
+_PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_GRACE_S: dict[Kind, float] = {"relay": 2.0, "agent": 5.0, "engine": 15.0, "gateway": 10.0}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    """A process to run. `address` is what others reach it by: URL, host:port or socket path."""
+
+    name: str
+    kind: Kind
+    address: str
+    process: ProcessSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Makes the processes of one region."""
+
+    resolved: ResolvedRegion
+    directory: RunDirectory
+    environment: Mapping[str, str]
+
+    def processes(self) -> list[PlannedProcess]:
+        """All of them, in the order in which they should be started."""
+        region = self.resolved.region
+        nodes = [node for cluster in region.clusters for node in cluster.nodes]
+        return [
+            *(self._relay(relay) for relay in self.resolved.relays),
+            *(self._agent(node) for node in nodes),
+            *(self._engine(node, item) for node in nodes for item in node.instances),
+            self._gateway(region),
+        ]
+
+    def _relay(self, relay: RelayPlan) -> PlannedProcess:
+        control = self.directory.socket(relay.name)
+        emulate = relay.emulate
+        argv = relay_argv(
+            to=relay.target,
+            listen=relay.listen,
+            rate=emulate.rate,
+            rtt=emulate.rtt,
+            jitter=emulate.jitter,
+        )
+        return self._planned(relay.name, "relay", relay.listen, [*argv, "--control", str(control)])
+
+    def _agent(self, node: NodeSpec) -> PlannedProcess:
+        agent = node.agent
+        control = join_address(node.host, agent.control_port)
+        options = {
+            "--listen": join_address(node.host, agent.data_port),
+            "--control": control,
+            "--socket": str(self.directory.socket(node.name)),
+            "--advertise": advertised_address(node),
+            "--metrics-port": str(agent.metrics_port),
+            "--arena-gib": f"{agent.arena_gib:g}",
+        }
+        if agent.landing_gib is not None:
+            options["--landing-gib"] = f"{agent.landing_gib:g}"
+        tls = self.resolved.region.security.tls
+        if tls is not None:
+            options |= {"--tls-cert": str(tls.cert), "--tls-key": str(tls.key)}
+            options["--tls-ca"] = str(tls.ca)
+        argv = _prfaas("agent") + [word for pair in options.items() for word in pair]
+        return self._planned(f"agent.{node.name}", "agent", control, argv)
+
+    def _engine(self, node: NodeSpec, instance: RegionInstance) -> PlannedProcess:
+        spec = engine_spec(self.resolved.region, node, instance, self.directory.socket(node.name))
+        process = ProcessSpec(
+            name=instance.name,
+            argv=spec.argv(),
+            log_path=self.directory.logs / f"{instance.name}.log",
+            env=spec.environment(self.environment),
+            term_grace_s=_GRACE_S["engine"],
+        )
+        return PlannedProcess(instance.name, "engine", spec.url, process)
+
+    def _gateway(self, region: RegionSpec) -> PlannedProcess:
+        argv = [*_prfaas("gateway"), "--config", str(self.directory.gateway_file)]
+        return self._planned("gateway", "gateway", gateway_url(region), argv)
+
+    def _planned(self, name: str, kind: Kind, address: str, argv: list[str]) -> PlannedProcess:
+        path = self.environment.get("PYTHONPATH", "")
+        env = dict(self.environment)
+        env["PYTHONPATH"] = f"{_PROJECT_ROOT}:{path}" if path else str(_PROJECT_ROOT)
+        env["PYTHONUNBUFFERED"] = "1"
+        log_path = self.directory.logs / f"{name}.log"
+        process = ProcessSpec(name, argv, log_path, env, term_grace_s=_GRACE_S[kind])
+        return PlannedProcess(name, kind, address, process)
+
+
+def engine_spec(
+    region: RegionSpec, node: NodeSpec, instance: RegionInstance, agent_socket: Path | None
+) -> EngineSpec:
+    """How the instance's engine is started; without a socket, as a plain engine."""
+    model = region.model_of(instance)
+    return EngineSpec(
+        instance=instance.name,
+        model=model.path,
+        served_name=model.name,
+        host=node.host,
+        port=instance.port,
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        block_size=model.block_size,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        tensor_parallel_size=model.tensor_parallel_size,
+        enable_prefix_caching=model.prefix_caching,
+        enforce_eager=model.enforce_eager,
+        kv_space_gib=model.kv_space_gib,
+        agent_socket=None if agent_socket is None else str(agent_socket),
+        args=model.args + instance.args,
+        env=model.env | instance.env,
+    )
+
+
+def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
+    """What the gateway's process is told: the clusters with their fronts embedded in it."""
+    region = resolved.region
+    gateway, tls = region.gateway, region.security.tls
+    return GatewayFile(
+        gateway=GatewayConfig(
+            host=gateway.host,
+            port=gateway.port,
+            models=tuple(
+                ModelConfig(name=model.name, max_model_len=model.max_model_len, root=model.path)
+                for model in region.models
+            ),
+            threshold_tokens=gateway.threshold_tokens,
+            max_body_bytes=gateway.max_body_bytes,
+        ),
+        api_keys_file=gateway.api_keys_file,
+        api_keys_env=gateway.api_keys_env or "",
+        pd=PdSource(name=region.pd_cluster.name, instances=_instances(region, region.pd_cluster)),
+        prefill=tuple(
+            PrefillSource(
+                name=cluster.name,
+                instances=_instances(region, cluster),
+                link=region.link_from(cluster.name).name,
+                endpoints=_endpoints(region, cluster),
+            )
+            for cluster in region.prefill_clusters
+        ),
+        tls=None if tls is None else TlsSection(cert=tls.cert, key=tls.key, ca=tls.ca),
+    )
+
+
+def gateway_url(region: RegionSpec) -> str:
+    """Where clients on this machine find the gateway."""
+    host = region.gateway.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://{join_address(host, region.gateway.port)}"
+
+
+def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, ...]:
+    return tuple(
+        InstanceSpec(
+            name=item.name,
+            agent=join_address(node.host, node.agent.control_port),
+            url=f"http://{join_address(node.host, item.port)}",
+            model=region.model_of(item).name,
+            role=role_of(item, cluster),
+            max_concurrent=item.max_concurrent,
+        )
+        for node in cluster.nodes
+        for item in node.instances
+    )
+
+
+def _endpoints(region: RegionSpec, cluster: ClusterSpec) -> dict[str, str]:
+    link = region.link_from(cluster.name)
+    receivers = {node.name: advertised_address(node) for node in region.cluster(link.to).nodes}
+    return {receivers[name]: endpoint for name, endpoint in link.endpoints.items()}
+
+
+def _prfaas(command: str) -> list[str]:
+    return [sys.executable, "-m", "deploy.cli", command]

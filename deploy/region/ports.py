@@ -1,0 +1,168 @@
+"""Free and taken TCP ports of this machine, and a region in which every port is a real one.
+
+Knows the local network stack and the specification; starts nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from deploy.region.checks import Problem, fixed_ports
+from deploy.region.spec import AgentSpec, ClusterSpec, EmulationSpec, LinkSpec, NodeSpec, RegionSpec
+
+# Below the range from which the kernel takes ports of outgoing connections, so that none of those
+# sits on a chosen port before its owner has started.
+_FIRST_PORT, _LAST_PORT = 20000, 32000
+
+
+@dataclass(frozen=True, slots=True)
+class RelayPlan:
+    """A relay to start: connections to `listen` go to `target` as over the emulated link."""
+
+    link: str
+    node: str
+    listen: str
+    target: str
+    emulate: EmulationSpec
+
+    @property
+    def name(self) -> str:
+        return f"link.{self.link}.{self.node}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRegion:
+    """A region with all ports chosen; its links name the relays as endpoints."""
+
+    region: RegionSpec
+    relays: tuple[RelayPlan, ...]
+
+
+def taken_ports(region: RegionSpec) -> list[Problem]:
+    """The fixed ports of `region` that somebody uses, or hosts that are not this machine."""
+    problems: dict[str, Problem] = {}
+    for path, host, port in fixed_ports(region):
+        try:
+            with _bind(host, port):
+                pass
+        except OSError as error:
+            message = _why_not(host, port, error)
+            problems.setdefault(message, Problem(path, message))
+    return list(problems.values())
+
+
+def resolve_ports(region: RegionSpec, seed: int | None = None) -> ResolvedRegion:
+    """Choose a free port wherever `region` says 0, and one for every relay it needs.
+
+    OSError if no port is left. Somebody else may still take a port before its owner starts.
+    """
+    used = {port for _, _, port in fixed_ports(region) if port}
+    chooser = random.Random(seed)
+
+    def choose(host: str, wanted: int) -> int:
+        if wanted:
+            return wanted
+        for _ in range(1000):
+            port = chooser.randint(_FIRST_PORT, _LAST_PORT)
+            if port in used:
+                continue
+            try:
+                with _bind(host, port):
+                    used.add(port)
+                    return port
+            except OSError:
+                continue
+        raise OSError(f"no free port on {host} between {_FIRST_PORT} and {_LAST_PORT}")
+
+    gateway = region.gateway
+    gateway = gateway.model_copy(update={"port": choose(gateway.host, gateway.port)})
+    clusters = tuple(_resolve_cluster(cluster, choose) for cluster in region.clusters)
+    region = region.model_copy(update={"gateway": gateway, "clusters": clusters})
+    relays: list[RelayPlan] = []
+    links = tuple(_resolve_link(link, region, choose, relays) for link in region.links)
+    return ResolvedRegion(region.model_copy(update={"links": links}), tuple(relays))
+
+
+def advertised_address(node: NodeSpec) -> str:
+    """Where the node's agent says that KVCache is to be sent."""
+    return node.agent.advertise or join_address(node.host, node.agent.data_port)
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+_Choose = Callable[[str, int], int]
+
+
+def _resolve_cluster(cluster: ClusterSpec, choose: _Choose) -> ClusterSpec:
+    nodes = []
+    for node in cluster.nodes:
+        keys = ("data_port", "control_port", "metrics_port")
+        chosen = {key: choose(node.host, getattr(node.agent, key)) for key in keys}
+        agent: AgentSpec = node.agent.model_copy(update=chosen)
+        instances = tuple(
+            item.model_copy(update={"port": choose(node.host, item.port)})
+            for item in node.instances
+        )
+        nodes.append(node.model_copy(update={"agent": agent, "instances": instances}))
+    return cluster.model_copy(update={"nodes": tuple(nodes)})
+
+
+def _resolve_link(
+    link: LinkSpec, region: RegionSpec, choose: _Choose, relays: list[RelayPlan]
+) -> LinkSpec:
+    if link.emulate is None:
+        return link
+    endpoints = {}
+    for node in region.cluster(link.to).nodes:
+        listen = join_address(node.host, choose(node.host, 0))
+        target = advertised_address(node)
+        relays.append(RelayPlan(link.name, node.name, listen, target, link.emulate))
+        endpoints[node.name] = listen
+    return link.model_copy(update={"endpoints": endpoints, "emulate": None})
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # Connections in TIME_WAIT do not count as taken; the owner will listen the same way.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the host {host!r} has no address: {error.strerror}"
+    if port == 0 or error.errno != errno.EADDRINUSE:
+        return (
+            f"this machine cannot listen on {host}: {error.strerror}; `prfaas up` starts everything"
+            " on one machine, so hosts must be its own addresses"
+        )
+    return f"port {port} is in use{_owner(port)}; stop that, choose another port, or 0 for any"
+
+
+def _owner(port: int) -> str:
+    try:
+        for connection in psutil.net_connections("tcp"):
+            address = connection.laddr
+            if connection.status != psutil.CONN_LISTEN or not address or not connection.pid:
+                continue
+            if address.port == port:
+                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return ""

@@ -1,0 +1,100 @@
+"""Whether the processes of a region are well: one cheap question to each, by its kind.
+
+Knows the ports and protocols of our processes; does not know what to do about an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import msgspec
+
+from deploy.region.plan import PlannedProcess
+from deploy.region.spec import TlsSpec
+from kvmanager.agent.messages import StatusReply
+from kvmanager.engines.agent_control import AgentControl
+from kvmanager.engines.jobs import ClusterReport
+from kvmanager.engines.supervisor import Probe
+from transport import TlsFiles
+
+_TIMEOUT_S = 5.0
+
+
+class _RegionView(msgspec.Struct):
+    pd: ClusterReport | None = None
+    prefill: dict[str, ClusterReport] = {}
+
+
+class Prober:
+    """Makes probes; `session` stays its owner's, `close` ends the connections to agents."""
+
+    def __init__(self, session: aiohttp.ClientSession, tls: TlsSpec | None) -> None:
+        self._session = session
+        self._tls = None if tls is None else TlsFiles(cert=tls.cert, key=tls.key, ca=tls.ca)
+        self._agents: dict[str, AgentControl] = {}
+
+    def probe(self, planned: PlannedProcess) -> Probe:
+        """The question that tells whether this process serves."""
+        if planned.kind == "relay":
+            return self._relay_probe(planned)
+        if planned.kind == "agent":
+            return self._agent_probe(planned.address)
+        return self._http_probe(planned)
+
+    async def agent_status(self, control: str) -> StatusReply:
+        """What a node agent holds. RpcError."""
+        if control not in self._agents:
+            self._agents[control] = AgentControl(control, self._tls)
+        return await self._agents[control].status(_TIMEOUT_S)
+
+    async def region_trouble(self, gateway_url: str) -> str | None:
+        """What the gateway still misses, None when all its instances are usable."""
+        try:
+            async with self._session.get(f"{gateway_url}/prfaas/region") as response:
+                body = await response.read()
+            view = msgspec.json.decode(body, type=_RegionView)
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            return f"it does not answer: {str(error) or type(error).__name__}"
+        if view.pd is None:
+            return "it has no report of the PD cluster"
+        for cluster in (view.pd, *view.prefill.values()):
+            for instance in cluster.instances:
+                if not instance.healthy:
+                    return f"{instance.name} is not usable: {instance.reason}"
+        return None
+
+    async def close(self) -> None:
+        """Close connections to agents."""
+        for agent in self._agents.values():
+            await agent.close()
+
+    def _relay_probe(self, planned: PlannedProcess) -> Probe:
+        argv = list(planned.process.argv)
+        socket_path = argv[argv.index("--control") + 1]
+
+        async def probe() -> bool:
+            _, writer = await asyncio.open_unix_connection(socket_path)
+            writer.close()
+            return True
+
+        return probe
+
+    def _agent_probe(self, control: str) -> Probe:
+        async def probe() -> bool:
+            await self.agent_status(control)
+            return True
+
+        return probe
+
+    def _http_probe(self, planned: PlannedProcess) -> Probe:
+        # A gateway whose engines are all down still serves: what it says about them is not its
+        # own health.
+        path = "/health" if planned.kind == "engine" else "/version"
+
+        async def probe() -> bool:
+            timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+            async with self._session.get(f"{planned.address}{path}", timeout=timeout) as response:
+                return response.status == 200
+
+        return probe

@@ -1,0 +1,172 @@
+"""The directory of a running region: logs, sockets, the resolved specification, the state file.
+
+One launcher at a time owns it. `prfaas status` and `prfaas down` read the state file. Knows
+nothing of how processes are started.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+import psutil
+
+Phase = Literal["starting", "running", "stopping"]
+
+# The kernel's limit for a unix socket's path is 107 bytes.
+_MAX_SOCKET_PATH_BYTES = 107
+
+
+class RunDirectoryError(Exception):
+    """The run directory cannot be used: another launcher has it, or it cannot be written."""
+
+
+class ProcessRecord(msgspec.Struct, frozen=True):
+    """One process of a region as its launcher sees it. `pid` leads the session of all of it."""
+
+    name: str
+    kind: str
+    state: str
+    reason: str
+    pid: int | None
+    address: str
+    log: str
+    num_restarts: int
+
+
+class RegionState(msgspec.Struct, frozen=True):
+    """What a launcher says about its region. `launcher_started_s` (epoch) tells a re-used pid."""
+
+    region: str
+    phase: Phase
+    launcher_pid: int
+    launcher_started_s: float
+    started_s: float
+    gateway_url: str
+    region_file: str
+    processes: tuple[ProcessRecord, ...]
+    relays: dict[str, str]
+    agents: dict[str, str]
+
+    def launcher_lives(self) -> bool:
+        """Whether the process that wrote this still runs."""
+        try:
+            started_s = psutil.Process(self.launcher_pid).create_time()
+        except psutil.Error:
+            return False
+        return bool(abs(started_s - self.launcher_started_s) < 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths of one run; `sockets` is elsewhere if `root` is too long for socket paths."""
+
+    root: Path
+    sockets: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def state_file(self) -> Path:
+        return self.root / "state.json"
+
+    @property
+    def region_file(self) -> Path:
+        return self.root / "region.json"
+
+    @property
+    def gateway_file(self) -> Path:
+        return self.root / "gateway.json"
+
+    def socket(self, name: str) -> Path:
+        """The path of a socket; RunDirectoryError if the kernel would not take it."""
+        path = self.sockets / f"{name}.sock"
+        if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+            raise RunDirectoryError(f"{path} is too long for a unix socket; use shorter names")
+        return path
+
+    def write_state(self, state: RegionState) -> None:
+        """Replace the state file in one step."""
+        temporary = self.state_file.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
+        temporary.replace(self.state_file)
+
+
+class RunLock:
+    """Ownership of a run directory until `release`; the kernel ends it with the process."""
+
+    def __init__(self, root: Path) -> None:
+        """Create `root` and lock it. RunDirectoryError if another launcher has it."""
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = (root / "lock").open("w")
+        except OSError as error:
+            raise RunDirectoryError(f"cannot use {root}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            message = f"a region already runs in {root}; `prfaas down` it or give --run-dir"
+            raise RunDirectoryError(message) from error
+        self._root = root
+
+    def release(self) -> None:
+        with suppress(FileNotFoundError):
+            (self._root / "lock").unlink()
+        self._file.close()
+
+
+def open_run_directory(root: Path) -> RunDirectory:
+    """Empty directories for a new run in `root`, which the caller has locked; old logs go."""
+    root = root.resolve()
+    remove_leftovers(root)
+    sockets = root / "sockets"
+    # Room for the longest socket names in use.
+    if len(os.fsencode(sockets)) > _MAX_SOCKET_PATH_BYTES - 40:
+        sockets = Path(tempfile.mkdtemp(prefix="prfaas-"))
+    directory = RunDirectory(root, sockets)
+    shutil.rmtree(directory.logs, ignore_errors=True)
+    directory.logs.mkdir()
+    sockets.mkdir(mode=0o700, exist_ok=True)
+    (root / "sockets.path").write_text(str(sockets))
+    return directory
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove state and sockets of a run that is over; its logs stay for reading."""
+    pointer = root / "sockets.path"
+    if pointer.exists():
+        shutil.rmtree(pointer.read_text(), ignore_errors=True)
+    for path in (pointer, root / "state.json", root / "region.json", root / "gateway.json"):
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+def read_state(root: Path) -> RegionState | None:
+    """The state in `root`, None if no region was started there or it ended well."""
+    try:
+        return msgspec.json.decode((root / "state.json").read_bytes(), type=RegionState)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise RunDirectoryError(f"{root / 'state.json'} is of another version: {error}") from error
+
+
+def default_base(environment: dict[str, str]) -> Path:
+    """Where regions run unless told otherwise: one directory for each name."""
+    state_home = environment.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state_home).expanduser() / "prfaas"
+
+
+def known_runs(base: Path) -> list[Path]:
+    """Directories under `base` that hold the state of a region, alive or left behind."""
+    return sorted(path.parent for path in base.glob("*/state.json"))

@@ -1,0 +1,194 @@
+"""What a running region holds right now, asked of its launcher's state file and its processes.
+
+Works from any process on the machine. Does not change anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deploy.emulator.control import RelayControl, RelayError
+from deploy.emulator.faults import LinkReport
+from deploy.region.rundir import RegionState
+from deploy.region.spec import RegionSpec
+from deploy.units import format_duration, format_rate
+from kvmanager.agent.messages import StatusReply
+from kvmanager.engines.agent_control import AgentControl
+from kvmanager.engines.guard import live_session_members
+from kvmanager.rpc import RpcError
+from transport import TlsFiles
+
+_TIMEOUT_S = 2.0
+
+
+class ProcessUse(msgspec.Struct, frozen=True):
+    """What a process and its children use. `memory_bytes` counts shared memory in each."""
+
+    num_processes: int
+    memory_bytes: int
+    uptime_s: float
+
+
+class RegionStatus(msgspec.Struct, frozen=True):
+    """Everything `prfaas status` shows. Missing keys: that process did not answer."""
+
+    state: RegionState
+    launcher_lives: bool
+    use: dict[str, ProcessUse]
+    agents: dict[str, StatusReply]
+    links: dict[str, LinkReport]
+
+
+async def region_status(state: RegionState) -> RegionStatus:
+    """Ask everything at once; at most a few seconds."""
+    lives = state.launcher_lives()
+    tls = _tls(state) if lives else None
+    agents = await asyncio.gather(
+        *(_agent(control, tls) for control in (state.agents.values() if lives else ()))
+    )
+    links = [_link(Path(path)) for path in state.relays.values()]
+    return RegionStatus(
+        state=state,
+        launcher_lives=lives,
+        use={item.name: _use(item.pid) for item in state.processes if lives and item.pid},
+        agents={n: s for n, s in zip(state.agents, agents, strict=False) if s is not None},
+        links={n: r for n, r in zip(state.relays, links, strict=True) if r is not None},
+    )
+
+
+def render_status(status: RegionStatus) -> RenderableType:
+    """The status as tables for a terminal."""
+    state = status.state
+    phase = state.phase if status.launcher_lives else "dead: its launcher was killed"
+    style = "green" if phase == "running" else "yellow" if status.launcher_lives else "bold red"
+    title = Text.assemble(
+        ("region ", "dim"), (state.region, "bold"), "  ", (phase, style), "  ", state.gateway_url
+    )
+    parts: list[RenderableType] = [title, Text(), _process_table(status)]
+    if status.agents:
+        parts += [Text(), _agent_table(status)]
+    if status.links:
+        parts += [Text(), _link_table(status)]
+    return Group(*parts)
+
+
+def _process_table(status: RegionStatus) -> Table:
+    table = _table("process", "kind", "state", "up", "memory", "restarts", "address", "log")
+    for item in status.state.processes:
+        use = status.use.get(item.name)
+        state = item.state if status.launcher_lives else "gone"
+        table.add_row(
+            item.name,
+            item.kind,
+            Text(state, style="green" if state == "healthy" else "red"),
+            "" if use is None else _age(use.uptime_s),
+            "" if use is None else _size(use.memory_bytes),
+            str(item.num_restarts or ""),
+            item.address,
+            item.log,
+        )
+    return table
+
+
+def _agent_table(status: RegionStatus) -> Table:
+    table = _table("agent", "arena", "free", "landings", "held", "outboxes", "held", "engines")
+    for name, agent in status.agents.items():
+        table.add_row(
+            name,
+            _size(agent.arena_bytes),
+            _size(agent.free_bytes),
+            _counts(agent.num_landings),
+            _size(agent.landing_bytes),
+            _counts(agent.num_outboxes),
+            _size(agent.outbox_bytes),
+            ", ".join(sorted(engine.instance for engine in agent.engines)),
+        )
+    return table
+
+
+def _link_table(status: RegionStatus) -> Table:
+    table = _table("link", "rate", "rtt", "sent", "on its way", "returned", "connections", "faults")
+    for name, link in status.links.items():
+        faults = ["cut"] if link.is_cut else []
+        faults += [f"{direction} stalled" for direction in link.stalled]
+        faults += [f"{direction} swallowed" for direction in link.swallowing]
+        table.add_row(
+            name,
+            format_rate(link.rate_bytes_per_s),
+            format_duration(link.rtt_s),
+            _size(link.forward.out_bytes),
+            _size(link.forward.held_bytes),
+            _size(link.backward.out_bytes),
+            str(link.open_connections),
+            Text(", ".join(faults), style="red"),
+        )
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in titles:
+        table.add_column(title, no_wrap=title != "log", overflow="fold")
+    return table
+
+
+async def _agent(control: str, tls: TlsFiles | None) -> StatusReply | None:
+    client = AgentControl(control, tls)
+    try:
+        return await client.status(_TIMEOUT_S)
+    except RpcError:
+        return None
+    finally:
+        await client.close()
+
+
+def _link(path: Path) -> LinkReport | None:
+    try:
+        return RelayControl(path, timeout_s=_TIMEOUT_S).report()
+    except RelayError:
+        return None
+
+
+def _tls(state: RegionState) -> TlsFiles | None:
+    region = RegionSpec.model_validate_json(Path(state.region_file).read_bytes())
+    tls = region.security.tls
+    return None if tls is None else TlsFiles(cert=tls.cert, key=tls.key, ca=tls.ca)
+
+
+def _use(session: int) -> ProcessUse:
+    memory_bytes = num_processes = 0
+    started_s = time.time()
+    for pid in live_session_members(session):
+        try:
+            process = psutil.Process(pid)
+            memory_bytes += process.memory_info().rss
+            started_s = min(started_s, process.create_time())
+        except psutil.Error:
+            continue
+        num_processes += 1
+    return ProcessUse(num_processes, memory_bytes, time.time() - started_s)
+
+
+def _counts(by_state: dict[str, int]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in by_state.items() if count) or "0"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return str(nbytes)
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
