@@ -13,6 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -77,7 +78,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             hello = _hello(extra, "scheduler", layout, 0)
             self._scheduler.connect(EngineClient(socket_path, hello, self._scheduler))
         else:
-            rank = vllm_config.parallel_config.rank
+            rank = get_tensor_model_parallel_rank()
             self._worker = WorkerSide(layout, rank, kv_cache_config)
             self._client = EngineClient(
                 socket_path, _hello(extra, "worker", layout, rank), self._worker

@@ -1,0 +1,28 @@
+"""What a region that has stopped must not leave behind: processes, sockets, shared memory.
+
+Knows where they would be, not who made them.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def arenas() -> set[Path]:
+    """Arena files of any region on this machine."""
+    return set(SHARED_MEMORY.glob("prfaas-*.arena"))
+
+
+def leftovers(run_dir: Path, arenas_before: Iterable[Path]) -> list[str]:
+    """One line for each thing of the region in `run_dir` that is still there."""
+    found = [f"shared memory {path}" for path in sorted(arenas() - set(arenas_before))]
+    found += [f"socket {path}" for path in sorted(run_dir.rglob("*")) if path.is_socket()]
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        command = " ".join(process.info["cmdline"] or ())
+        if str(run_dir) in command and process.pid != psutil.Process().pid:
+            found.append(f"process {process.pid}: {command[:120]}")
+    ours = psutil.Process().children(recursive=True)
+    return found + [f"child process {child.pid}: {child.name()}" for child in ours]

@@ -1,0 +1,76 @@
+"""The demo's region as a `RegionSpec`: two clusters and an emulated link on this machine."""
+
+from pathlib import Path
+from typing import Any
+
+from deploy.demo.scenario import CHUNK_TOKENS, THRESHOLD_TOKENS
+from deploy.demo.tiny_specs import TinyModel
+from deploy.region.spec import RegionSpec
+
+
+def demo_region(
+    model: TinyModel,
+    path: Path,
+    *,
+    threshold_tokens: int = THRESHOLD_TOKENS,
+    prefix_caching: bool = True,
+    link: dict[str, str] | None = None,
+    tensor_parallel_size: int = 1,
+    gateway_port: int = 0,
+    landing_gib: float = 0.25,
+) -> RegionSpec:
+    """A prefill cluster of one engine, a PD cluster of two, and a link of 1 Gbit/s and 20 ms."""
+    spec: dict[str, Any] = {
+        "name": model.name,
+        "gateway": {"port": gateway_port, "threshold_tokens": threshold_tokens},
+        "models": [
+            {
+                "name": model.name,
+                "path": str(path),
+                "dtype": model.dtype,
+                "max_model_len": model.max_model_len,
+                "max_num_batched_tokens": CHUNK_TOKENS,
+                "kv_space_gib": 1,
+                "prefix_caching": prefix_caching,
+                "tensor_parallel_size": tensor_parallel_size,
+                "enforce_eager": True,
+                "args": model.engine_args,
+            }
+        ],
+        "clusters": [
+            {
+                "name": "prefill-a",
+                "kind": "prefill",
+                "nodes": [
+                    {
+                        "name": "a1",
+                        "agent": {"arena_gib": 0.5},
+                        "instances": [{"name": "a1-prefill"}],
+                    }
+                ],
+            },
+            {
+                "name": "pd-b",
+                "kind": "pd",
+                "nodes": [
+                    {
+                        "name": "b1",
+                        "agent": {"arena_gib": 0.5, "landing_gib": landing_gib},
+                        "instances": [
+                            {"name": "b1-prefill", "role": "prefill"},
+                            {"name": "b1-decode", "role": "decode"},
+                        ],
+                    }
+                ],
+            },
+        ],
+        "links": [
+            {
+                "from": "prefill-a",
+                "to": "pd-b",
+                "emulate": link or {"rate": "1Gbit", "rtt": "20ms"},
+            }
+        ],
+        "security": {"trusted_network": True},
+    }
+    return RegionSpec.model_validate(spec)

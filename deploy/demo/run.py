@@ -1,0 +1,152 @@
+"""The demo: for each tiny model a plain engine and a region get the same requests.
+
+Succeeds only when every check holds and nothing is left behind.
+"""
+
+import asyncio
+import contextlib
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+
+from deploy.demo.answers import Answer, ask_all
+from deploy.demo.leftovers import arenas, leftovers
+from deploy.demo.reference import plain_engine
+from deploy.demo.regions import demo_region
+from deploy.demo.report import print_table, write_json
+from deploy.demo.scenario import DemoRequest, demo_requests
+from deploy.demo.tiny_models import build_model
+from deploy.demo.tiny_specs import MODELS
+from deploy.demo.verdict import Row, judge
+from deploy.region.launcher import RunningRegion
+
+DEFAULT_MODELS = ("qwen3-next-tiny", "mimo-v2-tiny")
+SETTLE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """Where models and the report go, and which of the tiny models take part."""
+
+    work_dir: Path = Path(".demo")
+    models: Sequence[str] = DEFAULT_MODELS
+    report: Path | None = None
+
+    @property
+    def report_path(self) -> Path:
+        return self.report or self.work_dir / "report.json"
+
+
+def run_demo(options: DemoOptions, console: Console) -> int:
+    """Exit status: 0 when every check held, 1 when one failed, 130 after Ctrl-C or SIGTERM."""
+    arenas_before = arenas()
+    # A short path: unix socket names are limited to about a hundred bytes.
+    with tempfile.TemporaryDirectory(prefix="prfaas-demo-") as directory:
+        run_dir = Path(directory)
+        try:
+            rows = asyncio.run(_interruptible(_run(options, run_dir, console)))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            rows = None
+        left = leftovers(run_dir, arenas_before)
+        failed = rows is None or bool(left) or any(row.failed_checks for row in rows)
+        if failed:
+            _keep_logs(run_dir, options.work_dir / "logs", console)
+    for item in left:
+        console.print(f"[red]left behind:[/] {item}")
+    if rows is None:
+        console.print("interrupted; " + ("see above" if left else "nothing is left behind"))
+        return 130
+    print_table(console, rows)
+    write_json(options.report_path, rows, left)
+    num_failed = sum(bool(row.failed_checks) for row in rows)
+    console.print(
+        f"{len(rows) - num_failed} of {len(rows)} requests passed every check; "
+        f"{'nothing' if not left else len(left)} left behind; report: {options.report_path}"
+    )
+    return 1 if failed else 0
+
+
+async def _interruptible(work: Any) -> Any:
+    """`work`, cancelled by SIGINT and SIGTERM, so that its clean-up runs."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, task.cancel)
+    return await task
+
+
+async def _run(options: DemoOptions, run_dir: Path, console: Console) -> list[Row]:
+    rows = []
+    for name in options.models:
+        rows += await _run_model(name, options, run_dir / name, console)
+    return rows
+
+
+async def _run_model(
+    name: str, options: DemoOptions, run_dir: Path, console: Console
+) -> list[Row]:
+    console.rule(f"[bold]{name}")
+    model = MODELS[name]
+    path = build_model(model, options.work_dir.resolve() / "models").path
+    requests = demo_requests()
+    async with _status(console, "starting a plain engine to compare with") as say:
+        async with plain_engine(model, path, run_dir / "plain", say) as url:
+            expected = await _ask(url, name, requests, console, "plain engine")
+    async with RunningRegion(demo_region(model, path), run_dir, console=console) as region:
+        answers = await _ask(region.gateway_url, name, requests, console, "region")
+        records = await _settled_records(region.gateway_url, answers)
+    return [
+        judge(
+            name,
+            request,
+            answers[request.name],
+            expected[request.name],
+            records.get(answers[request.name].request_id),
+        )
+        for request in requests
+    ]
+
+
+async def _ask(
+    url: str, model: str, requests: Sequence[DemoRequest], console: Console, who: str
+) -> dict[str, Answer]:
+    def show(request: DemoRequest, answer: Answer) -> None:
+        outcome = answer.error or f"{len(answer.token_ids)} tokens in {answer.total_s:.2f} s"
+        console.print(f"  {who}: {request.name}, {answer.num_prompt_tokens} tokens: {outcome}")
+
+    return await ask_all(url, model, requests, show)
+
+
+async def _settled_records(url: str, answers: dict[str, Answer]) -> dict[str, dict[str, Any]]:
+    """The gateway's records by request id, once both legs of each request are over."""
+    wanted = {answer.request_id for answer in answers.values()}
+    records: dict[str, dict[str, Any]] = {}
+    async with aiohttp.ClientSession() as session:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                while not all(records.get(i, {}).get("is_settled") for i in wanted):
+                    async with session.get(f"{url}/prfaas/requests?limit=200") as response:
+                        listed = (await response.json())["requests"]
+                    records = {record["request_id"]: record for record in listed}
+                    await asyncio.sleep(0.1)
+    return records
+
+
+@contextlib.asynccontextmanager
+async def _status(console: Console, what: str) -> AsyncIterator[Any]:
+    with console.status(what) as status:
+        yield lambda line: status.update(f"{what}  [dim]{line[-100:]}[/]")
+
+
+def _keep_logs(run_dir: Path, log_dir: Path, console: Console) -> None:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for log in run_dir.rglob("*.log"):
+        target = log_dir / "-".join(log.relative_to(run_dir).parts)
+        target.write_bytes(log.read_bytes())
+    console.print(f"logs are in {log_dir}")
