@@ -7,6 +7,7 @@ Does not know how clusters are made; they are given to it and stay their owner's
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +19,7 @@ from aiohttp import web
 from deploy.gateway.auth import KeyRing
 from deploy.gateway.background import Background
 from deploy.gateway.config import GatewayConfig
-from deploy.gateway.errors import JSON_TYPE, ApiError, api_error_for
+from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.exchange import PATHS, open_exchange
 from deploy.gateway.inbound import Kind, parse_request
 from deploy.gateway.metrics import CONTENT_TYPE, GatewayMetrics
@@ -32,6 +33,9 @@ from prfaas.cluster import PrefillCluster
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+_INTERNAL_ERROR: Final = "The gateway failed to serve this request."
 _MAX_LISTED_RECORDS: Final = 1000
 
 
@@ -216,7 +220,7 @@ class Gateway:
             raise self._too_large() from None
         except TimeoutError:
             raise ApiError(408, "body_timeout", "The body did not arrive in time.") from None
-        except (web.HTTPException, ValueError) as error:
+        except (web.RequestPayloadError, ValueError) as error:
             raise ApiError(400, "unreadable_body", f"The body cannot be read: {error}") from error
 
     def _too_large(self) -> ApiError:
@@ -297,6 +301,9 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _error_response(request, ApiError(500, "internal_error", _INTERNAL_ERROR))
 
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
@@ -304,7 +311,7 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
     gateway.metrics.rejected(error.code)
     response = web.Response(
         status=error.status,
-        body=api_error_for(error).body(),
+        body=error.body(),
         headers={"Content-Type": JSON_TYPE, **error.headers},
     )
     if not request.body_exists or request.content.at_eof():

@@ -1,0 +1,404 @@
+"""Things break: the answer is right by another path, or clearly an error, and never half an answer."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvmanager.engines.errors import PrefillFailed
+
+
+async def read_events(response: Any) -> tuple[bytes, bool]:
+    """What arrived, and whether the body ended properly."""
+    got = b""
+    try:
+        async for chunk in response.content.iter_any():
+            got += chunk
+    except aiohttp.ClientError:
+        return got, False
+    return got, True
+
+
+async def direct(region: Any, body: dict[str, Any], engine: Any = None) -> bytes:
+    url = (engine or region.engine).url + "/v1/completions"
+    async with region.session.post(url, json=body, headers={"X-Request-Id": "same"}) as response:
+        raw: bytes = await response.read()
+        return raw
+
+
+SAME = {"X-Request-Id": "same"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [
+        PrefillFailed("engine_failed", "killed"),
+        PrefillFailed("queue_full", "busy"),
+        OSError("no route"),
+        RuntimeError("a bug"),
+    ],
+)
+async def test_a_failed_prefill_is_recomputed_where_decoding_happens(
+    region: Any, error: Exception, stream: bool
+) -> None:
+    region.far.error = error
+    body = region.long_body(stream=stream)
+    status, headers, answer = await region.post(body, headers=SAME)
+    assert status == 200
+    assert headers["x-prfaas-route"] == "local"
+    assert headers["x-prfaas-reason"].startswith("prefill_failed; prompt_tokens=300")
+    assert "x-prfaas-transfer-bytes" not in headers
+    assert answer == await direct(region, body)
+    assert region.engine.sources[0] == "recomputed"
+    record = await region.record()
+    assert record.first_route == "prefill_cluster"
+    assert record.prefill_error
+    await region.assert_nothing_held()
+
+
+async def test_another_prefill_cluster_is_tried_first(open_region: Any) -> None:
+    async with open_region(prefill=("a", "b")) as region:
+        region.prefill["a"].error = PrefillFailed("engine_failed", "killed")
+        status, headers, _ = await region.post(region.long_body())
+        assert status == 200
+        assert headers["x-prfaas-route"] == "prefill_cluster"
+        record = await region.record()
+        assert record.target == "b"
+        assert record.num_retries == 1
+        assert region.engine.sources[-1] == "landing"
+        region.prefill["b"].error = PrefillFailed("engine_failed", "killed too")
+        status, headers, _ = await region.post(region.long_body())
+        assert status == 200
+        assert headers["x-prfaas-route"] == "local"
+        await region.assert_nothing_held()
+
+
+async def test_no_landing_room_means_local(region: Any) -> None:
+    region.pd.is_full = True
+    status, headers, _ = await region.post(region.long_body())
+    assert status == 200
+    assert headers["x-prfaas-route"] == "local"
+    assert headers["x-prfaas-reason"].startswith("no_landing_room")
+    assert region.far.jobs == []
+    assert region.engine.sources == ["prompt"]
+
+
+async def test_a_reservation_that_takes_too_long_means_local(open_region: Any) -> None:
+    timeouts = {"cluster_s": 0.05}
+    async with open_region(timeouts=timeouts) as region:
+        region.pd.reserve_gate.clear()
+        status, headers, _ = await region.post(region.long_body())
+        assert status == 200
+        assert headers["x-prfaas-reason"].startswith("reserve_failed")
+        await region.assert_nothing_held()
+
+
+async def test_an_unhealthy_prefill_cluster_gets_nothing(region: Any) -> None:
+    region.far.is_healthy = False
+    await asyncio.sleep(0.1)
+    status, headers, _ = await region.post(region.long_body())
+    assert status == 200
+    assert headers["x-prfaas-reason"].startswith("prefill_cluster_unhealthy")
+    assert region.far.jobs == []
+
+
+async def test_prefill_instances_at_home_hand_over_inside(open_region: Any) -> None:
+    async with open_region(prefill=("far",), hand_off_tokens=20, threshold_tokens=1000) as region:
+        region.pd.prefill = region.far
+        await asyncio.sleep(0.1)
+        status, headers, _ = await region.post(region.long_body())
+        assert status == 200
+        assert headers["x-prfaas-route"] == "local"
+        assert headers["x-prfaas-reason"].startswith("below_threshold")
+        assert region.engine.sources == ["landing"]
+        record = await region.record()
+        assert record.target == "hand_off"
+        region.far.error = PrefillFailed("engine_failed", "killed")
+        status, headers, _ = await region.post(region.long_body())
+        assert status == 200
+        assert headers["x-prfaas-reason"].startswith("prefill_failed")
+        await region.assert_nothing_held()
+
+
+async def test_rendering_down_means_one_engine(region: Any) -> None:
+    async def broken(request: Any, body: Any) -> web.Response:
+        return web.Response(status=503, text="no")
+
+    region.engine.render_reply = broken
+    status, headers, _ = await region.post(region.long_body())
+    assert status == 200
+    assert headers["x-prfaas-route"] == "direct"
+    assert headers["x-prfaas-reason"].startswith("render_unavailable")
+
+
+@pytest.mark.parametrize("rendered", [b"[]", b"{}", b"nonsense", b'[{"token_ids":"x"}]'])
+async def test_odd_renderings_mean_one_engine(region: Any, rendered: bytes) -> None:
+    async def odd(request: Any, body: Any) -> web.Response:
+        return web.Response(body=rendered, content_type="application/json")
+
+    region.engine.render_reply = odd
+    status, headers, _ = await region.post(region.long_body())
+    assert status == 200
+    assert headers["x-prfaas-route"] == "direct"
+
+
+async def test_what_the_engine_refuses_is_said_in_its_own_words(region: Any) -> None:
+    error = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}
+
+    async def refuse(request: Any, body: Any) -> web.Response:
+        return web.json_response(error, status=400)
+
+    region.engine.render_reply = region.engine.reply = refuse
+    status, headers, answer = await region.post(region.long_body())
+    assert status == 400
+    assert json.loads(answer) == error
+    assert headers["x-prfaas-reason"].startswith("render_refused")
+
+
+@pytest.mark.parametrize(
+    ("status", "seen", "text"), [(404, 404, "gone"), (401, 502, "key"), (302, 502, "moved")]
+)
+async def test_errors_without_an_error_object_get_one(
+    region: Any, status: int, seen: int, text: str
+) -> None:
+    async def refuse(request: Any, body: Any) -> web.Response:
+        return web.Response(status=status, text=text)
+
+    region.engine.reply = refuse
+    answered, headers, answer = await region.post({"model": "tiny", "prompt": "x"})
+    assert answered == seen
+    assert text in json.loads(answer)["error"]["message"]
+    assert headers["content-type"].startswith("application/json")
+
+
+async def test_an_error_instead_of_the_first_token_is_a_real_error(region: Any) -> None:
+    event = b'data: {"error": {"message": "bad", "type": "x", "param": null, "code": 422}}\n\n'
+
+    async def refuse(request: Any, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(event + b"data: [DONE]\n\n")
+        return response
+
+    region.engine.reply = refuse
+    status, headers, answer = await region.post({"model": "tiny", "prompt": "x", "stream": True})
+    assert status == 422
+    assert headers["content-type"] == "application/json"
+    assert json.loads(answer)["error"]["message"] == "bad"
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("how", ["reset", "http_500", "http_503", "error_event", "silence_end"])
+async def test_an_engine_that_dies_before_its_first_byte_is_replaced(
+    open_region: Any, how: str, offloaded: bool
+) -> None:
+    async with open_region(num_engines=2) as region:
+        first, second = region.engines
+
+        async def die(request: Any, body: Any) -> web.StreamResponse:
+            if how == "reset":
+                request.transport.abort()
+                return web.Response()
+            if how.startswith("http"):
+                return web.Response(status=int(how[-3:]), text="dead")
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            if how == "error_event":
+                await response.write(b'data: {"error": {"message": "m", "code": 500}}\n\n')
+            return response
+
+        first.reply = die
+        body = {"model": "tiny", "prompt": "x" * (300 if offloaded else 3), "stream": True}
+        status, headers, answer = await region.post(body, headers=SAME)
+        assert status == 200
+        assert headers["x-prfaas-route"] == "local"
+        assert headers["x-prfaas-reason"].startswith("decode_engine_failed")
+        assert answer == await direct(region, body, second)
+        record = await region.record()
+        assert record.num_retries == 1
+        assert record.decode_instance == second.name
+        await region.assert_nothing_held()
+
+
+async def test_two_dead_engines_are_an_openai_error(open_region: Any) -> None:
+    async with open_region(num_engines=2) as region:
+
+        async def die(request: Any, body: Any) -> web.Response:
+            request.transport.abort()
+            return web.Response()
+
+        for engine in region.engines:
+            engine.reply = die
+        status, headers, answer = await region.post(region.long_body())
+        assert status == 502
+        error = json.loads(answer)["error"]
+        assert error["code"] == "engine_unavailable"
+        assert error["type"] == "server_error"
+        assert headers["x-request-id"]
+        await region.assert_nothing_held()
+
+
+async def test_a_lone_engine_is_tried_twice(region: Any) -> None:
+    seen = 0
+
+    async def die_once(request: Any, body: Any) -> web.StreamResponse:
+        nonlocal seen
+        seen += 1
+        if seen == 1:
+            request.transport.abort()
+            return web.Response()
+        answer: web.StreamResponse = await region.engine.answer(request, body)
+        return answer
+
+    region.engine.reply = die_once
+    status, _, _ = await region.post({"model": "tiny", "prompt": "x"})
+    assert status == 200
+
+
+async def test_no_engine_at_all_is_503(region: Any) -> None:
+    region.pd.down.add("d0")
+    status, headers, answer = await region.post({"model": "tiny", "prompt": "x"})
+    assert status == 503
+    assert headers["retry-after"] == "1"
+    assert json.loads(answer)["error"]["code"] == "no_engine_available"
+    await asyncio.sleep(0.1)
+    async with region.session.get(region.url + "/health") as response:
+        assert response.status == 503
+
+
+async def test_a_silent_engine_is_504_and_not_tried_again(open_region: Any) -> None:
+    async with open_region(num_engines=2, timeouts={"engine_silence_s": 0.1}) as region:
+        region.engine.first_token.clear()
+        status, _, answer = await region.post(region.long_body())
+        assert status == 504
+        assert json.loads(answer)["error"]["code"] == "engine_timeout"
+        assert region.engines[1].requests == []
+        await region.assert_nothing_held()
+
+
+@pytest.mark.parametrize("how", ["reset", "clean_end", "inside_an_event", "silence"])
+async def test_a_stream_that_breaks_off_never_looks_whole(open_region: Any, how: str) -> None:
+    async with open_region(timeouts={"engine_silence_s": 0.2}) as region:
+        release = asyncio.Event()
+
+        async def half(request: Any, body: Any) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b'data: {"one": 1}\n\n')
+            if how == "inside_an_event":
+                await response.write(b'data: {"two": ')
+            if how == "silence":
+                await release.wait()
+            if how in ("reset", "inside_an_event"):
+                await asyncio.sleep(0.05)
+                request.transport.abort()
+            return response
+
+        region.engine.reply = half
+        body = {"model": "tiny", "prompt": "x", "stream": True}
+        async with region.session.post(region.url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            got, ended_properly = await read_events(response)
+        release.set()
+        first, second = got.split(b"\n\n")[:2]
+        assert first == b'data: {"one": 1}'
+        assert json.loads(second.removeprefix(b"data: "))["error"]["code"] == "engine_lost"
+        assert b"[DONE]" not in got
+        assert not ended_properly
+        record = await region.record()
+        assert record.outcome == "engine_lost"
+        await region.assert_nothing_held()
+
+
+async def test_a_break_after_the_end_mark_is_no_break(region: Any) -> None:
+    async def whole(request: Any, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": keep-alive\n\n")
+        await response.write(b'data: {"one": 1}\n\ndata: [DONE]\n\n')
+        await asyncio.sleep(0.05)
+        request.transport.abort()
+        return response
+
+    region.engine.reply = whole
+    status, _, answer = await region.post({"model": "tiny", "prompt": "x", "stream": True})
+    assert status == 200
+    assert answer == b': keep-alive\n\ndata: {"one": 1}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n7\r\n",
+        b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n",
+    ],
+)
+async def test_a_body_closed_short_is_never_handed_out(region: Any, head: bytes) -> None:
+    async def short(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head + b'{"text"')
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(short, "127.0.0.1", 0)
+    async with server:
+        region.engine.url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        status, _, answer = await region.post({"model": "tiny", "prompt": "x"})
+    assert status == 502
+    assert json.loads(answer)["error"]["code"] == "engine_unavailable"
+    assert (await region.record()).num_retries == 1
+
+
+async def test_a_late_report_of_the_transfer_still_reaches_the_record(region: Any) -> None:
+    region.far.report_gate.clear()
+    status, headers, _ = await region.post(region.long_body())
+    assert status == 200
+    assert "x-prfaas-transfer-bytes" not in headers
+    region.far.report_gate.set()
+    record = await region.record()
+    assert record.transfer_bytes == 299 * 512
+    assert region.far.num_cancelled == 0
+
+
+async def test_a_prefill_nobody_waits_for_is_cancelled(open_region: Any) -> None:
+    async with open_region(timeouts={"result_grace_s": 0.05}) as region:
+        region.far.gate.clear()
+
+        async def cached(request: Any, body: Any) -> web.Response:
+            return web.json_response({"from": "its own prefix cache"})
+
+        region.engine.reply = cached
+        status, _, _ = await region.post(region.long_body())
+        assert status == 200
+        await region.assert_nothing_held()
+        assert region.far.num_cancelled == 1
+
+
+async def test_a_break_in_one_stream_leaves_the_others_alone(region: Any) -> None:
+    async def odd_ones_die(request: Any, body: Any) -> web.StreamResponse:
+        response: web.StreamResponse
+        if body["seed"] % 2:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b'data: {"one": 1}\n\n')
+            return response
+        response = await region.engine.answer(request, body)
+        return response
+
+    region.engine.reply = odd_ones_die
+
+    async def ask(seed: int) -> bytes:
+        body = region.long_body(stream=True, seed=seed)
+        async with region.session.post(region.url + "/v1/completions", json=body) as response:
+            return (await read_events(response))[0]
+
+    answers = await asyncio.gather(*(ask(seed) for seed in range(40)))
+    for seed, answer in enumerate(answers):
+        assert answer.endswith(b"data: [DONE]\n\n") == (seed % 2 == 0)
+    await region.assert_nothing_held()

@@ -1,0 +1,233 @@
+"""Keys, sizes, hostile bodies, concurrency and shutting down."""
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+SHORT = {"model": "tiny", "prompt": "x"}
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(answer)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+async def send(region: Any, raw: bytes, **headers: str) -> tuple[int, bytes]:
+    headers = {"Content-Type": "application/json"} | headers
+    url = region.url + "/v1/completions"
+    async with region.session.post(url, data=raw, headers=headers) as response:
+        return response.status, await response.read()
+
+
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [
+        (None, "missing_api_key"),
+        ("Basic abc", "missing_api_key"),
+        ("Bearer ", "missing_api_key"),
+        ("Bearer wrong", "invalid_api_key"),
+        ("Bearer one two", "invalid_api_key"),
+    ],
+)
+async def test_a_key_is_asked_for(open_region: Any, header: str | None, code: str) -> None:
+    async with open_region(api_keys=("one", "two")) as region:
+        headers = {"Authorization": header} if header else {}
+        status, seen, answer = await region.post(SHORT, headers=headers)
+        assert status == 401
+        assert error_of(answer)["code"] == code
+        assert seen["www-authenticate"] == "Bearer"
+        async with region.session.get(region.url + "/v1/models", headers=headers) as response:
+            assert response.status == 401
+        assert region.engine.requests == []
+
+
+async def test_known_keys_are_let_in(open_region: Any) -> None:
+    async with open_region(api_keys=("one", "two")) as region:
+        for header in ("Bearer one", "bearer two"):
+            status, _, _ = await region.post(SHORT, headers={"Authorization": header})
+            assert status == 200
+        for path in ("/health", "/version", "/metrics", "/prfaas/requests"):
+            async with region.session.get(region.url + path) as response:
+                assert response.status == 200
+
+
+async def test_what_operators_see_can_be_protected(open_region: Any) -> None:
+    async with open_region(api_keys=("one",), protect_admin=True) as region:
+        for path in ("/metrics", "/prfaas/requests", "/prfaas/requests/x", "/prfaas/region"):
+            async with region.session.get(region.url + path) as response:
+                assert response.status == 401
+        keys = {"Authorization": "Bearer one"}
+        async with region.session.get(region.url + "/metrics", headers=keys) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "words"),
+    [
+        (b"", "invalid_json", "byte 0"),
+        (b'{"model": "tiny"', "invalid_json", "byte 16"),
+        (b'{"model": tiny}', "invalid_json", "byte 11"),
+        (b'{"model":\n "tiny",\n "prompt": x}', "invalid_json", "line 3"),
+        (b'{"model": "tiny"} {}', "invalid_json", "trailing"),
+        (b'{"temperature": NaN}', "invalid_json", "byte"),
+        (b'\xff\xfe{"model": 1}', "invalid_json", "byte 0"),
+        (b"[1]", "invalid_body", "object"),
+        (b"null", "invalid_body", "object"),
+        (b'{"model": 3}', "invalid_type", "string"),
+        (b'{"x": ' + b"[" * 200_000, "invalid_json", "deep"),
+        (b'{"x": ' + b'{"a":' * 200_000, "invalid_json", "deep"),
+    ],
+)
+async def test_hostile_bodies(region: Any, raw: bytes, code: str, words: str) -> None:
+    status, answer = await send(region, raw)
+    assert status == 400
+    error = error_of(answer)
+    assert error["code"] == code
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert region.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"model":"tiny","prompt":"x","kv_transfer_params":{"prfaas":{}}}',
+        b'{"model":"tiny","prompt":"x","kv\\u005ftransfer_params":{}}',
+        b'{"kv_transfer_params":null,"model":"tiny","prompt":"x","kv_transfer_params":[1]}',
+    ],
+)
+async def test_clients_cannot_name_memory(region: Any, raw: bytes) -> None:
+    status, answer = await send(region, raw)
+    assert status == 400
+    assert error_of(answer)["param"] == "kv_transfer_params"
+
+
+async def test_null_transfer_params_do_not_override_ours(region: Any) -> None:
+    raw = b'{"model":"tiny","prompt":"%s","kv_transfer_params":null}' % (b"x" * 300)
+    status, _ = await send(region, raw)
+    assert status == 200
+    assert region.engine.sources == ["landing"]
+
+
+async def test_an_unknown_model_is_404(region: Any) -> None:
+    status, _, answer = await region.post({"model": "huge", "prompt": "x"})
+    assert status == 404
+    assert error_of(answer)["param"] == "model"
+    assert region.engine.requests == []
+
+
+async def test_no_model_means_the_only_one(region: Any, open_region: Any) -> None:
+    status, _, _ = await region.post({"prompt": "x"})
+    assert status == 200
+    async with open_region(models=({"name": "a"}, {"name": "b"})) as two:
+        status, _, _ = await two.post({"prompt": "x"})
+        assert status == 404
+
+
+async def test_bodies_that_are_too_long(open_region: Any) -> None:
+    async with open_region(max_body_bytes=1000) as region:
+        status, _, answer = await region.post({"model": "tiny", "prompt": "x" * 2000})
+        assert status == 413
+        assert error_of(answer)["code"] == "body_too_large"
+
+        async def chunks() -> Any:
+            for _ in range(100):
+                yield b" " * 100
+
+        headers = {"Content-Type": "application/json"}
+        url = region.url + "/v1/completions"
+        async with region.session.post(url, data=chunks(), headers=headers) as response:
+            assert response.status == 413
+        bomb = gzip.compress(b'{"prompt":"' + b"x" * 1_000_000 + b'"}')
+        status, _ = await send(region, bomb, **{"Content-Encoding": "gzip"})
+        assert status == 413
+        status, _, _ = await region.post(SHORT)
+        assert status == 200
+
+
+async def test_a_compressed_body_is_understood(region: Any) -> None:
+    raw = json.dumps(SHORT).encode()
+    status, _ = await send(region, gzip.compress(raw), **{"Content-Encoding": "gzip"})
+    assert status == 200
+    assert region.engine.bodies() == [raw]
+    status, answer = await send(region, b"no gzip", **{"Content-Encoding": "gzip"})
+    assert status == 400
+
+
+async def test_other_media_types_and_paths(region: Any) -> None:
+    status, _ = await send(region, b"{}", **{"Content-Type": "text/plain"})
+    assert status == 415
+    async with region.session.post(region.url + "/v1/embeddings", json={}) as response:
+        assert response.status == 404
+        assert error_of(await response.read())["code"] == "not_found"
+    async with region.session.get(region.url + "/v1/completions") as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert error_of(await response.read())["code"] == "method_not_allowed"
+
+
+async def test_more_than_the_limit_is_turned_away(open_region: Any) -> None:
+    async with open_region(max_in_flight=3, retry_after_s=7) as region:
+        region.engine.first_token.clear()
+        tasks = [asyncio.create_task(region.post(SHORT)) for _ in range(3)]
+        await region.until(lambda: region.gateway.num_in_flight == 3)
+        status, headers, answer = await region.post(SHORT)
+        assert status == 429
+        assert headers["retry-after"] == "7"
+        assert error_of(answer)["type"] == "rate_limit_error"
+        region.engine.first_token.set()
+        assert [(await task)[0] for task in tasks] == [200, 200, 200]
+        assert (await region.post(SHORT))[0] == 200
+
+
+async def test_many_at_once_stay_apart(region: Any) -> None:
+    async def ask(seed: int) -> None:
+        length = 300 if seed % 2 else 5
+        body = {"model": "tiny", "prompt": "x" * length, "seed": seed, "stream": seed % 3 == 0}
+        status, headers, answer = await region.post(body, headers={"X-Request-Id": f"r{seed}"})
+        assert status == 200
+        assert headers["x-request-id"] == f"r{seed}"
+        assert b'\\"seed\\": %d' % seed in answer.replace(b'"}, {"', b"") or body["stream"]
+        assert headers["x-prfaas-route"] == ("prefill_cluster" if length == 300 else "local")
+
+    await asyncio.gather(*(ask(seed) for seed in range(200)))
+    await region.assert_nothing_held()
+    assert len(region.pd.released) == 100
+
+
+async def test_draining_lets_the_running_end(region: Any) -> None:
+    region.engine.first_token.clear()
+    running = asyncio.create_task(region.post(region.long_body(stream=True)))
+    await region.until(lambda: region.gateway.num_in_flight == 1)
+    draining = asyncio.create_task(region.gateway.drain())
+    await asyncio.sleep(0)
+    status, headers, answer = await region.post(SHORT)
+    assert status == 503
+    assert headers["retry-after"]
+    assert error_of(answer)["code"] == "shutting_down"
+    async with region.session.get(region.url + "/health") as response:
+        assert response.status == 503
+    assert not draining.done()
+    region.engine.first_token.set()
+    status, _, answer = await running
+    assert status == 200
+    assert answer.endswith(b"data: [DONE]\n\n")
+    await asyncio.wait_for(draining, 5)
+
+
+async def test_stopping_with_requests_running_gives_everything_back(open_region: Any) -> None:
+    async with open_region(timeouts={"drain_s": 0.1}) as region:
+        region.far.gate.clear()
+        running = asyncio.create_task(region.post(region.long_body()))
+        await region.until(lambda: len(region.far.jobs) == 1)
+        pd, far = region.pd, region.far
+    # Cut off without an answer, or with an error: never a whole answer.
+    ended = (await asyncio.gather(running, return_exceptions=True))[0]
+    assert isinstance(ended, aiohttp.ClientError) or ended[0] >= 500
+    assert pd.held == {}
+    assert far.num_running == 0
