@@ -102,6 +102,7 @@ class Receiver:
             with suppress(OSError):  # it may not be listening any more
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._stirred.set()
+        self._reception.close(time.monotonic())  # while there are connections to say so on
         for connection in connections:
             connection.abort(LocalError("closed", "the receiver was closed"))
         deadline_s = time.monotonic() + timeout_s

@@ -106,7 +106,7 @@ class Reception:
             self.fail(landing, LinkError("idle", message), now_s)
 
     def close(self, now_s: float) -> None:
-        """Fail everything that is open; called when no connection is left."""
+        """Fail everything that is open now."""
         for landing in self.landings.open_ones():
             self.fail(landing, LocalError("closed", "the receiver was closed"), now_s)
 

@@ -127,6 +127,8 @@ class MemoryConnection:
     to_receiver: bytearray = field(default_factory=bytearray)
     to_sender: bytearray = field(default_factory=bytearray)
     established: bool = False
+    deaf: bool = False
+    """The sender has given it up."""
 
 
 class MemoryNetwork:
@@ -238,6 +240,8 @@ class MemoryNetwork:
             return
         data = bytes(connection.to_sender[:num_bytes])
         del connection.to_sender[:num_bytes]
+        if connection.deaf:
+            return
         try:
             for event in connection.sender.feed(data):
                 self._handle(connection, event)
@@ -248,6 +252,15 @@ class MemoryNetwork:
     def cut(self, number: int) -> None:
         """The connection is lost with everything on its way."""
         self._remove(number, LinkError("lost", "cut"))
+
+    def give_up(self, number: int) -> None:
+        """The sender closes the connection; the receiver never hears of it."""
+        connection = self.connections[number]
+        connection.established = False
+        connection.to_receiver.clear()
+        connection.deaf = True
+        self.core.disconnected(number, LinkError("ack_timeout", "given up"))
+        self._perform()
 
     def run(self, max_steps: int = 100_000) -> None:
         """Send and deliver in order until nothing moves."""

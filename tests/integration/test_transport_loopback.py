@@ -1,4 +1,6 @@
-"""The transport over real sockets on 127.0.0.1: exactness, faults, refusals, TLS, and what is left behind."""
+"""The transport over real sockets on 127.0.0.1: exactness, faults, refusals, TLS, and what is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,14 @@ from transport import (
     LinkError,
     LocalError,
     PeerError,
-    Receiver,
-    Sender,
     TransferState,
     TransportConfig,
 )
-from transport.testing import (
-    MemoryRegistry,
-    MemorySpace,
-    RecordingListener,
-    greeting,
-    make_spec,
-)
+from transport.testing import MemorySpace, greeting, make_spec
+from transport.testing_loopback import LoopbackPair
 
 KIB = 1024
 MIB = 1024 * KIB
-LOOPBACK = Endpoint("127.0.0.1", 0)
 CONFIG = TransportConfig(
     num_connections=4,
     frame_bytes=64 * KIB,
@@ -57,9 +51,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 def transport_threads() -> list[str]:
-    return [
-        thread.name for thread in threading.enumerate() if thread.name.startswith("prfaas-")
-    ]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prfaas-")]
 
 
 @pytest.fixture(autouse=True)
@@ -69,37 +61,13 @@ def nothing_left_behind() -> Iterator[None]:
     eventually(lambda: not transport_threads(), 5)
 
 
-class Pair:
-    """A receiver and a sender in this process, and the transfers between them."""
-
-    def __init__(self, config: TransportConfig = CONFIG) -> None:
-        self.config = config
-        self.registry = MemoryRegistry()
-        self.receiver = Receiver(LOOPBACK, config, self.registry)
-        self.receiver.start()
-        self.endpoint = self.receiver.endpoint
-        self.sender = Sender(config)
-        self.listener = RecordingListener()
-
-    def close(self) -> None:
-        self.sender.close()
-        self.receiver.close()
-
-    def begin(self, number: int, data: bytearray, *, endpoint: Endpoint | None = None):
-        """(handle, where it lands) of a transfer the receiver expects."""
-        spec = make_spec(number, endpoint or self.endpoint)
-        landed = bytearray(len(data))
-        self.registry.expect(spec, MemorySpace(landed, 48 * KIB))
-        return self.sender.open(spec, MemorySpace(data), self.listener), landed
-
-
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    with closing(Pair()) as pair:
+def pair() -> Iterator[LoopbackPair]:
+    with closing(LoopbackPair(CONFIG)) as pair:
         yield pair
 
 
-def test_bytes_arrive_exactly_whatever_the_ready_order(pair: Pair) -> None:
+def test_bytes_arrive_exactly_whatever_the_ready_order(pair: LoopbackPair) -> None:
     data = random_bytes(5 * MIB + 12345)
     handle, landed = pair.begin(1, data)
     pieces = [(offset, min(10_000, len(data) - offset)) for offset in range(0, len(data), 10_000)]
@@ -118,7 +86,7 @@ def test_bytes_arrive_exactly_whatever_the_ready_order(pair: Pair) -> None:
     assert received.acked_bytes == len(data)
 
 
-def test_several_transfers_at_once(pair: Pair) -> None:
+def test_several_transfers_at_once(pair: LoopbackPair) -> None:
     datas = {number: random_bytes(number * 300_000 + 7, number) for number in range(1, 9)}
     begun = {number: pair.begin(number, data) for number, data in datas.items()}
     for offset in range(0, 9 * 300_000, 100_000):
@@ -131,12 +99,12 @@ def test_several_transfers_at_once(pair: Pair) -> None:
         assert landed == datas[number]
 
 
-def test_empty_transfer_completes(pair: Pair) -> None:
+def test_empty_transfer_completes(pair: LoopbackPair) -> None:
     handle, _ = pair.begin(1, bytearray())
     assert pair.listener.wait(handle.transfer_id) is None
 
 
-def test_wrong_token_fails_only_that_transfer(pair: Pair) -> None:
+def test_wrong_token_fails_only_that_transfer(pair: LoopbackPair) -> None:
     good, landed = pair.begin(1, random_bytes(MIB))
     spec = replace(make_spec(2, pair.endpoint), token=b"x" * 32)
     pair.registry.expect(make_spec(2), MemorySpace(bytearray(MIB)))
@@ -156,7 +124,7 @@ def test_wrong_token_fails_only_that_transfer(pair: Pair) -> None:
     ("change", "code"),
     [({"fingerprint": b"y" * 32}, "fingerprint"), ({"transfer_id": b"z" * 16}, "unknown_transfer")],
 )
-def test_refusals_say_why(pair: Pair, change: dict[str, bytes], code: str) -> None:
+def test_refusals_say_why(pair: LoopbackPair, change: dict[str, bytes], code: str) -> None:
     pair.registry.expect(make_spec(2), MemorySpace(bytearray(MIB)))
     spec = replace(make_spec(2, pair.endpoint), **change)
     pair.sender.open(spec, MemorySpace(bytearray(MIB)), pair.listener)
@@ -165,7 +133,7 @@ def test_refusals_say_why(pair: Pair, change: dict[str, bytes], code: str) -> No
     assert error.code == code
 
 
-def test_cancel_is_acknowledged(pair: Pair) -> None:
+def test_cancel_is_acknowledged(pair: LoopbackPair) -> None:
     handle, _ = pair.begin(1, random_bytes(4 * MIB))
     handle.ready(0, 2 * MIB)
     eventually(lambda: handle.progress().acked_bytes > 0)
@@ -182,9 +150,12 @@ def test_cancel_is_acknowledged(pair: Pair) -> None:
 
 
 def test_black_hole_fails_after_the_idle_timeout() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as hole, closing(Pair()) as pair:
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as hole,
+        closing(LoopbackPair(CONFIG)) as pair,
+    ):
         endpoint = Endpoint("127.0.0.1", hole.getsockname()[1])
-        handle, _ = pair.begin(1, random_bytes(MIB), endpoint=endpoint)
+        handle, _ = pair.begin(1, random_bytes(MIB), via=endpoint)
         handle.ready(0, MIB)
         error = pair.listener.wait(handle.transfer_id)
         assert isinstance(error, LinkError)
@@ -192,7 +163,7 @@ def test_black_hole_fails_after_the_idle_timeout() -> None:
         assert "no answer to HELLO" in error.message
 
 
-def test_raw_peer_of_another_version_is_told_so(pair: Pair) -> None:
+def test_raw_peer_of_another_version_is_told_so(pair: LoopbackPair) -> None:
     address = ("127.0.0.1", pair.endpoint.port)
     with socket.create_connection(address, timeout=5) as sock:
         sock.sendall(greeting(7, 9))

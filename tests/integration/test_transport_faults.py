@@ -1,0 +1,280 @@
+"""Faults between a real sender and receiver: cuts, restarts, damage, silence, drops, and unusable
+memory.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from transport import LinkError, LocalError, PeerError, Receiver, TransportConfig
+from transport.testing import MemorySpace, make_spec
+from transport.testing_loopback import HurtfulProxy, LoopbackPair
+
+KIB = 1024
+MIB = 1024 * KIB
+CONFIG = TransportConfig(
+    num_connections=4,
+    frame_bytes=64 * KIB,
+    connect_timeout_s=2,
+    handshake_timeout_s=1,
+    ack_timeout_s=1,
+    idle_timeout_s=3,
+    reconnect_first_s=0.02,
+    reconnect_max_s=0.2,
+)
+
+
+def random_bytes(num_bytes: int, seed: int = 0) -> bytearray:
+    return bytearray(random.Random(seed).randbytes(num_bytes))
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def pair() -> Iterator[LoopbackPair]:
+    with closing(LoopbackPair(CONFIG)) as pair:
+        yield pair
+
+
+@pytest.fixture
+def proxy(pair: LoopbackPair) -> Iterator[HurtfulProxy]:
+    with closing(HurtfulProxy(pair.endpoint)) as proxy:
+        yield proxy
+
+
+def flip_at(position: int, *, forward: bool) -> Callable[[bytes, bool], bytes]:
+    """Damage that flips one bit of the byte at `position` of all bytes in one direction, once."""
+    seen = 0
+    lock = threading.Lock()
+
+    def damage(data: bytes, is_forward: bool) -> bytes:
+        nonlocal seen
+        if is_forward is not forward:
+            return data
+        with lock:
+            start, seen = seen, seen + len(data)
+        if start <= position < start + len(data):
+            hurt = bytearray(data)
+            hurt[position - start] ^= 0x10
+            return bytes(hurt)
+        return data
+
+    return damage
+
+
+def test_cut_connections_cost_only_what_was_not_acknowledged(
+    pair: LoopbackPair, proxy: HurtfulProxy
+) -> None:
+    data = random_bytes(16 * MIB)
+    handle, landed = pair.begin(1, data, via=proxy.endpoint)
+    handle.ready(0, 8 * MIB)
+    eventually(lambda: handle.progress().acked_bytes == 8 * MIB)
+    proxy.flows.clear()
+    handle.ready(8 * MIB, 8 * MIB)
+    time.sleep(0.1)
+    proxy.cut()
+    proxy.flows.set()
+    assert pair.listener.wait(handle.transfer_id) is None
+    assert landed == data
+    assert handle.progress().resent_bytes <= 8 * MIB
+    assert proxy.num_accepted > CONFIG.num_connections
+
+
+def test_repeated_cuts_end_in_exact_bytes(pair: LoopbackPair, proxy: HurtfulProxy) -> None:
+    proxy.bytes_per_read = 8 * KIB
+    data = random_bytes(24 * MIB)
+    handle, landed = pair.begin(1, data, via=proxy.endpoint)
+    handle.ready(0, len(data))
+    for _ in range(5):
+        before = handle.progress().acked_bytes
+        eventually(lambda before=before: handle.progress().acked_bytes > before)
+        proxy.cut()
+    assert pair.listener.wait(handle.transfer_id) is None
+    assert landed == data
+
+
+@pytest.mark.parametrize("position", [20, 60, 200, 5000, 1_000_000])
+def test_a_flipped_byte_towards_the_receiver_is_sent_again(
+    pair: LoopbackPair, proxy: HurtfulProxy, position: int
+) -> None:
+    data = random_bytes(4 * MIB)
+    proxy.damage = flip_at(position, forward=True)
+    handle, landed = pair.begin(1, data, via=proxy.endpoint)
+    handle.ready(0, len(data))
+    assert pair.listener.wait(handle.transfer_id) is None
+    assert landed == data
+
+
+@pytest.mark.parametrize("position", [20, 60, 400, 500])
+def test_a_flipped_byte_towards_the_sender_is_noticed(
+    pair: LoopbackPair, proxy: HurtfulProxy, position: int
+) -> None:
+    data = random_bytes(4 * MIB)
+    proxy.damage = flip_at(position, forward=False)
+    handle, landed = pair.begin(1, data, via=proxy.endpoint)
+    handle.ready(0, len(data))
+    assert pair.listener.wait(handle.transfer_id) is None
+    assert landed == data
+
+
+def test_a_short_silence_is_survived(pair: LoopbackPair, proxy: HurtfulProxy) -> None:
+    data = random_bytes(32 * MIB)
+    handle, landed = pair.begin(1, data, via=proxy.endpoint)
+    handle.ready(0, 16 * MIB)
+    eventually(lambda: handle.progress().acked_bytes > 0)
+    proxy.flows.clear()
+    handle.ready(16 * MIB, 16 * MIB)
+    time.sleep(CONFIG.ack_timeout_s * 1.5)
+    proxy.flows.set()
+    assert pair.listener.wait(handle.transfer_id) is None
+    assert landed == data
+
+
+def test_lasting_silence_fails_both_ends(pair: LoopbackPair, proxy: HurtfulProxy) -> None:
+    handle, _ = pair.begin(1, random_bytes(32 * MIB), via=proxy.endpoint)
+    handle.ready(0, 16 * MIB)
+    eventually(lambda: handle.progress().acked_bytes > 0)
+    proxy.flows.clear()
+    handle.ready(16 * MIB, 16 * MIB)
+    error = pair.listener.wait(handle.transfer_id)
+    assert isinstance(error, LinkError)
+    assert error.code in ("unreachable", "idle")
+    proxy.cut()
+    told = pair.registry.wait(handle.transfer_id)
+    assert isinstance(told, LinkError)
+    assert told.code == "idle"
+
+
+def test_receiver_that_restarts_fails_what_it_had_begun(pair: LoopbackPair) -> None:
+    data = random_bytes(4 * MIB)
+    handle, _ = pair.begin(1, data)
+    handle.ready(0, 2 * MIB)
+    eventually(lambda: handle.progress().acked_bytes == 2 * MIB)
+    pair.receiver.close()
+    told = pair.registry.wait(handle.transfer_id)
+    assert isinstance(told, LocalError)
+    assert told.code == "closed"
+    pair.receiver = Receiver(pair.endpoint, CONFIG, pair.registry)
+    pair.receiver.start()
+    error = pair.listener.wait(handle.transfer_id)
+    assert isinstance(error, PeerError)
+    assert error.code in ("receiver_restarted", "closed")
+    again, landed = pair.begin(2, data)
+    again.ready(0, len(data))
+    assert pair.listener.wait(again.transfer_id) is None
+    assert landed == data
+
+
+def test_receiver_gone_for_good_fails_within_the_idle_timeout(
+    pair: LoopbackPair, proxy: HurtfulProxy
+) -> None:
+    handle, _ = pair.begin(1, random_bytes(4 * MIB), via=proxy.endpoint)
+    handle.ready(0, 2 * MIB)
+    eventually(lambda: handle.progress().acked_bytes == 2 * MIB)
+    proxy.close()
+    begin_s = time.monotonic()
+    error = pair.listener.wait(handle.transfer_id)
+    assert isinstance(error, LinkError)
+    assert error.code == "unreachable"
+    assert "cannot connect" in error.message
+    assert time.monotonic() - begin_s < CONFIG.idle_timeout_s + 1
+
+
+def test_nothing_is_written_after_drop(pair: LoopbackPair, proxy: HurtfulProxy) -> None:
+    proxy.bytes_per_read = 1000
+    handle, landed = pair.begin(1, random_bytes(8 * MIB), via=proxy.endpoint)
+    other, other_landed = pair.begin(2, random_bytes(2 * MIB, 2), via=proxy.endpoint)
+    handle.ready(0, 8 * MIB)
+    eventually(lambda: handle.progress().acked_bytes > 0)
+    proxy.flows.clear()
+    time.sleep(0.05)
+    begin_s = time.monotonic()
+    pair.receiver.drop(handle.transfer_id, "evicted")
+    assert time.monotonic() - begin_s < CONFIG.drop_grace_s + 0.5
+    snapshot = bytes(landed)
+    proxy.bytes_per_read = 65536
+    proxy.flows.set()
+    error = pair.listener.wait(handle.transfer_id)
+    assert isinstance(error, PeerError)
+    assert (error.code, error.message) == ("dropped", "evicted")
+    other.ready(0, 2 * MIB)
+    assert pair.listener.wait(other.transfer_id) is None
+    assert other_landed == random_bytes(2 * MIB, 2)
+    assert landed == snapshot
+    assert handle.transfer_id not in pair.registry.failed
+
+
+def test_drop_in_full_flow_keeps_the_connections(pair: LoopbackPair) -> None:
+    handle, landed = pair.begin(1, random_bytes(64 * MIB))
+    handle.ready(0, 64 * MIB)
+    eventually(lambda: handle.progress().acked_bytes > 0)
+    pair.receiver.drop(handle.transfer_id, "evicted")
+    snapshot = bytes(landed)
+    error = pair.listener.wait(handle.transfer_id)
+    assert isinstance(error, PeerError)
+    assert error.code == "dropped"
+    assert pair.sender.num_connections(pair.endpoint) == CONFIG.num_connections
+    assert landed == snapshot
+
+
+def test_cancel_without_a_receiver_ends_in_time(pair: LoopbackPair, proxy: HurtfulProxy) -> None:
+    handle, _ = pair.begin(1, random_bytes(4 * MIB), via=proxy.endpoint)
+    handle.ready(0, 1 * MIB)
+    eventually(lambda: handle.progress().acked_bytes == 1 * MIB)
+    proxy.flows.clear()
+    handle.cancel("stop")
+    error = pair.listener.wait(handle.transfer_id, CONFIG.ack_timeout_s + 2)
+    assert error is not None
+    assert error.code == "cancelled"
+
+
+class Unusable(MemorySpace):
+    """Memory that can be described but not used."""
+
+    def views(self, offset: int, length: int) -> list[memoryview]:
+        raise OSError("gone")
+
+
+def test_memory_that_cannot_be_read_fails_both_ends(pair: LoopbackPair) -> None:
+    spec = make_spec(1, pair.endpoint)
+    pair.registry.expect(spec, MemorySpace(bytearray(MIB)))
+    handle = pair.sender.open(spec, Unusable(bytearray(MIB)), pair.listener)
+    handle.ready(0, MIB)
+    error = pair.listener.wait(spec.transfer_id)
+    assert isinstance(error, LocalError)
+    assert error.code == "space"
+    assert "gone" in error.message
+
+
+def test_memory_that_cannot_be_written_fails_both_ends(pair: LoopbackPair) -> None:
+    spec = make_spec(1, pair.endpoint)
+    pair.registry.expect(spec, Unusable(bytearray(MIB)))
+    handle = pair.sender.open(spec, MemorySpace(bytearray(MIB)), pair.listener)
+    handle.ready(0, MIB)
+    for recorder in (pair.listener, pair.registry):
+        error = recorder.wait(spec.transfer_id)
+        assert isinstance(error, PeerError)
+        assert error.code == "space"
+
+
+def test_too_many_connections_are_refused_but_the_rest_works() -> None:
+    limited = replace(CONFIG, max_connections=2)
+    with closing(LoopbackPair(CONFIG, receiver_config=limited)) as pair:
+        data = random_bytes(4 * MIB)
+        handle, landed = pair.begin(1, data)
+        handle.ready(0, len(data))
+        assert pair.listener.wait(handle.transfer_id) is None
+        assert landed == data
+        assert pair.receiver.num_connections <= 2

@@ -1,0 +1,47 @@
+"""Settings, specs and the reconnect delay."""
+
+from __future__ import annotations
+
+import pytest
+
+from transport.backoff import Backoff
+from transport.config import Endpoint, TransportConfig
+from transport.interfaces import OutgoingSpec
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"num_connections": 0},
+        {"frame_bytes": 0},
+        {"frame_bytes": 65 << 20},
+        {"max_frame_bytes": 65 << 20},
+        {"idle_timeout_s": -1.0},
+    ],
+)
+def test_impossible_settings_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad)).split("_bytes")[0].split("max_")[-1]):
+        TransportConfig(**bad)  # type: ignore[arg-type]
+
+
+def test_the_watchdog_is_quick_enough_for_short_timeouts_and_slow_otherwise() -> None:
+    assert TransportConfig().tick_s == 1.0
+    assert TransportConfig(ack_timeout_s=0.4).tick_s == pytest.approx(0.1)
+
+
+def test_endpoints_print_as_one_writes_them() -> None:
+    assert str(Endpoint("10.0.0.1", 7100)) == "10.0.0.1:7100"
+    assert str(Endpoint("::1", 7100)) == "[::1]:7100"
+
+
+def test_spec_sizes_are_checked() -> None:
+    with pytest.raises(ValueError, match="token must have 32 bytes, got 3"):
+        OutgoingSpec(bytes(16), b"abc", bytes(32), Endpoint("x", 1))
+
+
+def test_delays_double_up_to_the_limit_and_start_anew_after_a_good_connection() -> None:
+    backoff = Backoff(0.1, 1.0)
+    assert [backoff.after(0.0) for _ in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert backoff.after(0.5) == 1.0
+    assert backoff.after(30.0) == 0.1
+    assert backoff.after(0.0) == 0.2

@@ -1,0 +1,38 @@
+"""Versions and limits two peers agree on."""
+
+from __future__ import annotations
+
+import pytest
+
+from transport.errors import PeerError
+from transport.frames import HEADER_BYTES, FrameType
+from transport.handshake import VERSION, Hello, check_version, decode_hello, own_hello
+
+
+def test_hello_round_trips_and_may_grow() -> None:
+    hello = own_hello(b"i" * 16, 4096)
+    body = hello.encode(FrameType.HELLO)[HEADER_BYTES:]
+    assert decode_hello(body) == hello
+    assert decode_hello(body + b"from the future") == hello
+
+
+@pytest.mark.parametrize("body", [b"", b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 3, bytes(60)])
+def test_another_protocol_is_recognised(body: bytes) -> None:
+    with pytest.raises(PeerError) as caught:
+        decode_hello(body)
+    assert caught.value.code == "not_prfaas"
+
+
+def test_contradictions_are_refused() -> None:
+    body = Hello(3, 2, 4096, 0, bytes(16)).encode(FrameType.HELLO)[HEADER_BYTES:]
+    with pytest.raises(PeerError):
+        decode_hello(body)
+
+
+def test_a_version_range_that_holds_ours_is_fine() -> None:
+    check_version(Hello(VERSION, VERSION + 3, 1, 0, bytes(16)), "sender")
+
+
+def test_another_version_is_named_in_words() -> None:
+    with pytest.raises(PeerError, match="the receiver speaks version 2 to 3, this side speaks 1"):
+        check_version(Hello(2, 3, 1, 0, bytes(16)), "receiver")
