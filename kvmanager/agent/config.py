@@ -167,7 +167,8 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def _has_port(text: str) -> bool:
-    return text.endswith("]") is False and text.count(":") == 1 or "]:" in text
+    """Whether it is "host:port" or "[v6]:port" rather than a bare host or IPv6 address."""
+    return "]:" in text or text.count(":") == 1
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from kvmanager.agent.protocol import (
     AgentMessage,
@@ -70,6 +70,7 @@ class EngineServer:
         self._server: asyncio.Server | None = None
         self._inode: int | None = None
         self._exit_watches: set[_ExitWatch] = set()
+        self._changed = asyncio.Event()
 
     async def start(self) -> None:
         """Raises SocketTaken. A socket that a dead agent left behind is replaced."""
@@ -89,9 +90,15 @@ class EngineServer:
                 self.path.unlink()
         for connection in list(self._connections.values()):
             connection.close()
+        try:
+            async with asyncio.timeout(1.0):
+                while self._connections:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            logger.warning("%d engine connections did not close", len(self._connections))
         for watch in list(self._exit_watches):
             watch.close()
-        await asyncio.sleep(0)
 
     def send(self, conn_id: int, message: AgentMessage) -> None:
         """Never waits; a lost connection is ignored, a stuck one is closed."""
@@ -104,6 +111,7 @@ class EngineServer:
 
     def remove(self, connection: _EngineConnection) -> None:
         self._connections.pop(connection.conn_id, None)
+        self._changed.set()
 
     @property
     def is_full(self) -> bool:
@@ -130,8 +138,8 @@ class _EngineConnection(asyncio.Protocol):
         self._pidfd = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports behave like asyncio.Transport without deriving from it.
+        self._transport = cast(asyncio.Transport, transport)
         self._pidfd = _open_pidfd(transport.get_extra_info("socket"))
         if self._server.is_full:
             self._refuse(f"{MAX_CONNECTIONS} engines are connected already")

@@ -74,7 +74,6 @@ class NodeAgent:
         self._peers: dict[int, EnginePeer] = {}
         self._waiters: defaultdict[Key, set[asyncio.Future[None]]] = defaultdict(set)
         self._started_s = now_s()
-        self._arena: Arena | None = None
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -83,26 +82,17 @@ class NodeAgent:
         for path in remove_stale(config.arena_dir):
             logger.info("removed the arena %s of a dead agent", path)
         self._engines = EngineServer(config.socket, self, linger_s=config.drain_s)
-        self.arena = await asyncio.to_thread(
+        self.arena: Arena = await asyncio.to_thread(
             Arena.create,
             config.arena_dir,
             config.num_blocks,
             config.block_bytes,
             prefault=config.prefault,
         )
-        self._arena = self.arena
         try:
             self.allocator = BlockAllocator(self.arena.num_blocks)
             self.table = TransferTable(self.allocator, config.block_bytes, config.limits)
-            self.io = TransferIo(
-                config.transport_config,
-                parse_endpoint(config.listen),
-                self,
-                lambda code: self.metrics.refused_senders.labels(code).inc(),
-            )
-            self.data_endpoint = self.io.start()
-            self.advertised = config.advertised(self.data_endpoint)
-            await self._engines.start()
+            await self._start_io()
         except BaseException:
             self.arena.close()
             raise
@@ -124,9 +114,7 @@ class NodeAgent:
         await self._engines.stop()
         for transfer_id in {*self.table.landings, *self.table.outboxes}:
             self.perform(self.table.cancel(transfer_id, "the agent is stopping", now_s()))
-        deadline_s = now_s() + STOP_GRACE_S
-        while self._is_open() and now_s() < deadline_s:
-            await asyncio.sleep(0.01)
+        await self.io.settle(STOP_GRACE_S)
         await self.io.stop()
         self.arena.close()
 
@@ -264,6 +252,22 @@ class NodeAgent:
 
     # ---- inside
 
+    async def _start_io(self) -> None:
+        config = self.config
+        self.io = TransferIo(
+            config.transport_config,
+            parse_endpoint(config.listen),
+            self,
+            lambda code: self.metrics.refused_senders.labels(code).inc(),
+        )
+        try:
+            self.data_endpoint = self.io.start()
+            self.advertised = config.advertised(self.data_endpoint)
+            await self._engines.start()
+        except BaseException:
+            await self.io.stop()
+            raise
+
     def perform(self, effects: list[Effect]) -> None:
         """Carry out what the table asked for."""
         for effect in effects:
@@ -295,7 +299,7 @@ class NodeAgent:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            before = self.table.outboxes.keys()
+            before = set(self.table.outboxes)
             try:
                 self.perform(self.table.expire(now_s()))
                 for transfer_id in before - self.table.outboxes.keys():
@@ -303,13 +307,3 @@ class NodeAgent:
             except Exception:
                 # Leases must go on ending, whatever one transfer ran into.
                 logger.exception("expiry failed")
-
-    def _is_open(self) -> bool:
-        return any(key in self.table.custody for key in self._keys())
-
-    def _keys(self) -> list[Key]:
-        ends: list[Landing | Outbox] = [
-            *self.table.landings.values(),
-            *self.table.outboxes.values(),
-        ]
-        return [end.key for end in ends]

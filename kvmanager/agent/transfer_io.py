@@ -51,6 +51,7 @@ class Outgoing:
 
     handle: OutgoingTransfer
     endpoint: Endpoint
+    ended: asyncio.Future[None]
     sent_at_prefill_end: int | None = None
 
 
@@ -73,15 +74,22 @@ class TransferIo:
         self._outgoing: dict[bytes, Outgoing] = {}
         self._droppers = ThreadPoolExecutor(DROP_THREADS, thread_name_prefix="prfaas-drop")
         self._dropping: set[asyncio.Future[None]] = set()
+        self._stopped = False
 
     def start(self) -> Endpoint:
         """Listen; where. Raises transport.LocalError("bind")."""
         self._receiver.start()
         return self._receiver.endpoint
 
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until every drop and every outbox that was begun has ended, if that is soon."""
+        busy = {*self._dropping, *(outgoing.ended for outgoing in self._outgoing.values())}
+        if busy:
+            await asyncio.wait(busy, timeout=timeout_s)
+
     async def stop(self) -> None:
-        """Close both; what was open is reported as failed."""
-        await asyncio.gather(*self._dropping, return_exceptions=True)
+        """Close both. News of what was still open may or may not come."""
+        self._stopped = True
         await asyncio.to_thread(self._sender.close)
         await asyncio.to_thread(self._receiver.close)
         self._droppers.shutdown()
@@ -95,7 +103,9 @@ class TransferIo:
         self._door.admit(transfer_id, token, fingerprint, space)
 
     def drop(self, transfer_id: bytes, reason: str) -> None:
-        """Have it forgotten by the receiver; `landing_dropped` follows, always."""
+        """Have it forgotten by the receiver; `landing_dropped` follows, unless stopped."""
+        if self._stopped:
+            return
         self._door.shut(transfer_id)
         future = self._loop.run_in_executor(
             self._droppers, self._receiver.drop, transfer_id, reason
@@ -115,7 +125,9 @@ class TransferIo:
     def open(self, spec: OutgoingSpec, space: ArenaSpace) -> None:
         """Begin to send; `outbox_ended` follows. Raises ValueError or RuntimeError, then not."""
         handle = self._sender.open(spec, space, _OutboxBridge(self))
-        self._outgoing[spec.transfer_id] = Outgoing(handle, spec.endpoint)
+        self._outgoing[spec.transfer_id] = Outgoing(
+            handle, spec.endpoint, self._loop.create_future()
+        )
 
     def ready(self, transfer_id: bytes, ranges: list[tuple[int, int]]) -> None:
         outgoing = self._outgoing[transfer_id]
@@ -167,6 +179,13 @@ class TransferIo:
     def news(self) -> TransferNews:
         return self._news
 
+    def outbox_ended(self, transfer_id: bytes, error: str | None) -> None:
+        """For the sender's listener, on the loop."""
+        self._news.outbox_ended(transfer_id, error)
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is not None and not outgoing.ended.done():
+            outgoing.ended.set_result(None)
+
     def _dropped(self, future: asyncio.Future[None], transfer_id: bytes) -> None:
         self._dropping.discard(future)
         if not future.cancelled():
@@ -197,10 +216,10 @@ class _OutboxBridge:
         self._io = io
 
     def on_complete(self, transfer_id: bytes) -> None:
-        self._io.post(self._io.news.outbox_ended, transfer_id, None)
+        self._io.post(self._io.outbox_ended, transfer_id, None)
 
     def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
-        self._io.post(self._io.news.outbox_ended, transfer_id, f"{error.code}: {error.message}")
+        self._io.post(self._io.outbox_ended, transfer_id, f"{error.code}: {error.message}")
 
 
 def now_s() -> float:

@@ -1,0 +1,222 @@
+"""Test doubles that ship with the agent: a real agent process and an engine that is driven by hand.
+
+Not used by the product. Everything here blocks; use it from plain (not async) tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any, Self, TypeVar
+
+import msgspec
+import yaml
+
+from kvmanager.agent.engine_client import EngineClient
+from kvmanager.agent.messages import (
+    SERVICE,
+    Await,
+    OpenOutbox,
+    OpenOutboxReply,
+    Reserve,
+    ReserveReply,
+    Status,
+    StatusReply,
+    TransferReport,
+)
+from kvmanager.agent.protocol import Hello, Welcome
+from kvmanager.arena import Arena
+from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.rpc import RpcClient
+
+ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+
+SMALL_LAYOUT = KVLayout(
+    model_id="small",
+    config_digest="0",
+    cache_dtype="float32",
+    memory_order="test",
+    tp_size=1,
+    groups=(
+        KVGroup(KVKind.FULL, 16, (KVLayer("layer.0", 4096), KVLayer("layer.1", 4096))),
+        KVGroup(KVKind.RECURRENT, 16, (KVLayer("layer.2", 10_000),)),
+    ),
+)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0, what: str = "") -> None:
+    """Poll until true; AssertionError naming `what` after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what or condition}"
+        time.sleep(0.02)
+
+
+class AgentProcess:
+    """`python -m kvmanager.agent` with its files under `directory`; a context manager."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.directory = directory
+        self.socket = directory / "agent.sock"
+        defaults: dict[str, Any] = {
+            "listen": "127.0.0.1:0",
+            "control": "127.0.0.1:0",
+            "socket": str(self.socket),
+            "arena_dir": str(directory),
+            "arena_gib": 8 / 1024,
+            "drain_s": 1.0,
+            "transport": {"num_connections": 2, "idle_timeout_s": 2.0, "ack_timeout_s": 2.0},
+        }
+        self.settings = defaults | settings
+        self.process: subprocess.Popen[str] | None = None
+        self.ready: dict[str, Any] = {}
+
+    def start(self) -> Self:
+        """Returns when the agent says that it is ready."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / "agent.yaml"
+        path.write_text(yaml.safe_dump(self.settings))
+        with (self.directory / "agent.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvmanager.agent", "--config", str(path)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the agent did not start: {self.log()}"
+        self.ready = json.loads(line)
+        return self
+
+    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 10.0) -> int:
+        """Send the signal and wait; the exit status."""
+        process, self.process = self.process, None
+        if process is None:
+            return 0
+        process.send_signal(number)
+        with contextlib.closing(process.stdout) if process.stdout else contextlib.nullcontext():
+            return process.wait(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self.start() if self.process is None else self
+
+    def __exit__(self, *_: object) -> None:
+        self.end(signal.SIGKILL)
+
+    def log(self) -> str:
+        return (self.directory / "agent.log").read_text()
+
+    def arenas(self) -> list[Path]:
+        return list(self.directory.glob("*.arena"))
+
+    def call(
+        self, method: str, request: msgspec.Struct, reply_type: type[ReplyT], timeout_s: float = 10
+    ) -> ReplyT:
+        """One call of the control plane; raises RpcError."""
+
+        async def run() -> ReplyT:
+            client = RpcClient(self.ready["control"], SERVICE)
+            try:
+                return await client.call(method, request, reply_type, timeout_s)
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
+
+    def status(self) -> StatusReply:
+        return self.call("Status", Status(), StatusReply)
+
+    def reserve(
+        self, num_tokens: int, lease_s: float = 30.0, fingerprint: str = ""
+    ) -> ReserveReply:
+        return self.call("Reserve", Reserve(num_tokens, lease_s, fingerprint), ReserveReply)
+
+    def open_outbox(
+        self, landing: ReserveReply, num_tokens: int, lease_s: float = 30.0, **changes: Any
+    ) -> OpenOutboxReply:
+        request = OpenOutbox(
+            transfer_id=landing.transfer_id,
+            token=landing.token,
+            nbytes=landing.nbytes,
+            num_tokens=num_tokens,
+            layout_fingerprint=landing.layout_fingerprint,
+            host=landing.host,
+            port=landing.port,
+            lease_s=lease_s,
+        )
+        request = msgspec.structs.replace(request, **changes)
+        return self.call("OpenOutbox", request, OpenOutboxReply)
+
+    def wait(self, transfer_id: str, timeout_s: float = 10.0, kind: Any = "") -> TransferReport:
+        request = Await(transfer_id, timeout_s, kind)
+        return self.call("Await", request, TransferReport, timeout_s + 5)
+
+
+class FakeEngine:
+    """One engine connection driven by a test; a context manager."""
+
+    def __init__(
+        self,
+        agent: AgentProcess,
+        instance: str = "engine",
+        layout: KVLayout = SMALL_LAYOUT,
+        *,
+        tp_rank: int = 0,
+    ) -> None:
+        self.events: Queue[tuple[Any, ...]] = Queue()
+        self.releases_failed = True
+        """Answer `Failed` with `Release`, as a producer must."""
+        hello = Hello(instance, "worker", os.getpid(), layout.encode(), tp_rank, layout.tp_size)
+        self.client = EngineClient(agent.socket, hello, self)
+
+    def on_connected(self, welcome: Welcome, arena: Arena) -> None:
+        self.events.put(("connected", welcome.arena_epoch))
+
+    def on_disconnected(self) -> None:
+        self.events.put(("disconnected",))
+
+    def on_landed(self, transfer_id: bytes) -> None:
+        self.events.put(("landed", transfer_id.hex()))
+
+    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+        if self.releases_failed:
+            self.client.release(transfer_id)
+        self.events.put(("failed", transfer_id.hex(), reason))
+
+    def next(self, timeout_s: float = 10.0) -> tuple[Any, ...]:
+        """The next event; AssertionError when none comes."""
+        try:
+            return self.events.get(timeout=timeout_s)
+        except Empty:
+            raise AssertionError(f"no event within {timeout_s} s") from None
+
+    def __enter__(self) -> Self:
+        self.client.start()
+        assert self.next()[0] == "connected"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+    def write(self, runs: list[tuple[int, int]], data: bytes, offset: int = 0) -> None:
+        """Put `data` at a logical offset of the outbox at `runs`."""
+        arena = self.client.arena
+        assert arena is not None
+        for view in arena.view(runs, offset + len(data)).views(offset, len(data)):
+            view[:] = data[: len(view)]
+            data = data[len(view) :]
+
+    def read(self, runs: list[tuple[int, int]], nbytes: int) -> bytes:
+        arena = self.client.arena
+        assert arena is not None
+        return b"".join(arena.view(runs, nbytes).views(0, nbytes))
