@@ -66,8 +66,9 @@ _CHANNEL_OPTIONS: Final = (
     # Our targets are cluster-internal: an http_proxy meant for the internet must not swallow them.
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # In spite of its name: how long one connection attempt may take.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     # A peer whose host vanished is noticed during a long call, not at its deadline.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
