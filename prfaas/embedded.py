@@ -78,6 +78,9 @@ class EmbeddedPrefillCluster:
         self._queue = PrefillQueue(name, config.queue)
         self._runner = PrefillRunner(config.runner)
         self._instances = Instances(instances, config.instances, self._instance_changed)
+        for spec in instances:
+            # Known in this order from the start; a probe will say when each is usable.
+            self._queue.instance_changed(_view(spec, healthy=False, draining=False), 0.0)
         self._tickets: dict[str, _Ticket] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -91,8 +94,6 @@ class EmbeddedPrefillCluster:
     async def start(self) -> None:
         """Start supervised engines and probing; returns after the first probe of each instance."""
         await self._instances.start()
-        for instance in self._instances.by_name.values():
-            self._instance_changed(instance)
         self._ticker = asyncio.create_task(self._tick(), name=f"queue of {self._name}")
 
     async def wait_ready(
@@ -240,13 +241,7 @@ class EmbeddedPrefillCluster:
         )
 
     def _instance_changed(self, instance: Instance) -> None:
-        view = InstanceView(
-            name=instance.name,
-            model=instance.spec.served_name,
-            healthy=instance.transfers,
-            draining=instance.draining,
-            max_concurrent=instance.spec.max_concurrent,
-        )
+        view = _view(instance.spec, healthy=instance.transfers, draining=instance.draining)
         self._perform(self._queue.instance_changed(view, self._clock()))
         usable = sum(
             item.transfers and not item.draining for item in self._instances.by_name.values()
@@ -257,3 +252,13 @@ class EmbeddedPrefillCluster:
         while True:
             await asyncio.sleep(_TICK_S)
             self._perform(self._queue.tick(self._clock()))
+
+
+def _view(spec: InstanceSpec, *, healthy: bool, draining: bool) -> InstanceView:
+    return InstanceView(
+        name=spec.name,
+        model=spec.served_name,
+        healthy=healthy,
+        draining=draining,
+        max_concurrent=spec.max_concurrent,
+    )

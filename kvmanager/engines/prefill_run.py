@@ -117,14 +117,13 @@ class PrefillRunner:
         finally:
             if not landed:
                 await self._cleanups.finish(self._discard(job, place, opening))
-        share = report.sent_bytes_at_prefill_end / report.nbytes if report.nbytes else 1.0
         return PrefillResult(
             instance=place.instance,
             queue_s=queue_s,
             prefill_s=prefill.duration_s,
             transfer_tail_s=report.prefill_end_to_complete_s,
             nbytes=report.nbytes,
-            sent_share_at_prefill_end=min(1.0, max(0.0, share)),
+            sent_share_at_prefill_end=_sent_share(report),
             cached_tokens=prefill.cached_tokens,
             num_attempts=attempt,
         )
@@ -169,7 +168,7 @@ class PrefillRunner:
                     if prefill.done():
                         prefill.result()
                     transfer.result()
-                return await prefill, await self._last_report(place, await transfer)
+                return await prefill, await transfer
         except TimeoutError as error:
             patience_s = self._config.prefill_timeout_s
             raise AttemptFailed("timeout", f"not over after {patience_s:g} s") from error
@@ -229,18 +228,6 @@ class PrefillRunner:
                     f" {config.stall_timeout_s:g} s after the prefill",
                 )
 
-    async def _last_report(self, place: Place, report: TransferReport) -> TransferReport:
-        """The report once more if the transfer was complete before the agent heard of the end of
-        the prefill, which comes over another connection than the engine's answer.
-        """
-        if report.sent_bytes_at_prefill_end:
-            return report
-        with contextlib.suppress(RpcError):
-            return await place.agent.wait_outbox(
-                report.transfer_id, 0.0, self._config.rpc_timeout_s
-            )
-        return report
-
     async def _keep_lease(self, job: PrefillJob, place: Place) -> None:
         config = self._config
         while True:
@@ -267,6 +254,15 @@ class PrefillRunner:
                 job.landing.transfer_id,
                 error,
             )
+
+
+def _sent_share(report: TransferReport) -> float:
+    """A transfer that was over before its agent heard of the end of the prefill has no tail, and
+    no bytes counted at that moment: all were sent by then.
+    """
+    if report.prefill_end_to_complete_s <= 0 or report.nbytes == 0:
+        return 1.0
+    return min(1.0, report.sent_bytes_at_prefill_end / report.nbytes)
 
 
 def _agent_trouble(what: str, error: RpcError) -> NoReturn:

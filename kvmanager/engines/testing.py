@@ -1,0 +1,309 @@
+"""Test doubles on loopback: an engine's OpenAI server and a node agent's control port.
+
+They compute and move nothing. For tests of fronts and gateways; what only real engines and agents
+can show is tested with those.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from kvmanager.agent.messages import (
+    SERVICE,
+    Await,
+    Cancel,
+    CancelReply,
+    EngineStatus,
+    OpenOutbox,
+    OpenOutboxReply,
+    Renew,
+    RenewReply,
+    Reserve,
+    ReserveReply,
+    Status,
+    StatusReply,
+    TransferReport,
+)
+from kvmanager.engines.jobs import Landing, PrefillJob
+from kvmanager.hashing import token_digest
+from kvmanager.rpc import Method, RpcError, RpcServer
+
+FINGERPRINT = "ab" * 32
+BYTES_PER_TOKEN = 512
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait until `condition` holds; TimeoutError when it does not come to."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - conditions of tests have no event to wait for
+            await asyncio.sleep(0.01)
+
+
+def prefill_job(
+    number: int, *, num_tokens: int = 8, priority: int = 0, model: str = ""
+) -> PrefillJob:
+    """A job whose landing is where nobody listens; the fakes never connect."""
+    token_ids = [number % 256] * num_tokens
+    landing = Landing(
+        transfer_id=f"{number:032x}",
+        token="cd" * 32,
+        nbytes=num_tokens * BYTES_PER_TOKEN,
+        num_tokens=num_tokens,
+        host="127.0.0.1",
+        port=9,
+        layout_fingerprint=FINGERPRINT,
+        token_digest=token_digest(token_ids).hex(),
+    )
+    return PrefillJob(
+        request_id=f"r{number}",
+        prompt_token_ids=token_ids,
+        landing=landing,
+        priority=priority,
+        model=model,
+    )
+
+
+@dataclass(slots=True)
+class _Outbox:
+    nbytes: int
+    state: str = "open"
+    error: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeAgent:
+    """A node agent without an arena. `outboxes` and `landings` are what it holds now.
+
+    `outbox_room`, `landing_room`: how many of each it has memory for. `renewals` counts calls.
+    """
+
+    def __init__(self, *instances: str) -> None:
+        self.instances = list(instances)
+        self.outboxes: dict[str, _Outbox] = {}
+        self.landings: dict[str, Reserve] = {}
+        self.cancelled: list[str] = []
+        self.renewals = 0
+        self.outbox_room = 100
+        self.landing_room = 100
+        self.before_reply: Callable[[str], Any] | None = None
+        self._ids = itertools.count(1)
+        self._server: RpcServer | None = None
+        self.target = ""
+
+    async def start(self, bind: str = "127.0.0.1:0") -> "FakeAgent":
+        """Serve; `target` is the address afterwards."""
+        methods: dict[str, Method[Any, Any]] = {
+            "Reserve": Method(Reserve, ReserveReply, self._reserve),
+            "Renew": Method(Renew, RenewReply, self._renew),
+            "Cancel": Method(Cancel, CancelReply, self._cancel),
+            "OpenOutbox": Method(OpenOutbox, OpenOutboxReply, self._open_outbox),
+            "Await": Method(Await, TransferReport, self._await),
+            "Status": Method(Status, StatusReply, self._status),
+        }
+        self._server = RpcServer(bind, {SERVICE: methods})
+        self.target = f"127.0.0.1:{await self._server.start()}"
+        return self
+
+    async def stop(self) -> None:
+        """Be gone."""
+        if self._server is not None:
+            await self._server.stop(grace_s=0)
+
+    def end_outbox(self, transfer_id: str, state: str, error: str = "") -> None:
+        """Let an outbox end as the transport would report it."""
+        outbox = self.outboxes[transfer_id]
+        outbox.state, outbox.error = state, error
+        outbox.changed.set()
+
+    async def _reserve(self, request: Reserve) -> ReserveReply:
+        await self._pause("Reserve")
+        if len(self.landings) >= self.landing_room:
+            raise RpcError("NO_ROOM", "the landing cap is reached")
+        transfer_id = f"{next(self._ids):032x}"
+        self.landings[transfer_id] = request
+        return ReserveReply(
+            transfer_id=transfer_id,
+            token="cd" * 32,
+            nbytes=request.num_tokens * BYTES_PER_TOKEN,
+            host="127.0.0.1",
+            port=9,
+            arena_epoch="e1",
+            runs=[(0, 2), (5, 1)],
+            layout_fingerprint=FINGERPRINT,
+            lease_s=request.lease_s,
+        )
+
+    async def _renew(self, request: Renew) -> RenewReply:
+        self.renewals += 1
+        if request.transfer_id not in self.landings and request.transfer_id not in self.outboxes:
+            raise RpcError("NOT_FOUND", "no live transfer")
+        return RenewReply(request.lease_s)
+
+    async def _cancel(self, request: Cancel) -> CancelReply:
+        self.cancelled.append(request.transfer_id)
+        outbox = self.outboxes.pop(request.transfer_id, None)
+        if outbox is not None:
+            outbox.state = "cancelled"
+            outbox.changed.set()
+        landing = self.landings.pop(request.transfer_id, None)
+        return CancelReply(outbox is not None or landing is not None)
+
+    async def _open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
+        await self._pause("OpenOutbox")
+        if len(self.outboxes) >= self.outbox_room:
+            raise RpcError("NO_ROOM", "the arena is full")
+        self.outboxes[request.transfer_id] = _Outbox(request.nbytes)
+        return OpenOutboxReply(arena_epoch="e1", runs=[(0, 1)], lease_s=request.lease_s)
+
+    async def _await(self, request: Await) -> TransferReport:
+        outbox = self.outboxes.get(request.transfer_id)
+        if outbox is None:
+            raise RpcError("NOT_FOUND", "unknown transfer")
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                await outbox.changed.wait()
+        except TimeoutError:
+            pass
+        done = outbox.state == "complete"
+        if outbox.state != "open":
+            self.outboxes.pop(request.transfer_id, None)
+        return TransferReport(
+            transfer_id=request.transfer_id,
+            kind="outbox",
+            state=outbox.state,  # type: ignore[arg-type]
+            nbytes=outbox.nbytes,
+            error=outbox.error,
+            acked_bytes=outbox.nbytes if done else 0,
+            sent_bytes_at_prefill_end=outbox.nbytes // 2 if done else 0,
+            prefill_end_to_complete_s=0.125 if done else 0.0,
+        )
+
+    async def _status(self, _request: Status) -> StatusReply:
+        engines = [EngineStatus(name, 2, 1, "fake", FINGERPRINT) for name in self.instances]
+        return StatusReply(
+            arena_epoch="e1",
+            arena_bytes=1 << 20,
+            block_bytes=1 << 16,
+            free_bytes=1 << 20,
+            landing_bytes=0,
+            landing_cap_bytes=1 << 20,
+            outbox_bytes=0,
+            num_landings={},
+            num_outboxes={},
+            engines=engines,
+            links=[],
+            num_received_connections=0,
+            uptime_s=1.0,
+            pid=1,
+            data_endpoint="127.0.0.1:9",
+        )
+
+    async def _pause(self, method: str) -> None:
+        if self.before_reply is not None:
+            await self.before_reply(method)
+
+
+class FakeEngine:
+    """An OpenAI server that answers prefills; with an agent it lets their transfers complete.
+
+    Clear `may_answer` to let requests hang; `status` other than 200 refuses them. `requests` are
+    the bodies seen, `running` what has not been answered, `num_aborted` connections closed early.
+    """
+
+    def __init__(self, agent: FakeAgent | None = None) -> None:
+        self.agent = agent
+        self.requests: list[dict[str, Any]] = []
+        self.running = 0
+        self.num_aborted = 0
+        self.status = 200
+        self.healthy = True
+        self.waiting = 0
+        self.completes_transfer = True
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.seen = asyncio.Condition()
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> "FakeEngine":
+        """Serve; `url` is the address afterwards."""
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/v1/completions", self._completion)
+        app.router.add_post("/v1/completions/render", self._render)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def stop(self) -> None:
+        """Be gone, connections included, as a killed process is."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        assert runner.server is not None
+        for protocol in list(runner.server.connections):
+            if protocol.transport is not None:
+                protocol.transport.abort()
+        await runner.cleanup()
+
+    async def wait_requests(self, count: int) -> None:
+        """Until `count` requests have arrived in all."""
+        async with self.seen:
+            await self.seen.wait_for(lambda: len(self.requests) >= count)
+
+    async def wait_aborts(self, count: int) -> None:
+        """Until `count` clients have gone away in all."""
+        async with self.seen:
+            await self.seen.wait_for(lambda: self.num_aborted >= count)
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            text=f'vllm:num_requests_running{{engine="0"}} {float(self.running)}\n'
+            f'vllm:num_requests_waiting{{engine="0"}} {float(self.waiting)}\n'
+        )
+
+    async def _render(self, request: web.Request) -> web.Response:
+        prompt = (await request.json())["prompt"]
+        return web.json_response([{"token_ids": list(prompt.encode()), "features": None}])
+
+    async def _completion(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        async with self.seen:
+            self.requests.append(body)
+            self.seen.notify_all()
+        self.running += 1
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            async with self.seen:
+                self.num_aborted += 1
+                self.seen.notify_all()
+            raise
+        finally:
+            self.running -= 1
+        if self.status != 200:
+            error = {"error": {"message": "refused by the fake", "code": self.status}}
+            return web.json_response(error, status=self.status)
+        transfer_id = body.get("kv_transfer_params", {}).get("prfaas", {}).get("transfer_id", "")
+        if (
+            self.agent is not None
+            and transfer_id in self.agent.outboxes
+            and self.completes_transfer
+        ):
+            self.agent.end_outbox(transfer_id, "complete")
+        usage = {
+            "prompt_tokens": len(body["prompt"]),
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        return web.json_response({"choices": [], "usage": usage})

@@ -1,0 +1,285 @@
+"""The local PD cluster front over loopback, embedded and remote, with fake engines."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvmanager.engines.instances import InstancesConfig, InstanceSpec
+from kvmanager.engines.jobs import PrefillJob
+from kvmanager.engines.prefill_run import RunnerConfig
+from kvmanager.engines.testing import (
+    BYTES_PER_TOKEN,
+    FakeAgent,
+    FakeEngine,
+    eventually,
+    prefill_job,
+)
+from local_pd import (
+    DecodeSlot,
+    EmbeddedPdCluster,
+    FrontUnreachable,
+    NoInstance,
+    NoRoom,
+    PdCluster,
+    PdClusterConfig,
+    PrefillFailed,
+    RemotePdCluster,
+    UnknownInstance,
+)
+from local_pd.metrics import PdMetrics
+from local_pd.server import PdServer
+
+ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
+
+CONFIG = PdClusterConfig(
+    lease_s=10.0,
+    drain_poll_interval_s=0.02,
+    instances=InstancesConfig(probe_interval_s=0.05, start_probe_interval_s=0.05, poll_load=True),
+    runner=RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0, stall_timeout_s=0.5),
+)
+
+
+class Rig:
+    """Two decode instances on two nodes, a prefill instance on the first, and the front."""
+
+    def __init__(self) -> None:
+        self.nodes: list[FakeAgent] = []
+        self.engines: dict[str, FakeEngine] = {}
+        self.embedded: EmbeddedPdCluster
+        self.front: PdCluster
+
+    @property
+    def num_landings(self) -> int:
+        return sum(len(node.landings) for node in self.nodes)
+
+    def job_for(self, slot: DecodeSlot) -> PrefillJob:
+        job = prefill_job(1, num_tokens=slot.landing.num_tokens)
+        return msgspec.structs.replace(job, landing=slot.landing)
+
+    async def reserve(self) -> DecodeSlot:
+        job = prefill_job(1)
+        return await self.front.reserve(8, job.landing.token_digest, "r1")
+
+
+@asynccontextmanager
+async def make_rig(kind: str, config: PdClusterConfig = CONFIG) -> AsyncIterator[Rig]:
+    rig = Rig()
+    async with AsyncExitStack() as stack:
+        rig.nodes = [await FakeAgent("d0", "p0").start(), await FakeAgent("d1").start()]
+        specs = []
+        for name, role in ROLES.items():
+            agent = rig.nodes[1] if name == "d1" else rig.nodes[0]
+            engine = rig.engines[name] = await FakeEngine(agent).start()
+            stack.push_async_callback(engine.stop)
+            specs.append(
+                InstanceSpec.model_validate(
+                    {"name": name, "url": engine.url, "agent": agent.target, "role": role}
+                )
+            )
+        for node in rig.nodes:
+            stack.push_async_callback(node.stop)
+        rig.embedded = EmbeddedPdCluster(
+            "west",
+            specs,
+            replace(config, keep_leases=kind == "embedded"),
+            metrics=PdMetrics(CollectorRegistry()),
+        )
+        await rig.embedded.start()
+        stack.push_async_callback(rig.embedded.close)
+        rig.front = rig.embedded
+        if kind == "remote":
+            server = PdServer(rig.embedded, "127.0.0.1:0")
+            port = await server.start()
+            stack.push_async_callback(server.stop, 0)
+            rig.front = RemotePdCluster("west", f"127.0.0.1:{port}", has_prefill_instances=True)
+            stack.push_async_callback(rig.front.close)
+        yield rig
+        for engine in rig.engines.values():
+            engine.may_answer.set()
+
+
+@pytest.fixture(params=["embedded", "remote"])
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with make_rig(request.param) as made:
+        yield made
+
+
+async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig: Rig) -> None:
+    slot = await rig.reserve()
+    assert slot.instance == "d0"
+    assert slot.engine_url == rig.engines["d0"].url
+    assert slot.landing.nbytes == 8 * BYTES_PER_TOKEN
+    assert slot.kv_transfer_params == {
+        "prfaas": {
+            "role": "consumer",
+            "transfer_id": slot.landing.transfer_id,
+            "num_tokens": 8,
+            "token_digest": prefill_job(1).landing.token_digest,
+            "arena_epoch": "e1",
+            "runs": [[0, 2], [5, 1]],
+            "layout_fingerprint": slot.landing.layout_fingerprint,
+        }
+    }
+    assert rig.front.has_prefill_instances
+    await rig.front.release(slot, "done")
+    await rig.front.release(slot, "done")
+    assert rig.num_landings == 0
+
+
+async def test_slots_go_to_the_least_loaded_decoder(rig: Rig) -> None:
+    slots = [await rig.reserve() for _ in range(4)]
+    assert sorted(slot.instance for slot in slots) == ["d0", "d0", "d1", "d1"]
+    rig.engines["d0"].waiting = 3
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 3)
+    assert (await rig.reserve()).instance == "d1"
+
+
+async def test_a_full_node_leads_to_the_other_and_two_to_no_room(rig: Rig) -> None:
+    rig.nodes[0].landing_room = 0
+    assert (await rig.reserve()).instance == "d1"
+    rig.nodes[1].landing_room = 1
+    with pytest.raises(NoRoom, match=r"d0.*landing cap.*d1|d1.*landing cap.*d0"):
+        await rig.reserve()
+
+
+async def test_nodes_that_are_gone_are_said_to_be(rig: Rig) -> None:
+    for node in rig.nodes:
+        await node.stop()
+    with pytest.raises(FrontUnreachable, match="no landing reserved"):
+        await rig.reserve()
+    with pytest.raises(NoInstance, match="node agent is not healthy"):
+        await rig.reserve()
+    target = await rig.front.direct("r1")  # engines alone still serve
+    assert target.instance in ("d0", "d1")
+
+
+async def test_a_request_is_served_whole_by_the_least_loaded_engine(rig: Rig) -> None:
+    targets = [await rig.front.direct(f"r{n}") for n in range(4)]
+    assert sorted(target.instance for target in targets) == ["d0", "d0", "d1", "d1"]
+    assert targets[0].engine_url == rig.engines[targets[0].instance].url
+    assert (await rig.front.direct("r5", exclude=["d0"])).instance == "d1"
+    assert (await rig.front.direct("r6", exclude=["d0", "d1"])).instance == "p0"
+    assert (await rig.front.direct("r7", exclude=list(ROLES))).instance in ROLES
+    for engine in rig.engines.values():
+        engine.healthy = False
+    await eventually(lambda: not any(i.serves for i in rig.embedded._instances.by_name.values()))
+    with pytest.raises(NoInstance, match="engine is not healthy"):
+        await rig.front.direct("r8")
+
+
+async def test_cancelling_a_reservation_leaves_no_landing(rig: Rig) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def pause(method: str) -> None:
+        if method == "Reserve":
+            asked.set()
+            await go_on.wait()
+
+    rig.nodes[0].before_reply = pause
+    task = asyncio.create_task(rig.reserve())
+    await asked.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    go_on.set()
+    await eventually(lambda: len(rig.nodes[0].cancelled) == 1)
+    assert rig.num_landings == 0
+
+
+@pytest.mark.parametrize("kind", ["embedded", "remote"])
+async def test_leases_are_kept_until_release(kind: str) -> None:
+    async with make_rig(kind, replace(CONFIG, lease_s=0.15)) as rig:
+        slot = await rig.reserve()
+        await eventually(lambda: rig.nodes[0].renewals >= 3)
+        await rig.front.release(slot, "done")
+        renewals = rig.nodes[0].renewals
+        await asyncio.sleep(0.2)
+        assert rig.nodes[0].renewals <= renewals + 1
+
+
+async def test_a_lease_that_is_over_is_not_renewed_for_ever() -> None:
+    async with make_rig("embedded", replace(CONFIG, lease_s=0.06)) as rig:
+        await rig.reserve()
+        rig.nodes[0].landings.clear()
+        await eventually(lambda: len(rig.embedded._leases) == 0)
+
+
+async def test_a_local_prefill_fills_the_landing(rig: Rig) -> None:
+    slot = await rig.reserve()
+    result = await rig.front.prefill_locally(rig.job_for(slot))
+    assert (result.instance, result.nbytes) == ("p0", 8 * BYTES_PER_TOKEN)
+    assert rig.engines["p0"].requests[0]["kv_transfer_params"]["prfaas"]["role"] == "producer"
+    assert (await rig.front.report()).running_tokens == 0
+
+
+async def test_cancelling_a_local_prefill_aborts_it(rig: Rig) -> None:
+    slot = await rig.reserve()
+    rig.engines["p0"].may_answer.clear()
+    task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
+    await rig.engines["p0"].wait_requests(1)
+    assert (await rig.front.report()).running_tokens == 8
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    async with asyncio.timeout(5):
+        await rig.engines["p0"].wait_aborts(1)
+    await eventually(lambda: not rig.nodes[0].outboxes)
+    await eventually(lambda: rig.embedded._handoff.num_tokens == 0)
+
+
+async def test_a_prefill_engine_that_dies_is_a_clear_failure(rig: Rig) -> None:
+    slot = await rig.reserve()
+    rig.engines["p0"].may_answer.clear()
+    task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
+    await rig.engines["p0"].wait_requests(1)
+    await rig.engines["p0"].stop()
+    with pytest.raises(PrefillFailed) as caught:
+        await task
+    assert caught.value.code == "engine_failed"
+    with pytest.raises(PrefillFailed) as caught:
+        await rig.front.prefill_locally(rig.job_for(slot))
+    assert caught.value.code == "no_instance"
+    assert not rig.nodes[0].outboxes
+
+
+async def test_draining_waits_for_the_engine_and_takes_nothing_new(rig: Rig) -> None:
+    rig.engines["d0"].waiting = 1
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 1)
+    draining = asyncio.create_task(rig.front.drain("d0"))
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].draining)
+    assert {(await rig.reserve()).instance for _ in range(3)} == {"d1"}
+    assert not draining.done()
+    rig.engines["d0"].waiting = 0
+    await draining
+    assert [item.draining for item in (await rig.front.report()).instances] == [True, False, False]
+    await rig.front.resume("d0")
+    assert (await rig.reserve()).instance == "d0"
+    with pytest.raises(UnknownInstance, match="d9"):
+        await rig.front.drain("d9")
+
+
+async def test_closing_ends_local_prefills(rig: Rig) -> None:
+    slot = await rig.reserve()
+    rig.engines["p0"].may_answer.clear()
+    task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
+    await rig.engines["p0"].wait_requests(1)
+    await rig.front.close()
+    with pytest.raises(PrefillFailed) as caught:
+        await task
+    assert caught.value.code == "closed"
+    await eventually(lambda: not rig.nodes[0].outboxes)
+
+
+async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:
+    front = RemotePdCluster("west", "127.0.0.1:1", has_prefill_instances=False)
+    with pytest.raises(FrontUnreachable, match="west"):
+        await front.reserve(8, "00" * 32, "r1")
+    with pytest.raises(FrontUnreachable, match="west"):
+        await front.direct("r1")
+    report = await front.report()
+    assert (report.healthy, "not reachable" in report.reason) == (False, True)
+    await front.close()

@@ -1,0 +1,384 @@
+"""The prefill cluster front over loopback HTTP and gRPC, embedded and remote, with fake engines."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvmanager.engines.instances import InstancesConfig, InstanceSpec
+from kvmanager.engines.jobs import PrefillResult
+from kvmanager.engines.prefill_run import RunnerConfig
+from kvmanager.engines.testing import (
+    BYTES_PER_TOKEN,
+    FakeAgent,
+    FakeEngine,
+    eventually,
+    prefill_job,
+)
+from prfaas import (
+    EmbeddedPrefillCluster,
+    PrefillCluster,
+    PrefillClusterConfig,
+    PrefillFailed,
+    QueueConfig,
+    RemotePrefillCluster,
+    UnknownInstance,
+)
+from prfaas.metrics import PrefillMetrics
+from prfaas.server import PrefillServer
+
+CONFIG = PrefillClusterConfig(
+    queue=QueueConfig(max_queued=2),
+    instances=InstancesConfig(probe_interval_s=0.1, start_probe_interval_s=0.05),
+    runner=RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0, stall_timeout_s=0.5),
+)
+
+
+class Rig:
+    """Two instances, each with its own agent, and the front that a test is about."""
+
+    def __init__(self) -> None:
+        self.agents: list[FakeAgent] = []
+        self.engines: list[FakeEngine] = []
+        self.embedded: EmbeddedPrefillCluster
+        self.front: PrefillCluster
+
+    def hold(self) -> None:
+        for engine in self.engines:
+            engine.may_answer.clear()
+
+    def let_go(self) -> None:
+        for engine in self.engines:
+            engine.may_answer.set()
+
+    @property
+    def num_outboxes(self) -> int:
+        return sum(len(agent.outboxes) for agent in self.agents)
+
+
+@asynccontextmanager
+async def make_rig(
+    kind: str, *, num_instances: int = 2, max_concurrent: int = 1
+) -> AsyncIterator[Rig]:
+    rig = Rig()
+    async with AsyncExitStack() as stack:
+        specs = []
+        for index in range(num_instances):
+            agent = await FakeAgent(f"p{index}").start()
+            stack.push_async_callback(agent.stop)
+            engine = await FakeEngine(agent).start()
+            stack.push_async_callback(engine.stop)
+            rig.agents.append(agent)
+            rig.engines.append(engine)
+            specs.append(
+                InstanceSpec(
+                    name=f"p{index}",
+                    url=engine.url,
+                    agent=agent.target,
+                    role="prefill",
+                    max_concurrent=max_concurrent,
+                )
+            )
+        rig.embedded = EmbeddedPrefillCluster(
+            "east", specs, CONFIG, metrics=PrefillMetrics(CollectorRegistry())
+        )
+        await rig.embedded.start()
+        stack.push_async_callback(rig.embedded.close)
+        rig.front = rig.embedded
+        if kind == "remote":
+            server = PrefillServer(rig.embedded, "127.0.0.1:0")
+            port = await server.start()
+            stack.push_async_callback(server.stop, 0)
+            rig.front = RemotePrefillCluster("east", f"127.0.0.1:{port}")
+            stack.push_async_callback(rig.front.close)
+        yield rig
+        rig.let_go()
+
+
+@pytest.fixture(params=["embedded", "remote"])
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with make_rig(request.param) as made:
+        yield made
+
+
+async def failure(work: Awaitable[PrefillResult]) -> PrefillFailed:
+    with pytest.raises(PrefillFailed) as caught:
+        await work
+    return caught.value
+
+
+async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
+    result = await rig.front.submit(prefill_job(1, num_tokens=8))
+    assert (result.nbytes, result.cached_tokens) == (8 * BYTES_PER_TOKEN, 3)
+    assert result.sent_share_at_prefill_end == 0.5
+    assert result.transfer_tail_s == 0.125
+    assert result.num_attempts == 1
+    body = next(engine.requests[0] for engine in rig.engines if engine.requests)
+    assert body["max_tokens"] == 1
+    assert body["prompt"] == [1] * 8
+    assert body["kv_transfer_params"]["prfaas"] == {
+        "role": "producer",
+        "transfer_id": f"{1:032x}",
+        "num_tokens": 8,
+        "arena_epoch": "e1",
+        "runs": [[0, 1]],
+        "layout_fingerprint": "ab" * 32,
+    }
+    assert rig.num_outboxes == 0
+
+
+async def test_jobs_spread_over_instances_and_the_rest_waits(rig: Rig) -> None:
+    rig.hold()
+    tasks = [asyncio.create_task(rig.front.submit(prefill_job(n))) for n in (1, 2, 3)]
+    for engine in rig.engines:
+        await engine.wait_requests(1)
+    await eventually(lambda: rig.embedded._queue.depth == 1)
+    report = await rig.front.report()
+    assert (report.running, report.queue_depth, report.healthy) == (2, 1, True)
+    assert (report.queued_tokens, report.running_tokens) == (8, 16)
+    assert [item.running for item in report.instances] == [1, 1]
+    rig.let_go()
+    results = await asyncio.gather(*tasks)
+    assert {result.instance for result in results} == {"p0", "p1"}
+    assert sorted(result.queue_s > 0 for result in results) == [False, False, True]
+
+
+async def test_a_job_over_the_queue_bound_is_refused(rig: Rig) -> None:
+    rig.hold()
+    tasks = [asyncio.create_task(rig.front.submit(prefill_job(n))) for n in range(1, 5)]
+    for engine in rig.engines:
+        await engine.wait_requests(1)
+    await eventually(lambda: rig.embedded._queue.depth == 2)
+    error = await failure(rig.front.submit(prefill_job(5)))
+    assert error.code == "queue_full"
+    assert "2 jobs wait" in error.message
+    rig.let_go()
+    await asyncio.gather(*tasks)
+
+
+async def test_cancelling_a_queued_job_frees_its_place(rig: Rig) -> None:
+    rig.hold()
+    running = [asyncio.create_task(rig.front.submit(prefill_job(n))) for n in (1, 2)]
+    for engine in rig.engines:
+        await engine.wait_requests(1)
+    queued = asyncio.create_task(rig.front.submit(prefill_job(3)))
+    await eventually(lambda: rig.embedded._queue.depth == 1)
+    queued.cancel()
+    await asyncio.gather(queued, return_exceptions=True)
+    await eventually(lambda: rig.embedded._queue.depth == 0)
+    rig.let_go()
+    await asyncio.gather(*running)
+    assert sum(len(engine.requests) for engine in rig.engines) == 2
+
+
+async def test_cancelling_a_running_job_aborts_engine_and_outbox(rig: Rig) -> None:
+    rig.hold()
+    task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+    await rig.engines[0].wait_requests(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(5):
+        await rig.engines[0].wait_aborts(1)
+    await eventually(lambda: rig.num_outboxes == 0 and rig.embedded._queue.num_running == 0)
+    assert rig.agents[0].cancelled == [f"{1:032x}"]
+
+
+async def test_cancelling_while_the_outbox_opens_leaves_no_outbox(rig: Rig) -> None:
+    opening, go_on = asyncio.Event(), asyncio.Event()
+
+    async def pause(method: str) -> None:
+        if method == "OpenOutbox":
+            opening.set()
+            await go_on.wait()
+
+    rig.agents[0].before_reply = pause
+    task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+    await opening.wait()
+    task.cancel()
+    await asyncio.sleep(0.05)
+    go_on.set()
+    await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: rig.agents[0].cancelled == [f"{1:032x}"])
+    await eventually(lambda: rig.num_outboxes == 0 and rig.embedded._queue.num_running == 0)
+    assert rig.engines[0].requests == []
+
+
+async def test_cancelling_while_the_transfer_ends_cancels_it(rig: Rig) -> None:
+    rig.engines[0].completes_transfer = False
+    task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+    await rig.engines[0].wait_requests(1)
+    await eventually(lambda: rig.engines[0].running == 0)
+    assert rig.num_outboxes == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: rig.num_outboxes == 0 and rig.embedded._queue.num_running == 0)
+
+
+async def test_an_engine_that_dies_is_replaced_once(rig: Rig) -> None:
+    rig.hold()
+    task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+    await rig.engines[0].wait_requests(1)
+    rig.engines[1].may_answer.set()
+    await rig.engines[0].stop()
+    result = await task
+    assert (result.instance, result.num_attempts) == ("p1", 2)
+    assert rig.num_outboxes == 0
+    report = await rig.front.report()
+    assert [item.healthy for item in report.instances] == [False, True]
+    assert "engine" in report.instances[0].reason
+
+
+async def test_both_engines_dying_is_a_clear_failure(rig: Rig) -> None:
+    rig.hold()
+    task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+    await rig.engines[0].wait_requests(1)
+    await rig.engines[0].stop()
+    await rig.engines[1].wait_requests(1)
+    await rig.engines[1].stop()
+    error = await failure(task)
+    assert error.code == "engine_failed"
+    assert "p1" in error.message
+    assert rig.num_outboxes == 0
+    assert (await failure(rig.front.submit(prefill_job(2)))).code == "no_instance"
+
+
+async def test_an_engine_that_left_its_agent_is_not_given_an_outbox(rig: Rig) -> None:
+    rig.agents[0].instances.clear()
+    result = await rig.front.submit(prefill_job(1))
+    assert result.instance == "p1"
+    assert rig.agents[0].cancelled == []
+
+
+async def test_a_full_or_dead_agent_leads_to_the_other_instance(rig: Rig) -> None:
+    rig.agents[0].outbox_room = 0
+    result = await rig.front.submit(prefill_job(1))
+    assert (result.instance, result.num_attempts) == ("p1", 2)
+    rig.agents[0].outbox_room = 100
+    await rig.agents[1].stop()
+    results = [await rig.front.submit(prefill_job(n)) for n in (2, 3)]
+    assert {result.instance for result in results} == {"p0"}
+
+
+async def test_an_agent_that_dies_under_a_job_fails_it_quickly() -> None:
+    async with make_rig("embedded", num_instances=1) as rig:
+        rig.hold()
+        task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+        await rig.engines[0].wait_requests(1)
+        await rig.agents[0].stop()
+        async with asyncio.timeout(3):
+            error = await failure(task)
+            await rig.engines[0].wait_aborts(1)
+        assert error.code == "agent_failed"
+        assert not (await rig.front.report()).healthy
+
+
+async def test_a_request_the_engine_refuses_is_not_tried_elsewhere(rig: Rig) -> None:
+    for engine in rig.engines:
+        engine.status = 400
+    error = await failure(rig.front.submit(prefill_job(1)))
+    assert error.code == "rejected"
+    assert "refused by the fake" in error.message
+    assert sum(len(engine.requests) for engine in rig.engines) == 1
+    assert rig.num_outboxes == 0
+
+
+async def test_a_transfer_that_fails_aborts_the_prefill(rig: Rig) -> None:
+    rig.hold()
+    task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+    await rig.engines[0].wait_requests(1)
+    rig.agents[0].end_outbox(f"{1:032x}", "failed", "refused: unknown transfer")
+    error = await failure(task)
+    assert error.code == "transfer_failed"
+    assert "refused: unknown transfer" in error.message
+    async with asyncio.timeout(5):
+        await rig.engines[0].wait_aborts(1)
+    assert len(rig.engines[1].requests) == 0
+
+
+async def test_a_transfer_that_stalls_after_the_prefill_is_given_up(rig: Rig) -> None:
+    rig.engines[0].completes_transfer = False
+    error = await failure(rig.front.submit(prefill_job(1)))
+    assert error.code == "transfer_failed"
+    assert "0 of 4096 bytes" in error.message
+    assert rig.num_outboxes == 0
+
+
+async def test_contradictory_jobs_are_refused(rig: Rig) -> None:
+    job = prefill_job(1)
+    short = msgspec.structs.replace(job, prompt_token_ids=[1, 1])
+    other = msgspec.structs.replace(job, prompt_token_ids=[2] * 8)
+    wild = msgspec.structs.replace(job, prompt_token_ids=[-1] * 8)
+    for wrong in (short, other, wild):
+        assert (await failure(rig.front.submit(wrong))).code == "invalid"
+    rig.hold()
+    task = asyncio.create_task(rig.front.submit(job))
+    await rig.engines[0].wait_requests(1)
+    assert (await failure(rig.front.submit(job))).code == "invalid"
+    rig.let_go()
+    await task
+
+
+async def test_draining_lets_jobs_end_and_takes_no_new_ones(rig: Rig) -> None:
+    rig.hold()
+    task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+    await rig.engines[0].wait_requests(1)
+    draining = asyncio.create_task(rig.front.drain("p0"))
+    rig.engines[1].may_answer.set()
+    for number in (2, 3):
+        assert (await rig.front.submit(prefill_job(number))).instance == "p1"
+    assert not draining.done()
+    rig.let_go()
+    await asyncio.gather(task, draining)
+    assert (await rig.front.report()).instances[0].draining
+    await rig.front.resume("p0")
+    used = {(await rig.front.submit(prefill_job(n))).instance for n in (4, 5)}
+    assert used == {"p0", "p1"}
+    for call in (rig.front.drain, rig.front.resume):
+        with pytest.raises(UnknownInstance, match="p9"):
+            await call("p9")
+
+
+async def test_an_instance_that_comes_back_is_used_again(rig: Rig) -> None:
+    rig.engines[0].healthy = False
+    await eventually(lambda: not rig.embedded._instances.by_name["p0"].transfers)
+    assert (await rig.front.submit(prefill_job(1))).instance == "p1"
+    rig.engines[0].healthy = True
+    await eventually(lambda: rig.embedded._instances.by_name["p0"].transfers)
+    assert (await rig.front.submit(prefill_job(2))).instance == "p0"
+
+
+async def test_closing_ends_everything(rig: Rig) -> None:
+    rig.hold()
+    tasks = [asyncio.create_task(rig.front.submit(prefill_job(n))) for n in (1, 2, 3)]
+    for engine in rig.engines:
+        await engine.wait_requests(1)
+    await eventually(lambda: rig.embedded._queue.depth == 1)
+    await rig.front.close()
+    errors = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [getattr(error, "code", error) for error in errors] == ["closed"] * 3
+    await eventually(lambda: rig.num_outboxes == 0)
+    assert (await failure(rig.front.submit(prefill_job(4)))).code == "closed"
+
+
+async def test_the_lease_of_a_long_prefill_is_renewed() -> None:
+    async with make_rig("embedded", num_instances=1) as rig:
+        rig.embedded._runner._config = replace(CONFIG.runner, lease_s=0.15)
+        rig.hold()
+        task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+        await eventually(lambda: rig.agents[0].renewals >= 3)
+        rig.let_go()
+        await task
+
+
+async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:
+    front = RemotePrefillCluster("east", "127.0.0.1:1")
+    assert (await failure(front.submit(prefill_job(1)))).code == "unreachable"
+    report = await front.report()
+    assert not report.healthy
+    assert "not reachable" in report.reason
+    await front.close()

@@ -1,0 +1,251 @@
+"""Supervised processes for real: process groups, restarts, logs, death of the parent."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvmanager.engines.errors import EngineStartFailed
+from kvmanager.engines.guard import live_session_members
+from kvmanager.engines.process import ChildProcess, ProcessSpec
+from kvmanager.engines.restart import RestartConfig
+from kvmanager.engines.supervisor import (
+    ProcessState,
+    Supervisor,
+    SupervisorConfig,
+    SupervisorEvent,
+)
+from kvmanager.engines.testing import eventually
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+# Starts a child and a grandchild that ignore SIGTERM, one in a process group of its own.
+FAMILY = """
+import os, signal, subprocess, sys, time
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+stubborn += "time.sleep(60)"
+apart = "import os; os.setpgid(0, 0); " + stubborn
+subprocess.Popen([sys.executable, "-c", stubborn, *sys.argv[1:]])
+subprocess.Popen([sys.executable, "-c", apart, *sys.argv[1:]])
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("family", flush=True)
+time.sleep(60)
+"""
+
+
+def process(tmp_path: Path, code: str, *args: str, term_grace_s: float = 0.5) -> ProcessSpec:
+    return ProcessSpec(
+        name="dummy",
+        argv=[sys.executable, "-c", code, *args],
+        log_path=tmp_path / "logs" / "dummy.log",
+        env=os.environ,
+        term_grace_s=term_grace_s,
+    )
+
+
+async def never() -> bool:
+    return False
+
+
+async def always() -> bool:
+    return True
+
+
+FAST = SupervisorConfig(
+    restart=RestartConfig(initial_backoff_s=0.05, max_backoff_s=0.2),
+    start_probe_interval_s=0.02,
+    probe_interval_s=0.05,
+)
+
+
+@pytest.mark.parametrize("mode", ["polite", "stubborn"])
+async def test_stopping_leaves_nothing_of_the_family(tmp_path: Path, mode: str) -> None:
+    child = await ChildProcess.start(process(tmp_path, FAMILY, mode))
+    await eventually(lambda: child.log_tail().count("up") == 2)
+    assert len(child.members()) == 4  # guard, command, two children
+    await child.stop()
+    assert child.members() == []
+    assert child.exit_status == (143 if mode == "polite" else 137)
+    await child.stop()
+
+
+async def test_a_command_that_ends_takes_its_children_along(tmp_path: Path) -> None:
+    code = FAMILY.replace("time.sleep(60)\n", "time.sleep(0.5); sys.exit(7)\n")
+    child = await ChildProcess.start(process(tmp_path, code))
+    assert await child.wait() == 7
+    assert child.members() == []
+
+
+async def test_killing_the_command_is_noticed_and_swept(tmp_path: Path) -> None:
+    child = await ChildProcess.start(process(tmp_path, FAMILY))
+    await eventually(lambda: child.log_tail().count("up") == 2)
+    command = min(pid for pid in child.members() if pid != child.pid)
+    os.kill(command, signal.SIGKILL)
+    assert await child.wait() == 137
+    assert child.members() == []
+
+
+async def test_killing_the_guard_is_swept_too(tmp_path: Path) -> None:
+    child = await ChildProcess.start(process(tmp_path, FAMILY))
+    await eventually(lambda: child.log_tail().count("up") == 2)
+    os.kill(child.pid, signal.SIGKILL)
+    assert await child.wait() == 137
+    assert child.members() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux only")
+async def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, os, sys
+from pathlib import Path
+from kvmanager.engines.process import ChildProcess, ProcessSpec
+async def main():
+    spec = ProcessSpec("dummy", [sys.executable, "-c", {FAMILY!r}, "stubborn"],
+                       Path({str(tmp_path)!r}) / "dummy.log", os.environ, term_grace_s=0.3)
+    child = await ChildProcess.start(spec)
+    while child.log_tail().count("up") < 2:
+        await asyncio.sleep(0.02)
+    print(child.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )  # fmt: skip
+    assert parent.stdout is not None
+    session = int(await parent.stdout.readline())
+    assert len(live_session_members(session)) == 4
+    parent.kill()
+    await parent.wait()
+    await eventually(lambda: live_session_members(session) == [])
+
+
+async def test_a_crashing_process_is_restarted_with_backoff(tmp_path: Path) -> None:
+    events: list[tuple[float, SupervisorEvent]] = []
+    supervisor = Supervisor(
+        process(tmp_path, "raise SystemExit(3)"),
+        never,
+        FAST,
+        lambda event: events.append((time.monotonic(), event)),
+    )
+    supervisor.start()
+    await eventually(lambda: supervisor.num_restarts >= 4)
+    await supervisor.stop()
+    starts = [when for when, event in events if event.state is ProcessState.STARTING]
+    waits = [when for when, event in events if event.state is ProcessState.BACKOFF]
+    delays = [start - wait for wait, start in zip(waits, starts[1:], strict=False)]
+    for delay, expected in zip(delays, [0.05, 0.1, 0.2], strict=False):
+        assert delay >= expected
+    assert "ended with status 3" in next(
+        event.reason for _, event in events if event.state is ProcessState.BACKOFF
+    )
+    assert (supervisor.state, supervisor.members()) == (ProcessState.STOPPED, [])
+
+
+async def test_a_failed_start_shows_the_last_log_lines(tmp_path: Path) -> None:
+    code = "print('noise\\n' * 50); print('ValueError: no such model'); raise SystemExit(1)"
+    supervisor = Supervisor(process(tmp_path, code), never, FAST)
+    supervisor.start()
+    seen: list[str] = []
+    with pytest.raises(EngineStartFailed) as caught:
+        await supervisor.wait_healthy(10, seen.append)
+    await supervisor.stop()
+    assert caught.value.log_tail[-1] == "ValueError: no such model"
+    assert "status 1" in str(caught.value)
+    assert "ValueError: no such model" in str(caught.value)
+    assert "dummy.log" in str(caught.value)
+
+
+async def test_a_start_that_takes_too_long_is_an_error_with_the_log(tmp_path: Path) -> None:
+    code = "import time; print('loading weights', flush=True); time.sleep(60)"
+    supervisor = Supervisor(process(tmp_path, code), never, FAST)
+    supervisor.start()
+    seen: list[str] = []
+    with pytest.raises(EngineStartFailed, match=r"not healthy after 1\.2 s") as caught:
+        await supervisor.wait_healthy(1.2, seen.append)
+    assert caught.value.log_tail == ["loading weights"]
+    assert "loading weights" in seen
+    await supervisor.stop()
+    assert supervisor.members() == []
+
+
+async def test_a_process_killed_while_healthy_comes_back(tmp_path: Path) -> None:
+    supervisor = Supervisor(process(tmp_path, "import time; time.sleep(60)"), always, FAST)
+    supervisor.start()
+    await supervisor.wait_healthy(10)
+    first = supervisor.pid
+    assert first is not None
+    await eventually(lambda: len(supervisor.members()) == 2)
+    os.kill(max(supervisor.members()), signal.SIGKILL)
+    await eventually(lambda: supervisor.num_restarts == 1)
+    await supervisor.wait_healthy(10, patient=True)
+    assert supervisor.pid != first
+    await supervisor.stop()
+
+
+async def test_a_process_that_hangs_is_killed_and_restarted(tmp_path: Path) -> None:
+    healthy = True
+
+    async def probe() -> bool:
+        return healthy
+
+    config = SupervisorConfig(
+        restart=FAST.restart,
+        start_probe_interval_s=0.02,
+        probe_interval_s=0.05,
+        hang_timeout_s=0.3,
+    )
+    supervisor = Supervisor(process(tmp_path, "import time; time.sleep(60)"), probe, config)
+    supervisor.start()
+    await supervisor.wait_healthy(10)
+    healthy = False
+    await eventually(lambda: supervisor.num_restarts == 1)
+    healthy = True
+    await supervisor.wait_healthy(10, patient=True)
+    await supervisor.stop()
+
+
+async def test_a_process_is_given_up_after_too_many_failures(tmp_path: Path) -> None:
+    config = SupervisorConfig(
+        restart=RestartConfig(initial_backoff_s=0.02, max_failures=2), start_probe_interval_s=0.02
+    )
+    supervisor = Supervisor(process(tmp_path, "raise SystemExit(3)"), never, config)
+    supervisor.start()
+    await eventually(lambda: supervisor.state is ProcessState.FAILED)
+    with pytest.raises(EngineStartFailed, match="status 3"):
+        await supervisor.wait_healthy(1, patient=True)
+    await supervisor.stop()
+
+
+async def test_a_command_that_does_not_exist_is_explained(tmp_path: Path) -> None:
+    spec = ProcessSpec("dummy", ["/no/such/engine"], tmp_path / "dummy.log", os.environ)
+    supervisor = Supervisor(spec, never, FAST)
+    supervisor.start()
+    with pytest.raises(EngineStartFailed, match="cannot run /no/such/engine"):
+        await supervisor.wait_healthy(10)
+    await supervisor.stop()
+
+
+async def test_stopping_in_the_middle_of_a_start_leaves_nothing(tmp_path: Path) -> None:
+    for delay_s in (0.0, 0.01, 0.05, 0.2):
+        supervisor = Supervisor(process(tmp_path, FAMILY, str(tmp_path)), never, FAST)
+        supervisor.start()
+        await asyncio.sleep(delay_s)
+        await supervisor.stop()
+    left = [item.pid for item in psutil.process_iter() if str(tmp_path) in command_line(item)]
+    assert left == []
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
