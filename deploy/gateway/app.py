@@ -60,6 +60,7 @@ class Gateway:
         self._models = {model.name: model for model in config.models}
         self._watcher = RegionWatcher(config, pd, prefill_clusters)
         self._background = Background()
+        self.metrics.watch(lambda: self._num_in_flight, lambda: len(self._background))
         self._started_s = time.time()
         self._num_in_flight = 0
         self._is_draining = False
@@ -195,7 +196,6 @@ class Gateway:
             self._idle.clear()
         else:
             self._idle.set()
-        self.metrics.track(self._num_in_flight, len(self._background))
 
     def _admit(self, request: web.Request) -> None:
         if self._is_draining:
@@ -214,6 +214,9 @@ class Gateway:
 
     async def _read_body(self, request: web.Request) -> bytes:
         try:
+            if request.content.is_eof():
+                # All of it is here already: the usual case, and timers cost more than reading.
+                return await request.read()
             async with asyncio.timeout(self.config.timeouts.body_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
@@ -316,7 +319,7 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
     )
     if not request.body_exists or request.content.at_eof():
         return response
-    # An unread body would be read to its end for the next request on this connection.
+    # The rest of the body is not waited for: say that the connection will not be kept.
     response.force_close()
     return response
 

@@ -5,7 +5,9 @@ Knows records, not how they come about.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -26,6 +28,8 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        # The library's own look-up by labels takes a lock and rebuilds strings.
+        self._child = cache(lambda family, *labels: _labelled(family, labels))
         prefix = "prfaas_gateway_"
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -65,10 +69,10 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
-    def track(self, num_in_flight: int, num_settling: int) -> None:
-        """Requests being served, and background tasks that give things back, right now."""
-        self._in_flight.set(num_in_flight)
-        self._settling.set(num_settling)
+    def watch(self, num_in_flight: Callable[[], int], num_settling: Callable[[], int]) -> None:
+        """Where a scrape gets the number of requests and of background tasks from."""
+        self._in_flight.set_function(num_in_flight)
+        self._settling.set_function(num_settling)
 
     def rejected(self, code: str) -> None:
         """A request refused before it was routed."""
@@ -76,7 +80,7 @@ class GatewayMetrics:
 
     def decided(self, decision: Decision) -> None:
         """A route taken."""
-        self._decisions.labels(decision.route, decision.reason.value).inc()
+        self._child(self._decisions, decision.route, decision.reason.value).inc()
 
     def retried(self, reason: str) -> None:
         """A second try."""
@@ -93,13 +97,15 @@ class GatewayMetrics:
     def ended(self, record: RequestRecord) -> None:
         """A request whose answer is over."""
         route = record.route or "none"
-        self._requests.labels(record.endpoint, route, record.outcome, str(record.status)).inc()
+        self._child(
+            self._requests, record.endpoint, route, record.outcome, str(record.status)
+        ).inc()
         if record.total_s is not None:
-            self._seconds.labels(route).observe(record.total_s)
+            self._child(self._seconds, route).observe(record.total_s)
         if record.ttft_s is not None:
-            self._ttft.labels(route).observe(record.ttft_s)
+            self._child(self._ttft, route).observe(record.ttft_s)
         if record.num_prompt_tokens is not None:
-            self._tokens.labels(route).observe(record.num_prompt_tokens)
+            self._child(self._tokens, route).observe(record.num_prompt_tokens)
 
     def settled(self, record: RequestRecord) -> None:
         """A request whose parts are all known."""
@@ -110,3 +116,7 @@ class GatewayMetrics:
     def render(self) -> bytes:
         """The exposition text, with that of everything else in this process (cluster fronts)."""
         return generate_latest(self.registry) + generate_latest(REGISTRY)
+
+
+def _labelled(family: Any, labels: tuple[str, ...]) -> Any:
+    return family.labels(*labels)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -43,8 +43,12 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def known(self) -> dict[str, float]:
         """The parts that are set, by name without the unit."""
-        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
-        return {name.removesuffix("_s"): value for name, value in values if value is not None}
+        return {
+            word: value for word, name in _PART_NAMES if (value := getattr(self, name)) is not None
+        }
+
+
+_PART_NAMES: Final = tuple((name.removesuffix("_s"), name) for name in TtftParts.__struct_fields__)
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):

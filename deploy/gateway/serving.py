@@ -197,10 +197,10 @@ class Serving:
         )
 
     async def _one_engine(self, exchange: Exchange, lost: set[str]) -> DirectTarget:
-        async with asyncio.timeout(self._timeouts.cluster_s):
-            return await self._services.pd.direct(
-                exchange.request_id, model=exchange.inbound.model, exclude=tuple(sorted(lost))
-            )
+        # No timeout of ours: an embedded front answers at once, a remote one has a deadline.
+        return await self._services.pd.direct(
+            exchange.request_id, model=exchange.inbound.model, exclude=tuple(sorted(lost))
+        )
 
     async def _plan(self, exchange: Exchange) -> _Plan:
         """Decide, rendering the prompt only if its KVCache may have to move."""

@@ -75,13 +75,13 @@ async def relay_stream(
     gate, response = answer.gate, answer.response
     if gate is None or response is None:
         raise ValueError("not a stream")
-    nbytes, error = 0, ""
-    data = answer.begun
+    watch = _StallWatch(request, client_stall_s)
+    data, error = answer.begun, ""
     try:
         while True:
             if data:
-                await _write(client, data, client_stall_s)
-                nbytes += len(data)
+                await _write(client, data)
+                watch.nbytes += len(data)
             try:
                 chunk = await response.content.readany()
             except (aiohttp.ClientError, OSError, TimeoutError) as broken:
@@ -90,30 +90,57 @@ async def relay_stream(
             if not chunk:
                 break
             data = gate.feed(chunk)
-        if gate.is_done:
+        if not gate.is_done:
+            error = error or "the stream ended without [DONE]"
+            await _break_off(answer.instance, request, client, error)
+            return StreamEnd("engine_lost", watch.nbytes, error)
+        if not error:
             # What follows the end mark without a blank line is noise, but it is the engine's.
-            if not error and (rest := gate.rest()):
-                await _write(client, rest, client_stall_s)
-                nbytes += len(rest)
-            if not error:
-                answer.response = None
-            return StreamEnd("whole", nbytes)
-        error = error or "the stream ended without [DONE]"
-        await _break_off(answer.instance, request, client, error)
-        return StreamEnd("engine_lost", nbytes, error)
+            await _write(client, gate.rest())
+            answer.response = None
+        return StreamEnd("whole", watch.nbytes)
     except ClientGone as gone:
-        return StreamEnd("client_gone", nbytes, str(gone))
+        return StreamEnd("client_gone", watch.nbytes, str(gone))
     finally:
+        watch.stop()
         answer.close()
 
 
-async def _write(client: web.StreamResponse, data: bytes, stall_s: float) -> None:
+class _StallWatch:
+    """Cuts off a client that takes nothing for `stall_s` while something waits for it.
+
+    One timer a stream instead of a timeout a write: a stream has thousands of writes. The client
+    is noticed after one to two times `stall_s`; its handler is then cancelled.
+    """
+
+    def __init__(self, request: web.Request, stall_s: float) -> None:
+        self.nbytes = 0
+        self._request = request
+        self._stall_s = stall_s
+        self._seen_bytes = -1
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(stall_s, self._look)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        transport = self._request.transport
+        if transport is None:
+            return
+        if self._seen_bytes == self.nbytes and self._request.protocol.writing_paused:
+            logger.info("a client read nothing for %g s: cut off", self._stall_s)
+            transport.abort()
+            return
+        self._seen_bytes = self.nbytes
+        self._timer = self._loop.call_later(self._stall_s, self._look)
+
+
+async def _write(client: web.StreamResponse, data: bytes) -> None:
     # aiohttp names a lost client like a lost engine; tell them apart where it is known.
     try:
-        async with asyncio.timeout(stall_s):
-            await client.write(data)
-    except TimeoutError:
-        raise ClientGone(f"the client read nothing for {stall_s:g} s") from None
+        await client.write(data)
     except (aiohttp.ClientError, OSError) as error:
         raise ClientGone(str(error) or type(error).__name__) from None
 
@@ -128,7 +155,7 @@ async def _break_off(
     if transport is None:
         return
     try:
-        await _write(client, error_event(body), 5.0)
+        await _write(client, error_event(body))
     finally:
         # close() sends what is buffered, but never the mark that would end the body.
         transport.close()

@@ -1,0 +1,398 @@
+"""What the gateway costs: added latency and requests/s, beside the engine alone and vllm-router.
+
+Run: python tests/bench/bench_gateway.py [--json FILE] [--seconds S] [--rounds N]. An echo engine,
+the gateway (`prfaas gateway`, a process of its own) and the `vllm-router` wheel stand on loopback;
+the load generator is this process. The three are measured in turn, several rounds; each number is
+the median over the rounds. Without the wheel (it is installed into a temporary directory) the rest
+is measured all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUTER = "vllm-router==0.1.17"
+NUM_EVENTS = 32
+
+_ANSWER = json.dumps(
+    {
+        "id": "cmpl-bench",
+        "object": "text_completion",
+        "created": 1,
+        "model": "echo",
+        "choices": [{"index": 0, "text": "word " * 32, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 64, "completion_tokens": 32, "total_tokens": 96},
+    }
+).encode()
+_EVENT = b"data: " + _ANSWER + b"\n\n"
+
+
+class EchoEngine(asyncio.Protocol):
+    """The cheapest possible OpenAI server: fixed answers, no parsing beyond the request's end."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while (request := _take_message(self._buffer)) is not None:
+            head, body = request
+            if head.startswith(b"GET"):
+                self._transport.write(_response(b"{}"))
+            elif b'"stream": true' in body:
+                self._transport.write(_STREAM)
+            else:
+                self._transport.write(_response(_ANSWER))
+
+
+def _response(body: bytes) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+_STREAM = b"".join(
+    (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
+        *(b"%x\r\n%b\r\n" % (len(_EVENT), _EVENT) for _ in range(NUM_EVENTS)),
+        b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n",
+    )
+)
+
+
+def _take_message(buffer: bytearray) -> tuple[bytes, bytes] | None:
+    """One whole HTTP message with Content-Length or chunked body, or None."""
+    end = buffer.find(b"\r\n\r\n")
+    if end < 0:
+        return None
+    head = bytes(buffer[: end + 4])
+    lowered = head.lower()
+    if b"transfer-encoding: chunked" in lowered:
+        stop = buffer.find(b"\r\n0\r\n\r\n", end)
+        size = stop + 7 if stop >= 0 else -1
+    else:
+        _, _, rest = lowered.partition(b"content-length:")
+        size = end + 4 + int(rest.split(b"\r\n", 1)[0] or 0)
+    if size < 0 or len(buffer) < size:
+        return None
+    body = bytes(buffer[end + 4 : size])
+    del buffer[:size]
+    return head, body
+
+
+class Client(asyncio.Protocol):
+    """One kept-alive connection that sends the same request again and again."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._buffer = bytearray()
+        self._transport: Any = None
+        self._answer: asyncio.Future[float] | None = None
+        self._first_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionError(f"closed: {error}"))
+
+    async def ask(self) -> tuple[float, float]:
+        """Seconds to the first byte and to the whole answer. Raises on anything but 200."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._first_s = 0.0
+        started_s = time.perf_counter()
+        self._transport.write(self._request)
+        ended_s = await self._answer
+        return self._first_s - started_s, ended_s - started_s
+
+    def data_received(self, data: bytes) -> None:
+        self._first_s = self._first_s or time.perf_counter()
+        self._buffer += data
+        message = _take_message(self._buffer)
+        if message is None or self._answer is None:
+            return
+        if not message[0].startswith(b"HTTP/1.1 200") or b"choices" not in message[1]:
+            self._answer.set_exception(RuntimeError(f"{message[0]!r} {message[1][:200]!r}"))
+            return
+        self._answer.set_result(time.perf_counter())
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round at one target. Latencies of a lone client, rate and CPU with many."""
+
+    p50_ms: float
+    p99_ms: float
+    first_byte_p50_ms: float
+    stream_p50_ms: float
+    requests_per_s: float
+    stream_requests_per_s: float
+    cpu_ms_per_request: float
+
+
+def _request(port: int, prompt: str, *, stream: bool) -> bytes:
+    body = {"model": "echo", "prompt": prompt, "max_tokens": 32, "stream": stream}
+    raw = json.dumps(body).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % (port, len(raw)) + raw
+    )
+
+
+async def _connect(port: int, request: bytes) -> Client:
+    loop = asyncio.get_running_loop()
+    _, client = await loop.create_connection(lambda: Client(request), "127.0.0.1", port)
+    return client
+
+
+async def _latencies(port: int, request: bytes, num: int) -> tuple[list[float], list[float]]:
+    client = await _connect(port, request)
+    for _ in range(20):
+        await client.ask()
+    pairs = [await client.ask() for _ in range(num)]
+    client.close()
+    return [first for first, _ in pairs], [whole for _, whole in pairs]
+
+
+async def _rate(port: int, request: bytes, seconds: float, concurrency: int) -> tuple[float, int]:
+    clients = [await _connect(port, request) for _ in range(concurrency)]
+    deadline_s = time.perf_counter() + seconds
+    num_done = 0
+
+    async def ask_on(client: Client) -> None:
+        nonlocal num_done
+        while time.perf_counter() < deadline_s:
+            await client.ask()
+            num_done += 1
+
+    started_s = time.perf_counter()
+    await asyncio.gather(*(ask_on(client) for client in clients))
+    elapsed_s = time.perf_counter() - started_s
+    for client in clients:
+        client.close()
+    return num_done / elapsed_s, num_done
+
+
+async def _measure(port: int, pid: int | None, args: argparse.Namespace) -> Sample:
+    prompt = "word " * 64
+    plain, stream = _request(port, prompt, stream=False), _request(port, prompt, stream=True)
+    _, whole = await _latencies(port, plain, args.requests)
+    first, streamed = await _latencies(port, stream, args.requests)
+    process = psutil.Process(pid) if pid else None
+    before_s = _cpu_s(process)
+    rate, num_done = await _rate(port, plain, args.seconds, args.concurrency)
+    cpu_s = _cpu_s(process) - before_s
+    stream_rate, _ = await _rate(port, stream, args.seconds, args.concurrency)
+    whole.sort()
+    return Sample(
+        p50_ms=statistics.median(whole) * 1e3,
+        p99_ms=whole[int(len(whole) * 0.99)] * 1e3,
+        first_byte_p50_ms=statistics.median(first) * 1e3,
+        stream_p50_ms=statistics.median(streamed) * 1e3,
+        requests_per_s=rate,
+        stream_requests_per_s=stream_rate,
+        cpu_ms_per_request=cpu_s / max(1, num_done) * 1e3,
+    )
+
+
+def _cpu_s(process: psutil.Process | None) -> float:
+    if process is None:
+        return 0.0
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _child(
+    argv: list[str], is_up: Callable[[], bool], env: dict[str, str] | None = None
+) -> Iterator[int]:
+    """A child process that is up; killed at the end. Raises RuntimeError with its output."""
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(argv, stdout=log, stderr=log, env=env, cwd=ROOT)
+        try:
+            deadline_s = time.monotonic() + 30
+            while not is_up():
+                if child.poll() is not None or time.monotonic() > deadline_s:
+                    log.seek(0)
+                    raise RuntimeError(log.read()[-2000:].decode("utf-8", "replace"))
+                time.sleep(0.05)
+            yield child.pid
+        finally:
+            child.terminate()
+            try:
+                child.wait(10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def _answers(port: int) -> Callable[[], bool]:
+    """Whether a request at `port` is answered with 200."""
+
+    def ask() -> bool:
+        request = _request(port, "up?", stream=False)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), timeout=1) as connection,
+        ):
+            connection.sendall(request)
+            return connection.recv(4096).startswith(b"HTTP/1.1 200")
+        return False
+
+    return ask
+
+
+@contextmanager
+def gateway(engine_port: int, folder: Path) -> Iterator[tuple[int, int]]:
+    """`prfaas gateway` in front of the engine: (port, pid)."""
+    port = free_port()
+    url = f"http://127.0.0.1:{engine_port}"
+    config = {
+        "gateway": {"port": port, "models": [{"name": "echo"}], "threshold_tokens": 4096},
+        # No agent answers there: nothing is offloaded here.
+        "pd": {
+            "name": "home",
+            "instances": [{"name": "d0", "url": url, "agent": "127.0.0.1:1", "model": "echo"}],
+        },
+        "log_dir": str(folder),
+    }
+    file = folder / "gateway.yaml"
+    file.write_text(yaml.safe_dump(config))
+    code = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
+    argv = [sys.executable, "-c", code, "--config", str(file), "--log-level", "warning"]
+    with _child(argv, _answers(port)) as pid:
+        yield port, pid
+
+
+@contextmanager
+def router(engine_port: int, folder: Path) -> Iterator[tuple[int, int] | None]:
+    """The vllm-router wheel in front of the engine, or None when it cannot be had or run."""
+    env = os.environ | {"PYTHONPATH": _router_path(folder)}
+    port = free_port()
+    argv = [sys.executable, "-m", "vllm_router.launch_router", "--host", "127.0.0.1"]
+    argv += ["--port", str(port), "--worker-urls", f"http://127.0.0.1:{engine_port}"]
+    argv += ["--policy", "round_robin", "--log-level", "error"]
+    argv += ["--prometheus-port", str(free_port())]
+    try:
+        with _child(argv, _answers(port), env) as pid:
+            yield port, pid
+    except RuntimeError as error:
+        print(f"vllm-router cannot be run here: {str(error).strip()[-500:]}", file=sys.stderr)
+        yield None
+
+
+def _router_path(folder: Path) -> str:
+    if importlib.util.find_spec("vllm_router") is not None:
+        return os.environ.get("PYTHONPATH", "")
+    target = folder / "router"
+    argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    argv += [str(target), ROUTER, "orjson", "setproctitle"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{ROUTER} cannot be installed: {done.stderr.strip()[-300:]}", file=sys.stderr)
+    return str(target)
+
+
+def _serve_engine(port: int) -> None:
+    async def serve() -> None:
+        server = await asyncio.get_running_loop().create_server(EchoEngine, "127.0.0.1", port)
+        await server.serve_forever()
+
+    uvloop.run(serve())
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All rounds; medians by target."""
+    samples: dict[str, list[Sample]] = {}
+    engine_port = free_port()
+    engine_argv = [sys.executable, __file__, "--serve-engine", str(engine_port)]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(_child(engine_argv, _answers(engine_port)))
+        targets: dict[str, tuple[int, int | None] | None] = {
+            "engine": (engine_port, None),
+            "gateway": stack.enter_context(gateway(engine_port, folder)),
+            "vllm-router": stack.enter_context(router(engine_port, folder)),
+        }
+        for number in range(args.rounds):
+            for name, target in targets.items():
+                if target is not None:
+                    print(f"round {number + 1}/{args.rounds}: {name}", file=sys.stderr)
+                    sample = uvloop.run(_measure(*target, args))
+                    samples.setdefault(name, []).append(sample)
+    return {name: _median(taken) for name, taken in samples.items()}
+
+
+def _median(samples: list[Sample]) -> dict[str, float]:
+    columns = [asdict(sample) for sample in samples]
+    return {key: statistics.median(column[key] for column in columns) for key in columns[0]}
+
+
+def table(result: dict[str, dict[str, float]]) -> str:
+    """The medians, and what each target adds to the engine's own latency."""
+    names = list(next(iter(result.values())))
+    lines = [f"{'':24}" + "".join(f"{target:>14}" for target in result)]
+    for name in names:
+        lines.append(f"{name:24}" + "".join(f"{values[name]:14.3f}" for values in result.values()))
+    for name in ("p50_ms", "p99_ms", "first_byte_p50_ms"):
+        added = [values[name] - result["engine"][name] for values in result.values()]
+        lines.append(f"{'added ' + name:24}" + "".join(f"{value:14.3f}" for value in added))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the medians here")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=500, help="for the latencies, a round")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each rate, a round")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--serve-engine", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve_engine:
+        _serve_engine(args.serve_engine)
+        return
+    result = run(args)
+    print(table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

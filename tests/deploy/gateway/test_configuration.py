@@ -1,0 +1,81 @@
+"""Configuration errors name the key; keys are read from files and the environment."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import SecretStr, ValidationError
+
+from deploy.gateway.config import GatewayConfig
+from deploy.gateway.file import GatewayFileError, load_gateway_file
+
+
+def test_configuration_errors_name_the_key() -> None:
+    models = [{"name": "a"}]
+    for odd in (
+        {"models": []},
+        {"models": models, "threshold_tokens": -1},
+        {"models": models, "surprise": 1},
+        {"models": models * 2},
+        {"models": models, "report_interval_s": 5, "report_stale_s": 5},
+        {"models": models, "timeouts": {"drain_s": float("inf")}},
+    ):
+        with pytest.raises(ValidationError):
+            GatewayConfig.model_validate(odd)
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "gateway.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def minimal(**more: Any) -> dict[str, Any]:
+    return {
+        "gateway": {"models": [{"name": "tiny"}]},
+        "pd": {"name": "home", "front": "127.0.0.1:7301"},
+        "prefill": [{"name": "far", "front": "127.0.0.1:7302", "link": "far-to-home"}],
+    } | more
+
+
+def test_a_gateway_file_is_read_with_its_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# ours\none\n\n two \n")
+    path = write(tmp_path, minimal(api_keys_file=str(tmp_path / "keys")))
+    loaded = load_gateway_file(path)
+    assert loaded.gateway.api_keys == (SecretStr("one"), SecretStr("two"))
+    assert loaded.prefill[0].link == "far-to-home"
+    path = write(tmp_path, minimal(api_keys_env="KEYS"))
+    assert load_gateway_file(path, {"KEYS": "a, b,"}).gateway.api_keys == (
+        SecretStr("a"),
+        SecretStr("b"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pd": {"name": "home"}}, "pd: "),
+        (
+            {"pd": {"name": "home", "front": "x:1", "instances": [{"name": "d", "agent": "a"}]}},
+            "pd",
+        ),
+        ({"gateway": {"models": [{"name": "x", "color": 1}]}}, "gateway.models.0.color"),
+        ({"api_keys_env": "NOT_SET"}, "NOT_SET"),
+        ({"api_keys_env": "A", "api_keys_file": "b"}, "not both"),
+        ({"api_keys_file": "no/such/file"}, "no/such/file"),
+        ({"prefill": [{"name": "f", "front": "x:1"}, {"name": "f", "front": "x:2"}]}, "same name"),
+    ],
+)
+def test_mistakes_in_a_gateway_file_are_named(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(GatewayFileError, match=r"gateway\.yaml: ") as caught:
+        load_gateway_file(write(tmp_path, minimal(**change)), {})
+    assert words in str(caught.value)
+
+
+def test_a_key_file_without_keys_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# nothing\n")
+    with pytest.raises(GatewayFileError, match="no API key"):
+        load_gateway_file(write(tmp_path, minimal(api_keys_file=str(tmp_path / "keys"))))

@@ -1,0 +1,71 @@
+"""Every error leaves as an OpenAI error object with its status."""
+
+import json
+
+import aiohttp
+import pytest
+
+from deploy.gateway.errors import (
+    ApiError,
+    EngineLost,
+    EngineTimeout,
+    api_error_for,
+    is_openai_error,
+)
+from deploy.gateway.proxy.stream import forwarded_headers
+from kvmanager.engines.errors import EngineUnreachable, PrefillFailed
+from kvmanager.rpc import RpcError
+from local_pd.errors import FrontUnreachable, NoInstance
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ApiError(418, "teapot", "short"), 418, "teapot"),
+        (EngineTimeout("d0", "silent"), 504, "engine_timeout"),
+        (TimeoutError(), 504, "engine_timeout"),
+        (EngineLost("d0", "gone"), 502, "engine_unavailable"),
+        (EngineUnreachable("gone"), 503, "no_engine_available"),
+        (NoInstance("none"), 503, "no_engine_available"),
+        (FrontUnreachable("none"), 503, "no_engine_available"),
+        (RpcError("UNAVAILABLE", "away"), 503, "cluster_unavailable"),
+        (RpcError("TIMEOUT", "late"), 504, "cluster_timeout"),
+        (RpcError("INTERNAL", "bug"), 502, "cluster_error"),
+        (PrefillFailed("queue_full", "busy"), 503, "prefill_overloaded"),
+        (PrefillFailed("closed", "bye"), 503, "prefill_unavailable"),
+        (PrefillFailed("engine_failed", "dead"), 502, "prefill_failed"),
+        (aiohttp.ClientPayloadError("short"), 502, "engine_unavailable"),
+        (ConnectionResetError("reset"), 502, "engine_unavailable"),
+    ],
+)
+def test_every_error_has_its_status(error: Exception, status: int, code: str) -> None:
+    answer = api_error_for(error)
+    assert (answer.status, answer.code) == (status, code)
+    body = answer.body()
+    assert is_openai_error(body)
+    shown = json.loads(body)["error"]
+    assert shown["message"]
+    assert shown["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert ("Retry-After" in answer.headers) == (answer.retry_after_s is not None)
+
+
+def test_an_unknown_error_shows_nothing() -> None:
+    answer = api_error_for(KeyError("/secret/path"))
+    assert answer.status == 500
+    assert b"secret" not in answer.body()
+
+
+@pytest.mark.parametrize("body", [b"", b"x", b"{}", b'{"error":"x"}', b'{"error":{}}', b"[" * 9999])
+def test_what_is_not_an_openai_error(body: bytes) -> None:
+    assert not is_openai_error(body)
+
+
+def test_hop_by_hop_headers_stay_behind() -> None:
+    headers = {
+        "Connection": "close",
+        "Transfer-Encoding": "chunked",
+        "content-length": "3",
+        "Content-Type": "a/b",
+        "x-engine": "d0",
+    }
+    assert forwarded_headers(headers) == {"Content-Type": "a/b", "x-engine": "d0"}

@@ -1,0 +1,89 @@
+"""Records of requests, the ring that keeps them, the metrics made of them."""
+
+from typing import Any
+
+import pytest
+
+from deploy.gateway.metrics import GatewayMetrics
+from deploy.gateway.records import RecordRing, RequestRecord
+from kvmanager.engines.jobs import PrefillResult
+from scheduler.routing import Decision, Reason
+
+
+def record(request_id: str = "r") -> RequestRecord:
+    return RequestRecord(request_id=request_id, started_s=0.0, endpoint="completion")
+
+
+def result(**fields: Any) -> PrefillResult:
+    values = {
+        "instance": "p0",
+        "queue_s": 0.1,
+        "prefill_s": 1.0,
+        "transfer_tail_s": 0.2,
+        "nbytes": 7,
+        "sent_share_at_prefill_end": 0.9,
+    }
+    return PrefillResult(**(values | fields))
+
+
+def test_parts_add_up_in_whatever_order_they_come() -> None:
+    early, late = record(), record()
+    early.prefilled(result())
+    early.first_byte(2.0, is_stream=True)
+    late.first_byte(2.0, is_stream=True)
+    late.prefilled(result())
+    assert early.parts == late.parts
+    assert early.parts.load_and_first_step_s == pytest.approx(0.7)
+    assert sum(early.parts.known().values()) == pytest.approx(2.0)
+
+
+def test_an_answer_in_one_piece_does_not_show_its_first_step() -> None:
+    whole = record()
+    whole.first_byte(2.0, is_stream=False)
+    assert whole.parts.known() == {"load_and_decode": 2.0}
+
+
+def test_parts_measured_by_other_clocks_never_make_a_negative_rest() -> None:
+    odd = record()
+    odd.prefilled(result(prefill_s=9.0))
+    odd.first_byte(2.0, is_stream=True)
+    assert odd.parts.load_and_first_step_s == 0.0
+
+
+def test_the_first_route_stays_visible() -> None:
+    moved = record()
+    moved.decided(Decision("prefill_cluster", "far", Reason.ABOVE_THRESHOLD))
+    moved.decided(Decision("local", "one_engine", Reason.PREFILL_FAILED, {"n": 1}))
+    assert (moved.first_route, moved.route, moved.reason) == (
+        "prefill_cluster",
+        "local",
+        "prefill_failed",
+    )
+
+
+def test_the_ring_forgets_the_oldest() -> None:
+    ring = RecordRing(2)
+    for name in ("a", "b", "b"):
+        ring.append(record(name))
+    assert len(ring) == 2
+    assert [item.request_id for item in ring.latest(5)] == ["b", "b"]
+    assert len(ring.latest(1)) == 1
+    assert ring.find("a") == []
+    assert len(ring.find("b")) == 2
+
+
+def test_metrics_know_every_ending() -> None:
+    metrics = GatewayMetrics()
+    ended = record()
+    ended.decided(Decision("prefill_cluster", "far", Reason.ABOVE_THRESHOLD))
+    ended.prefilled(result())
+    ended.first_byte(2.0, is_stream=True)
+    ended.total_s, ended.outcome, ended.status, ended.num_prompt_tokens = 3.0, "ok", 200, 50
+    metrics.watch(lambda: 3, lambda: 1)
+    metrics.ended(ended)
+    metrics.settled(ended)
+    metrics.rejected("x")
+    text = metrics.render().decode()
+    assert "prfaas_gateway_in_flight_requests 3.0" in text
+    assert 'outcome="ok",route="prefill_cluster",status="200"} 1.0' in text
+    assert 'prfaas_gateway_ttft_part_seconds_count{part="queue"' in text

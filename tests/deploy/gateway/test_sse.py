@@ -1,0 +1,104 @@
+"""The event gate: same bytes, whole events only, and the end mark seen wherever it is cut."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.gateway.proxy import sse
+from deploy.gateway.proxy.sse import EventGate, error_event, first_data
+
+DONE = b"data: [DONE]\n\n"
+
+
+def cut(data: bytes, points: list[int]) -> list[bytes]:
+    edges = [0, *sorted(point % (len(data) + 1) for point in points), len(data)]
+    return [data[start:end] for start, end in pairwise(edges)]
+
+
+@given(
+    lines=st.lists(st.sampled_from([b'data: {"a":1}', b": ping", b"data: x\ndata: y"]), max_size=8),
+    newline=st.sampled_from([b"\n\n", b"\r\n\r\n"]),
+    done=st.booleans(),
+    points=st.lists(st.integers(0, 200), max_size=12),
+)
+def test_bytes_pass_unchanged_however_they_are_cut(
+    lines: list[bytes], newline: bytes, done: bool, points: list[int]
+) -> None:
+    stream = b"".join(line + newline for line in lines)
+    if done:
+        stream += b"data: [DONE]" + newline
+    gate = EventGate()
+    passed = [gate.feed(piece) for piece in cut(stream, points)]
+    assert b"".join(passed) == stream
+    assert gate.rest() == b""
+    assert gate.is_done == done
+    for piece in passed:
+        assert not piece or piece.endswith((b"\n\n", b"\r\n\r\n"))
+
+
+@given(keep=st.integers(0, len(DONE) - 1))
+def test_a_cut_end_mark_is_no_end_mark(keep: int) -> None:
+    gate = EventGate()
+    passed = gate.feed(b'data: {"a":1}\n\n' + DONE[:keep])
+    assert passed == b'data: {"a":1}\n\n'
+    assert not gate.is_done
+    assert gate.rest() == DONE[:keep]
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b'data: {"text":"data: [DONE]"}\n\n',
+        b"xdata: [DONE]\n\n",
+        b"data: [DONE] \n\n",
+        DONE + b'data: {"a":1}\n\n',
+        b": data: [DONE]\n\n",
+    ],
+)
+def test_what_only_looks_like_the_end_mark(stream: bytes) -> None:
+    gate = EventGate()
+    gate.feed(stream)
+    assert not gate.is_done
+
+
+@pytest.mark.parametrize("mark", [DONE, b"data:[DONE]\n\n", b"data: [DONE]\r\n\r\n"])
+def test_spellings_of_the_end_mark(mark: bytes) -> None:
+    gate = EventGate()
+    assert gate.feed(mark) == mark
+    assert gate.is_done
+
+
+def test_an_event_of_many_pieces_is_held_back() -> None:
+    gate = EventGate()
+    assert gate.feed(b"data: 1\n\ndata: 2") == b"data: 1\n\n"
+    assert gate.feed(b"34\n") == b""
+    assert gate.feed(b"\ndata: 5") == b"data: 234\n\n"
+    assert gate.rest() == b"data: 5"
+
+
+def test_a_huge_event_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_PENDING_BYTES", 10)
+    gate = EventGate()
+    assert gate.feed(b"data: 123") == b""
+    assert gate.feed(b"4567") == b"data: 1234567"
+
+
+@pytest.mark.parametrize(
+    ("events", "data"),
+    [
+        (b"", None),
+        (b": keep-alive\n\n", None),
+        (b": data: x\n\n", None),
+        (b": k\n\ndata: x\n\n", b"x\n\n"),
+        (b"data:x\n\n", b"x\n\n"),
+        (b"event: e\ndata: x\n\n", b"x\n\n"),
+    ],
+)
+def test_the_first_data_is_found_behind_comments(events: bytes, data: bytes | None) -> None:
+    assert first_data(events) == data
+
+
+def test_an_error_event_is_one_event() -> None:
+    assert error_event(b'{"error":{}}') == b'data: {"error":{}}\n\n'
