@@ -74,11 +74,13 @@ def up_command(
     root = run_dir or default_base(dict(os.environ)) / region.name
     console = Console(stderr=as_json)
     try:
-        asyncio.run(_up(region, root, console, as_json))
+        started = asyncio.run(_up(region, root, console, as_json))
     except RegionError as error:
         _fail(str(error), 2)
     except (RegionStartFailed, RunDirectoryError, OSError) as error:
         _fail(str(error), 1)
+    if not started:
+        raise typer.Exit(128 + signal.SIGINT)
 
 
 def status_command(
@@ -172,7 +174,8 @@ def check_command(
     typer.echo(f"{file} is right: region {region.name}, clusters {names}, {engines} engines")
 
 
-async def _up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> None:
+async def _up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> bool:
+    """Whether it was running before it was told to stop."""
     stop = asyncio.Event()
     view = progress_view(console, as_json=as_json)
     running = RunningRegion(region, root, on_progress=view.show)
@@ -187,9 +190,10 @@ async def _up(region: RegionSpec, root: Path, console: Console, as_json: bool) -
         loop.add_signal_handler(number, on_signal)
     try:
         if not await _start(running, view, stop):
-            return
+            return False
         _announce(running, console, as_json)
         await stop.wait()
+        return True
     finally:
         if not as_json:
             console.print("stopping", style="dim")

@@ -24,7 +24,7 @@ import psutil
 from deploy.emulator.control import RelayControl
 from deploy.region.checks import check_region
 from deploy.region.loading import RegionError
-from deploy.region.plan import Kind, PlannedProcess, Planner, gateway_file, gateway_url
+from deploy.region.plan import Kind, PlannedProcess, Planner, gateway_url
 from deploy.region.ports import ResolvedRegion, join_address, resolve_ports, taken_ports
 from deploy.region.probes import Prober
 from deploy.region.rundir import (
@@ -100,6 +100,7 @@ class RunningRegion:
         self._lock: RunLock | None = None
         self._directory: RunDirectory | None = None
         self._resolved: ResolvedRegion | None = None
+        self._planner: Planner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._prober: Prober | None = None
         self._processes: dict[str, RunningProcess] = {}
@@ -217,22 +218,18 @@ class RunningRegion:
         if problems:
             raise RegionError(f"region {self._wanted.name}", problems)
         self._lock = RunLock(self._root)
-        self._directory = directory = open_run_directory(self._root)
-        self._resolved = resolved = resolve_ports(self._wanted)
-        directory.region_file.write_text(
-            resolved.region.model_dump_json(by_alias=True, exclude_none=True, indent=1)
-        )
-        directory.gateway_file.write_text(
-            gateway_file(resolved).model_dump_json(exclude={"gateway": {"api_keys"}}, indent=1)
-        )
+        directory = self._directory = open_run_directory(self._root)
+        self._resolved = resolve_ports(self._wanted)
+        self._planner = Planner(self._resolved, directory, self._environment)
+        for path, text in self._planner.files().items():
+            path.write_text(text)
 
     async def _start_all(self) -> None:
         self._session = open_session()
         tls = self.region.security.tls
         self._prober = Prober(self._session, tls)
-        planner = Planner(self._resolved_region(), self.directory, self._environment)
-        planned = planner.processes()
-        for item in planned:
+        assert self._planner is not None
+        for item in self._planner.processes():
             self._processes[item.name] = self._supervised(item, self._prober)
         self._write_state()
         for kinds in _STAGES:

@@ -6,6 +6,7 @@ know when they are started or whether they are well.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,23 @@ class Planner:
             self._gateway(region),
         ]
 
+    def files(self) -> dict[Path, str]:
+        """The files the processes read, to be written before they start."""
+        resolved, directory = self.resolved, self.directory
+        region = resolved.region
+        files = {
+            directory.region_file: region.model_dump_json(
+                by_alias=True, exclude_none=True, indent=1
+            ),
+            directory.gateway_file: gateway_file(resolved).model_dump_json(
+                exclude={"gateway": {"api_keys"}}, indent=1
+            ),
+        }
+        for cluster in region.clusters:
+            for node in cluster.nodes:
+                files[self._agent_file(node)] = json.dumps(self._agent_settings(node), indent=1)
+        return files
+
     def _relay(self, relay: RelayPlan) -> PlannedProcess:
         control = self.directory.socket(relay.name)
         emulate = relay.emulate
@@ -71,24 +89,30 @@ class Planner:
         return self._planned(relay.name, "relay", relay.listen, [*argv, "--control", str(control)])
 
     def _agent(self, node: NodeSpec) -> PlannedProcess:
-        agent = node.agent
-        control = join_address(node.host, agent.control_port)
-        options = {
-            "--listen": join_address(node.host, agent.data_port),
-            "--control": control,
-            "--socket": str(self.directory.socket(node.name)),
-            "--advertise": advertised_address(node),
-            "--metrics-port": str(agent.metrics_port),
-            "--arena-gib": f"{agent.arena_gib:g}",
-        }
-        if agent.landing_gib is not None:
-            options["--landing-gib"] = f"{agent.landing_gib:g}"
-        tls = self.resolved.region.security.tls
-        if tls is not None:
-            options |= {"--tls-cert": str(tls.cert), "--tls-key": str(tls.key)}
-            options["--tls-ca"] = str(tls.ca)
-        argv = _prfaas("agent") + [word for pair in options.items() for word in pair]
+        control = join_address(node.host, node.agent.control_port)
+        argv = [*_prfaas("agent"), "--config", str(self._agent_file(node))]
         return self._planned(f"agent.{node.name}", "agent", control, argv)
+
+    def _agent_file(self, node: NodeSpec) -> Path:
+        return self.directory.root / f"agent.{node.name}.json"
+
+    def _agent_settings(self, node: NodeSpec) -> dict[str, object]:
+        agent, security = node.agent, self.resolved.region.security
+        settings: dict[str, object] = {
+            "listen": join_address(node.host, agent.data_port),
+            "control": join_address(node.host, agent.control_port),
+            "socket": str(self.directory.socket(node.name)),
+            "advertise": advertised_address(node),
+            "metrics_port": agent.metrics_port,
+            "arena_dir": str(agent.arena_dir),
+            "arena_gib": agent.arena_gib,
+            "landing_gib": agent.landing_gib,
+            "trusted_network": security.trusted_network,
+            "transport": agent.transport,
+        }
+        if security.tls is not None:
+            settings |= {f"tls_{key}": str(path) for key, path in security.tls}
+        return settings
 
     def _engine(self, node: NodeSpec, instance: RegionInstance) -> PlannedProcess:
         spec = engine_spec(self.resolved.region, node, instance, self.directory.socket(node.name))

@@ -58,7 +58,10 @@ class RegionState(msgspec.Struct, frozen=True):
     def launcher_lives(self) -> bool:
         """Whether the process that wrote this still runs."""
         try:
-            started_s = psutil.Process(self.launcher_pid).create_time()
+            process = psutil.Process(self.launcher_pid)
+            started_s = process.create_time()
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
         except psutil.Error:
             return False
         return bool(abs(started_s - self.launcher_started_s) < 1.0)
@@ -146,9 +149,8 @@ def remove_leftovers(root: Path) -> None:
     pointer = root / "sockets.path"
     if pointer.exists():
         shutil.rmtree(pointer.read_text(), ignore_errors=True)
-    for path in (pointer, root / "state.json", root / "region.json", root / "gateway.json"):
-        with suppress(FileNotFoundError):
-            path.unlink()
+    for path in (pointer, *root.glob("*.json")):
+        path.unlink(missing_ok=True)
 
 
 def read_state(root: Path) -> RegionState | None:

@@ -6,12 +6,21 @@ and files are read by `loading.load_region`. Does not know processes, nor which 
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+)
 
 from deploy.units import parse_duration, parse_rate, parse_size
+from transport import TransportConfig
 
 ClusterKind = Literal["prefill", "pd"]
 InstanceRole = Literal["prefill", "decode", "both"]
@@ -108,10 +117,28 @@ class AgentSpec(_Part):
         Annotated[float, Field(gt=0, description="of that for landings at most; default all")]
         | None
     ) = None
+    arena_dir: Annotated[Path, Field(description="where the arena's file lies")] = Path("/dev/shm")
     advertise: (
         Annotated[Address, Field(description="what senders connect to, if not host:data_port")]
         | None
     ) = None
+
+    transport: Annotated[
+        dict[str, int | float | str | None],
+        Field(description="tuning of the TCP transport: num_connections, idle_timeout_s, ..."),
+    ] = {}
+
+    @field_validator("transport")
+    @classmethod
+    def _check_transport(
+        cls, value: dict[str, int | float | str | None]
+    ) -> dict[str, int | float | str | None]:
+        fields: dict[str, Any] = dict(value)
+        known = {field.name for field in dataclasses.fields(TransportConfig)} - {"tls"}
+        if unknown := sorted(fields.keys() - known):
+            raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        TransportConfig(**fields)
+        return value
 
 
 class NodeSpec(_Part):

@@ -1,0 +1,396 @@
+"""A region on this machine with everything real but the engines, which only answer /health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deploy.region.launcher import LaunchConfig, Progress, RegionStartFailed, RunningRegion
+from deploy.region.loading import RegionError
+from deploy.region.rundir import RunDirectoryError, read_state
+from deploy.region.spec import RegionSpec
+from kvmanager.engines.errors import EngineStartFailed
+from kvmanager.engines.restart import RestartConfig
+from kvmanager.engines.supervisor import ProcessState
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = LaunchConfig(
+    engine_start_timeout_s=20.0,
+    settle_timeout_s=20.0,
+    restart=RestartConfig(initial_backoff_s=0.1, max_backoff_s=0.2),
+)
+
+# Takes the place of vLLM's API server: found first on PYTHONPATH. Like it, it has a child; like our
+# connector, it stays connected to the node agent.
+DUMMY_ENGINE = """
+    import http.server, json, os, socket, subprocess, sys, threading, time
+    from kvmanager.agent.protocol import Hello, encode_frame
+    from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+
+    if os.environ.get("DUMMY_FAILS"):
+        sys.exit("no such model: nonsense")
+    subprocess.Popen(["sleep", "1000"])
+    option = lambda name: sys.argv[sys.argv.index(name) + 1]
+    connector = json.loads(option("--kv-transfer-config"))["kv_connector_extra_config"]
+    group = KVGroup(KVKind.FULL, 16, (KVLayer("layer.0", 4096),))
+    layout = KVLayout("dummy", "digest", "auto", "LBHNC", 1, (group,)).encode()
+
+    def stay_connected():
+        while True:
+            try:
+                with socket.socket(socket.AF_UNIX) as agent:
+                    agent.connect(connector["agent_socket"])
+                    hello = Hello(connector["instance"], "scheduler", os.getpid(), layout)
+                    agent.sendall(encode_frame(hello))
+                    while agent.recv(65536):
+                        pass
+            except OSError:
+                pass
+            time.sleep(0.05)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        def log_message(self, *args):
+            pass
+
+    threading.Thread(target=stay_connected, daemon=True).start()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(option("--port"))), Handler)
+    server.serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def dummy_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("dummy")
+    package = base / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (base / "arenas").mkdir()
+    (package / "api_server.py").write_text(textwrap.dedent(DUMMY_ENGINE))
+    return base
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(dummy_vllm: Path) -> Iterator[None]:
+    """Whatever a test does, no process of it and no shared memory stays."""
+    yield
+    own = psutil.Process()
+    wait_for(lambda: not own.children(recursive=True), 10.0)
+    assert not list((dummy_vllm / "arenas").iterdir())
+
+
+def document(dummy: Path, **changes: Any) -> dict[str, Any]:
+    agent = {"arena_gib": 0.01, "arena_dir": str(dummy / "arenas")}
+    region: dict[str, Any] = {
+        "name": "test",
+        "gateway": {"port": 0},
+        "models": [
+            {
+                "name": "dummy",
+                "path": str(dummy),
+                "env": {"PYTHONPATH": f"{dummy}:{ROOT}"},
+            }
+        ],
+        "clusters": [
+            {
+                "name": "prefill-a",
+                "kind": "prefill",
+                "nodes": [
+                    {
+                        "name": "a1",
+                        "agent": agent,
+                        "instances": [{"name": "a1-prefill"}],
+                    }
+                ],
+            },
+            {
+                "name": "pd-b",
+                "kind": "pd",
+                "nodes": [
+                    {
+                        "name": "b1",
+                        "agent": agent,
+                        "instances": [
+                            {"name": "b1-prefill", "role": "prefill"},
+                            {"name": "b1-decode", "role": "decode"},
+                        ],
+                    }
+                ],
+            },
+        ],
+        "links": [{"from": "prefill-a", "to": "pd-b", "emulate": {"rate": "1Gbit", "rtt": "20ms"}}],
+        "security": {"trusted_network": True},
+    }
+    return region | changes
+
+
+def spec(dummy: Path, **changes: Any) -> RegionSpec:
+    return RegionSpec.model_validate(document(dummy, **changes))
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not met in time"
+        time.sleep(0.02)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def fetch(url: str) -> Any:
+    def read() -> Any:
+        with urllib.request.urlopen(url, timeout=5.0) as response:
+            return json.loads(response.read())
+
+    return await asyncio.to_thread(read)
+
+
+async def test_a_region_starts_is_watched_and_leaves_nothing(
+    dummy_vllm: Path, run_dir: Path
+) -> None:
+    seen: list[Progress] = []
+    region = RunningRegion(spec(dummy_vllm), run_dir, config=QUICK, on_progress=seen.append)
+    async with region:
+        names = [process.name for process in region.processes]
+        assert names == [
+            "link.prefill-a-to-pd-b.b1",
+            "agent.a1",
+            "agent.b1",
+            "a1-prefill",
+            "b1-prefill",
+            "b1-decode",
+            "gateway",
+        ]
+        assert {process.state for process in region.processes} == {ProcessState.HEALTHY}
+        assert {item.name for item in seen} == set(names)
+        pids = [pid for process in region.processes for pid in process.pids]
+        # Three dummy engines have a child each.
+        assert len(pids) == 10
+
+        models = await fetch(f"{region.gateway_url}/v1/models")
+        assert [model["id"] for model in models["data"]] == ["dummy"]
+        seen_by_gateway = await fetch(f"{region.gateway_url}/prfaas/region")
+        assert seen_by_gateway["links"] == {"prefill-a": "prefill-a-to-pd-b"}
+
+        gateway_file = json.loads(region.directory.gateway_file.read_text())
+        (endpoints,) = [source["endpoints"] for source in gateway_file["prefill"]]
+        node = region.region.pd_cluster.nodes[0]
+        assert list(endpoints) == [f"127.0.0.1:{node.agent.data_port}"]
+        link = region.relay()
+        assert link.report().rate_bytes_per_s == pytest.approx(125e6)
+        assert link.cut().is_cut
+        link.heal()
+        with pytest.raises(KeyError, match="nowhere"):
+            region.relay("nowhere")
+
+        state = read_state(run_dir)
+        assert state is not None
+        assert state.phase == "running"
+        assert state.launcher_lives()
+
+        with pytest.raises(RunDirectoryError, match="already runs"):
+            await RunningRegion(spec(dummy_vllm), run_dir).start()
+    assert read_state(run_dir) is None
+    assert not [pid for pid in pids if lives(pid)]
+    assert os.listdir(run_dir) == ["logs"]
+
+
+async def test_processes_can_be_killed_frozen_and_come_back(
+    dummy_vllm: Path, run_dir: Path
+) -> None:
+    async with RunningRegion(spec(dummy_vllm), run_dir, config=QUICK) as region:
+        engine = region.engine("b1-decode")
+        pids = engine.pids
+        assert len(pids) == 2
+        await engine.kill()
+        assert not [pid for pid in pids if lives(pid)]
+        await engine.wait_restarted(10.0)
+        assert engine.num_restarts == 1
+        assert not set(pids) & set(engine.pids)
+
+        agent = region.agent("a1")
+        await agent.kill(restart=False)
+        assert agent.state is ProcessState.STOPPED
+        assert agent.pids == []
+        with pytest.raises(EngineStartFailed):
+            await agent.wait_restarted(0.1)
+        agent.start()
+        await agent.wait_restarted(20.0)
+
+        engine.suspend()
+        assert psutil.Process(engine.pids[0]).status() == psutil.STATUS_STOPPED
+        engine.resume()
+        await region.gateway.stop()
+        assert region.gateway.pid is None
+
+
+async def test_an_engine_that_fails_to_start_is_shown_and_all_is_stopped(
+    dummy_vllm: Path, run_dir: Path
+) -> None:
+    wrong = document(dummy_vllm)
+    wrong["clusters"][1]["nodes"][0]["instances"][1]["env"] = {"DUMMY_FAILS": "1"}
+    region = RunningRegion(RegionSpec.model_validate(wrong), run_dir, config=QUICK)
+    with pytest.raises(RegionStartFailed, match="no such model: nonsense"):
+        await region.start()
+    assert read_state(run_dir) is None
+    assert "nonsense" in (run_dir / "logs" / "b1-decode.log").read_text()
+
+
+async def test_taken_ports_are_reported_before_anything_starts(
+    dummy_vllm: Path, run_dir: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        region = RunningRegion(spec(dummy_vllm, gateway={"port": port}), run_dir)
+        with pytest.raises(RegionError, match=rf"gateway.port: port {port} is in use by") as caught:
+            await region.start()
+    assert f"pid {os.getpid()}" in str(caught.value)
+    assert read_state(run_dir) is None
+
+
+async def test_a_host_elsewhere_is_refused(dummy_vllm: Path, run_dir: Path) -> None:
+    wrong = document(dummy_vllm)
+    wrong["clusters"][0]["nodes"][0]["host"] = "192.0.2.1"
+    with pytest.raises(RegionError, match=r"cannot listen on 192\.0\.2\.1"):
+        await RunningRegion(RegionSpec.model_validate(wrong), run_dir).start()
+
+
+async def test_cancelling_a_start_stops_everything(dummy_vllm: Path, run_dir: Path) -> None:
+    engines_start = asyncio.Event()
+
+    def on_progress(progress: Progress) -> None:
+        if progress.kind == "engine":
+            engines_start.set()
+
+    region = RunningRegion(spec(dummy_vllm), run_dir, config=QUICK, on_progress=on_progress)
+    starting = asyncio.create_task(region.start())
+    await asyncio.wait_for(engines_start.wait(), 20.0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert read_state(run_dir) is None
+
+
+class TestCommandLine:
+    """`prfaas up`, `status` and `down` as a user runs them."""
+
+    @pytest.fixture
+    def file(self, dummy_vllm: Path, tmp_path: Path) -> Path:
+        path = tmp_path / "region.yaml"
+        path.write_text(json.dumps(document(dummy_vllm)))
+        return path
+
+    @pytest.fixture(autouse=True)
+    def _started(self) -> Iterator[None]:
+        self.started: list[subprocess.Popen[str]] = []
+        yield
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    def prfaas(self, *words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.started.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen[str]) -> tuple[str, str]:
+        return process.communicate(timeout=30.0)
+
+    def ready(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            event: dict[str, Any] = json.loads(line)
+            if event["event"] == "ready":
+                return event
+        pytest.fail(f"it ended: {self.finish(process)[1]}")
+
+    def test_up_status_down(self, file: Path, run_dir: Path) -> None:
+        up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
+        ready = self.ready(up)
+        assert ready["pid"] == up.pid
+
+        shown = self.prfaas("status", "--run-dir", str(run_dir), "--json")
+        status = json.loads(self.finish(shown)[0])
+        assert shown.returncode == 0
+        assert status["state"]["gateway_url"] == ready["gateway"]
+        assert set(status["agents"]) == {"a1", "b1"}
+        assert status["agents"]["b1"]["landing_bytes"] == 0
+        assert status["links"]["link.prefill-a-to-pd-b.b1"]["rtt_s"] == 0.02
+        table = self.prfaas("status", "--run-dir", str(run_dir))
+        assert "b1-decode" in self.finish(table)[0]
+
+        down = self.prfaas("down", "--run-dir", str(run_dir))
+        assert self.finish(down) == ("region test is down\n", "")
+        assert up.wait(10.0) == 0
+        self.finish(up)
+        nothing = self.prfaas("status", "--run-dir", str(run_dir))
+        assert "no region runs" in self.finish(nothing)[1]
+        assert nothing.returncode == 1
+
+    def test_a_killed_launcher_takes_everything_with_it(self, file: Path, run_dir: Path) -> None:
+        up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
+        self.ready(up)
+        pids = [child.pid for child in psutil.Process(up.pid).children(recursive=True)]
+        assert len(pids) == 17
+        up.send_signal(signal.SIGKILL)
+        self.finish(up)
+        wait_for(lambda: not [pid for pid in pids if lives(pid)], 15.0)
+
+        shown = self.prfaas("status", "--run-dir", str(run_dir))
+        assert "dead" in self.finish(shown)[0]
+        down = self.prfaas("down", "--run-dir", str(run_dir))
+        assert "is down" in self.finish(down)[0]
+        assert {path.name for path in run_dir.iterdir()} <= {"logs", "lock"}
+
+    def test_ctrl_c_while_starting(self, file: Path, run_dir: Path) -> None:
+        up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
+        assert up.stdout is not None
+        for line in up.stdout:
+            if json.loads(line)["kind"] == "engine":
+                break
+        up.send_signal(signal.SIGINT)
+        self.finish(up)
+        assert up.returncode == 130
+        assert {path.name for path in run_dir.iterdir()} == {"logs"}
+
+    def test_a_wrong_file(self, file: Path, run_dir: Path) -> None:
+        file.write_text(file.read_text().replace("links", "lnks"))
+        up = self.prfaas("up", str(file), "--run-dir", str(run_dir))
+        _, errors = self.finish(up)
+        assert up.returncode == 2
+        assert "lnks (line 1): unknown key; did you mean 'links'?" in errors
