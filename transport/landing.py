@@ -10,8 +10,8 @@ in OPEN are claims given out. Rules that hold at every step (`check_invariants`)
 - A frame that is wholly unclaimed and unverified is read straight into its place (DIRECT). One that
   repeats verified bytes is read into scratch memory, and what was missing is copied after its
   checksum held (SCRATCH).
-- A range claimed by another connection is a CONFLICT: the sender has given that connection up, so
-  it is closed here too, and its claim awaited, before the claim passes on.
+- A range claimed by another connection is a CONFLICT: its frame is awaited, or that connection is
+  closed and its claim awaited, before the claim passes on.
 - After the end, once no claim is left, nothing writes: the ByteSpace is let go of.
 
 A monitor: methods take one lock and may be called from any thread; only `wait_quiet` and

@@ -374,15 +374,24 @@ class _Lane:
             stream = self._establish_tls(sock, self._link.tls)
         self.deadline_s = time.monotonic() + self._config.handshake_timeout_s
         stream.send([session.hello()])
-        memory = memoryview(bytearray(READ_BYTES))
-        events: list[Event] = []
-        while not events:
-            events = session.feed(memory[: stream.receive([memory], fill=False)])
+        events = self._answer_to_hello(stream, session)
         if len(events) > 1 or not isinstance(events[0], Welcomed):
             raise PeerError("protocol", "the receiver spoke before it was asked")
         self.deadline_s = None
         self._link.established(self.connection, events[0].peer)
         return stream
+
+    def _answer_to_hello(self, stream: Stream, session: SenderSession) -> list[Event]:
+        memory = memoryview(bytearray(READ_BYTES))
+        events: list[Event] = []
+        try:
+            while not events:
+                events = session.feed(memory[: stream.receive([memory], fill=False)])
+        except LinkError as error:
+            hint = "" if self._link.tls else " (does it expect TLS?)"
+            message = f"the receiver did not answer HELLO{hint}: {error.message}"
+            raise LinkError(error.code, message) from error
+        return events
 
     def _establish_tls(self, sock: socket.socket, context: ssl.SSLContext) -> Stream:
         assert self._config.tls is not None

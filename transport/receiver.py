@@ -168,15 +168,21 @@ class Receiver:
     def _watch(self) -> None:
         """Timeouts of connections and transfers; sleeps for good while there are none."""
         while not self._closing:
-            now_s = time.monotonic()
             with self._lock:
                 connections = list(self._connections.values())
-            for connection in connections:
-                connection.tick(now_s)
-            self._reception.expire(now_s)
+            try:
+                self._apply_timeouts(connections, time.monotonic())
+            except Exception:
+                # Without its timeouts a receiver would hold memory for ever: better log lines.
+                logger.exception("watchdog of the receiver")
             active = bool(connections) or bool(self._reception.landings.open_ones())
             self._stirred.wait(self._config.tick_s if active else None)
             self._stirred.clear()
+
+    def _apply_timeouts(self, connections: list[_Connection], now_s: float) -> None:
+        for connection in connections:
+            connection.tick(now_s)
+        self._reception.expire(now_s)
 
     # For connections.
 

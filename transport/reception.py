@@ -59,16 +59,21 @@ class Reception:
         return landing
 
     def claim(self, connection: int, landing: Landing, start: int, end: int) -> Placement:
-        """Where [start, end) goes; closes connections that still hold parts of it. Raises like
-        `Landing.claim`, and PeerError("busy") if they do not let go."""
+        """Where [start, end) goes. Raises like `Landing.claim`, and PeerError("busy").
+
+        Of two connections with the same range the sender has given up one, which may still have it
+        in its socket. Either way the rival's frame mostly ends soon; if not, it is stuck.
+        """
         while True:
             placement = landing.claim(connection, start, end)
             if placement.place is not Place.CONFLICT:
                 return placement
-            self._connections.abort(
-                placement.rivals, LinkError("lost", "superseded: its data arrived again elsewhere")
-            )
-            if not landing.wait_claimable(placement.rivals, self._config.handshake_timeout_s):
+            rivals = placement.rivals
+            if landing.wait_claimable(rivals, self._config.drop_grace_s):
+                continue
+            message = "superseded: its data arrived again elsewhere"
+            self._connections.abort(rivals, LinkError("lost", message))
+            if not landing.wait_claimable(rivals, self._config.handshake_timeout_s):
                 raise PeerError("busy", "the range is still being written by another connection")
 
     def completed(self, landing: Landing, now_s: float) -> None:

@@ -135,8 +135,12 @@ class Sender:
                 links = list(self._links.values())
             now_s = time.monotonic()
             for link in links:
-                link.tick(now_s)
-                self._retire(link, now_s)
+                try:
+                    link.tick(now_s)
+                    self._retire(link, now_s)
+                except Exception:
+                    # Without its timeouts a sender would hang for ever: better a log line per tick.
+                    logger.exception("watchdog of the link to %s", link.endpoint)
             if stopped:
                 return
             self._stirred.wait(self._pause_s(links))

@@ -81,7 +81,7 @@ class SocketOwner:
                 return 0
             try:
                 raw = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, bytes(4))
-            except OSError:
+            except (OSError, ValueError):  # ended, or handed over to its TLS wrapper
                 return 0
         return int(struct.unpack("@i", raw)[0])
 

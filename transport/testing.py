@@ -53,6 +53,10 @@ class MemorySpace:
             offset = stop
         return views
 
+    def release(self) -> None:
+        """Give the memory up; BufferError while anybody holds a view of it."""
+        self._memory.release()
+
 
 class RecordingListener:
     """Remembers how transfers ended; `wait` is for tests with threads."""

@@ -4,6 +4,7 @@ behind.
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
@@ -19,10 +20,11 @@ from transport import (
     LinkError,
     LocalError,
     PeerError,
+    Receiver,
     TransferState,
     TransportConfig,
 )
-from transport.testing import MemorySpace, greeting, make_spec
+from transport.testing import MemorySpace, RecordingListener, greeting, make_spec
 from transport.testing_loopback import LoopbackPair
 
 KIB = 1024
@@ -171,3 +173,116 @@ def test_raw_peer_of_another_version_is_told_so(pair: LoopbackPair) -> None:
         while chunk := sock.recv(4096):
             answer += chunk
     assert b"the sender speaks version 7 to 9, this side speaks 1" in answer
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_left_after_close() -> None:
+    before = open_files()
+    for number in range(3):
+        with closing(LoopbackPair(CONFIG)) as pair:
+            data = random_bytes(MIB)
+            handle, _ = pair.begin(number, data)
+            handle.ready(0, len(data))
+            assert pair.listener.wait(handle.transfer_id) is None
+            assert len(transport_threads()) > 2 * CONFIG.num_connections
+    assert transport_threads() == []
+    assert open_files() == before
+
+
+def test_close_in_mid_transfer_tells_both_and_lets_go_of_memory() -> None:
+    data = random_bytes(32 * MIB)
+    source = MemorySpace(data)
+    with closing(LoopbackPair(CONFIG)) as pair:
+        spec = make_spec(1, pair.endpoint)
+        landed = bytearray(len(data))
+        pair.registry.expect(spec, MemorySpace(landed))
+        handle = pair.sender.open(spec, source, pair.listener)
+        handle.ready(0, len(data))
+        eventually(lambda: handle.progress().acked_bytes > 0)
+        pair.sender.close()
+        error = pair.listener.failed[spec.transfer_id]
+        assert isinstance(error, LocalError)
+        assert error.code == "closed"
+        source.release()
+        pair.receiver.close()
+        assert pair.registry.failed[spec.transfer_id].code == "closed"
+        pair.registry.expected.clear()
+        landed.clear()  # raises BufferError if a view were left
+        with pytest.raises(RuntimeError, match="closed"):
+            pair.sender.open(make_spec(2, pair.endpoint), source, pair.listener)
+
+
+def test_memory_is_free_when_the_listener_is_called(pair: LoopbackPair) -> None:
+    source, target = MemorySpace(random_bytes(8 * MIB)), MemorySpace(bytearray(8 * MIB))
+    spec = make_spec(1, pair.endpoint)
+    errors: list[BaseException] = []
+
+    class Releasing(RecordingListener):
+        def __init__(self, space: MemorySpace) -> None:
+            super().__init__()
+            self.space = space
+
+        def on_complete(self, transfer_id: bytes) -> None:
+            try:
+                self.space.release()
+            except BufferError as error:
+                errors.append(error)
+            super().on_complete(transfer_id)
+
+    listener, landing = Releasing(source), Releasing(target)
+    pair.registry.expect(spec, target)
+    pair.registry.on_complete = landing.on_complete  # type: ignore[method-assign]
+    handle = pair.sender.open(spec, source, listener)
+    handle.ready(0, 8 * MIB)
+    assert listener.wait(spec.transfer_id) is None
+    assert landing.completed == [spec.transfer_id]
+    assert errors == []
+
+
+def test_idle_links_cost_nothing_and_are_closed() -> None:
+    config = replace(CONFIG, link_idle_timeout_s=0.3)
+    with closing(LoopbackPair(config)) as pair:
+        pair.sender.warm(pair.endpoint)
+        eventually(lambda: pair.sender.num_connections(pair.endpoint) == config.num_connections)
+        eventually(lambda: pair.sender.num_connections(pair.endpoint) == 0)
+        eventually(lambda: pair.receiver.num_connections == 0)
+        handle, landed = pair.begin(1, bytearray(b"again"))
+        handle.ready(0, 5)
+        assert pair.listener.wait(handle.transfer_id) is None
+        assert landed == b"again"
+
+
+def test_warm_connections_sleep(pair: LoopbackPair) -> None:
+    pair.sender.warm(pair.endpoint)
+    eventually(lambda: pair.sender.num_connections(pair.endpoint) == CONFIG.num_connections)
+    before_s = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before_s < 0.05
+
+
+def test_a_silent_stranger_is_shown_out(pair: LoopbackPair) -> None:
+    address = ("127.0.0.1", pair.endpoint.port)
+    with socket.create_connection(address, timeout=10) as sock:
+        sock.sendall(b"P")
+        begin_s = time.monotonic()
+        assert sock.recv(100) == b""
+        assert time.monotonic() - begin_s < CONFIG.handshake_timeout_s + 1.5
+
+
+def test_an_http_client_gets_a_readable_answer(pair: LoopbackPair) -> None:
+    address = ("127.0.0.1", pair.endpoint.port)
+    with socket.create_connection(address, timeout=5) as sock:
+        sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: */*\r\n\r\n")
+        answer = b""
+        while chunk := sock.recv(4096):
+            answer += chunk
+    assert b"does not speak the PrfaaS transport" in answer
+
+
+def test_a_taken_port_is_a_local_error(pair: LoopbackPair) -> None:
+    receiver = Receiver(pair.endpoint, CONFIG, pair.registry)
+    with pytest.raises(LocalError, match="cannot listen on 127"):
+        receiver.start()
