@@ -67,17 +67,24 @@ class EngineServer:
         self._linger_s = linger_s
         self._ids = itertools.count()
         self._connections: dict[int, _EngineConnection] = {}
+        self._listener: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._inode: int | None = None
         self._exit_watches: set[_ExitWatch] = set()
         self._changed = asyncio.Event()
 
-    async def start(self) -> None:
-        """Raises SocketTaken. A socket that a dead agent left behind is replaced."""
-        listener = _listen(self.path)
+    def claim(self) -> None:
+        """Take the path; engines that connect wait for `start`. Raises SocketTaken.
+
+        A socket that a dead agent left behind is replaced.
+        """
+        self._listener = _listen(self.path)
         self._inode = self.path.stat().st_ino
+
+    async def start(self) -> None:
+        """Serve; after `claim`."""
         self._server = await asyncio.get_running_loop().create_unix_server(
-            lambda: _EngineConnection(next(self._ids), self), sock=listener
+            lambda: _EngineConnection(next(self._ids), self), sock=self._listener
         )
 
     async def stop(self) -> None:
@@ -85,6 +92,8 @@ class EngineServer:
         if self._server is not None:
             self._server.close()
             self._server = None
+        elif self._listener is not None:
+            self._listener.close()
         with contextlib.suppress(OSError):
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()

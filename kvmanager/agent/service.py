@@ -82,20 +82,30 @@ class NodeAgent:
         for path in remove_stale(config.arena_dir):
             logger.info("removed the arena %s of a dead agent", path)
         self._engines = EngineServer(config.socket, self, linger_s=config.drain_s)
-        self.arena: Arena = await asyncio.to_thread(
-            Arena.create,
-            config.arena_dir,
-            config.num_blocks,
-            config.block_bytes,
-            prefault=config.prefault,
-        )
-        try:
+        self._engines.claim()
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._engines.stop)
+            self.arena: Arena = await asyncio.to_thread(
+                Arena.create,
+                config.arena_dir,
+                config.num_blocks,
+                config.block_bytes,
+                prefault=config.prefault,
+            )
+            undo.callback(self.arena.close)
             self.allocator = BlockAllocator(self.arena.num_blocks)
             self.table = TransferTable(self.allocator, config.block_bytes, config.limits)
-            await self._start_io()
-        except BaseException:
-            self.arena.close()
-            raise
+            self.io = TransferIo(
+                config.transport_config,
+                parse_endpoint(config.listen),
+                self,
+                lambda code: self.metrics.refused_senders.labels(code).inc(),
+            )
+            undo.push_async_callback(self.io.stop)
+            self.data_endpoint = self.io.start()
+            self.advertised = config.advertised(self.data_endpoint)
+            await self._engines.start()
+            undo.pop_all()
         self._ticking = asyncio.create_task(self._tick())
         logger.info(
             "node agent serves %d blocks of %d bytes, epoch %s",
@@ -111,9 +121,9 @@ class NodeAgent:
         self._ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._ticking
-        await self._engines.stop()
         for transfer_id in {*self.table.landings, *self.table.outboxes}:
             self.perform(self.table.cancel(transfer_id, "the agent is stopping", now_s()))
+        await self._engines.stop()
         await self.io.settle(STOP_GRACE_S)
         await self.io.stop()
         self.arena.close()
@@ -251,22 +261,6 @@ class NodeAgent:
         self.perform(self.table.outbox_ended(transfer_id, error, now_s()))
 
     # ---- inside
-
-    async def _start_io(self) -> None:
-        config = self.config
-        self.io = TransferIo(
-            config.transport_config,
-            parse_endpoint(config.listen),
-            self,
-            lambda code: self.metrics.refused_senders.labels(code).inc(),
-        )
-        try:
-            self.data_endpoint = self.io.start()
-            self.advertised = config.advertised(self.data_endpoint)
-            await self._engines.start()
-        except BaseException:
-            await self.io.stop()
-            raise
 
     def perform(self, effects: list[Effect]) -> None:
         """Carry out what the table asked for."""

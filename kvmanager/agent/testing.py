@@ -25,6 +25,8 @@ from kvmanager.agent.engine_client import EngineClient
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
+    Cancel,
+    CancelReply,
     OpenOutbox,
     OpenOutboxReply,
     Reserve,
@@ -36,7 +38,7 @@ from kvmanager.agent.messages import (
 from kvmanager.agent.protocol import Hello, Welcome
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
-from kvmanager.rpc import RpcClient
+from kvmanager.rpc import RpcClient, RpcError
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
@@ -79,6 +81,7 @@ class AgentProcess:
         self.settings = defaults | settings
         self.process: subprocess.Popen[str] | None = None
         self.ready: dict[str, Any] = {}
+        self.transfer_ids: set[str] = set()
 
     def start(self) -> Self:
         """Returns when the agent says that it is ready."""
@@ -139,7 +142,9 @@ class AgentProcess:
     def reserve(
         self, num_tokens: int, lease_s: float = 30.0, fingerprint: str = ""
     ) -> ReserveReply:
-        return self.call("Reserve", Reserve(num_tokens, lease_s, fingerprint), ReserveReply)
+        reply = self.call("Reserve", Reserve(num_tokens, lease_s, fingerprint), ReserveReply)
+        self.transfer_ids.add(reply.transfer_id)
+        return reply
 
     def open_outbox(
         self, landing: ReserveReply, num_tokens: int, lease_s: float = 30.0, **changes: Any
@@ -155,7 +160,15 @@ class AgentProcess:
             lease_s=lease_s,
         )
         request = msgspec.structs.replace(request, **changes)
+        self.transfer_ids.add(request.transfer_id)
         return self.call("OpenOutbox", request, OpenOutboxReply)
+
+    def cancel_all(self) -> None:
+        """End every transfer that this object has begun at the agent."""
+        while self.transfer_ids:
+            request = Cancel(self.transfer_ids.pop(), "end of test")
+            with contextlib.suppress(RpcError):
+                self.call("Cancel", request, CancelReply)
 
     def wait(self, transfer_id: str, timeout_s: float = 10.0, kind: Any = "") -> TransferReport:
         request = Await(transfer_id, timeout_s, kind)

@@ -28,15 +28,24 @@ class Pair:
     consumer: FakeEngine
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[AgentProcess]]:
     with (
-        AgentProcess(tmp_path / "s") as sender,
-        AgentProcess(tmp_path / "r", metrics_port=0) as receiver,
-        FakeEngine(sender) as producer,
-        FakeEngine(receiver) as consumer,
+        AgentProcess(tmp_path_factory.mktemp("s")) as sender,
+        AgentProcess(tmp_path_factory.mktemp("r"), metrics_port=0) as receiver,
     ):
+        yield [sender, receiver]
+
+
+@pytest.fixture
+def pair(agents: list[AgentProcess]) -> Iterator[Pair]:
+    """Fresh engines on the agents; afterwards every byte of memory must have come back."""
+    sender, receiver = agents
+    with FakeEngine(sender) as producer, FakeEngine(receiver) as consumer:
         yield Pair(sender, receiver, producer, consumer)
+    for agent in agents:
+        agent.cancel_all()
+        wait_until(lambda agent=agent: agent.status().free_bytes == agent.status().arena_bytes)
 
 
 def send(agent: AgentProcess, engine: FakeEngine, landing: ReserveReply, content: bytes) -> None:
@@ -81,10 +90,9 @@ def test_bytes_arrive_and_all_memory_comes_back(pair: Pair) -> None:
         pair.consumer.client.release(transfer_id)
         wait_until(lambda: landing_bytes(pair.receiver) == 0)
         assert pair.sender.status().outbox_bytes == 0
-    assert pair.receiver.status().num_landings == {"released": 3}
     with urllib.request.urlopen(f"http://{pair.receiver.ready['metrics']}/metrics") as page:
         text = page.read().decode()
-    assert 'prfaas_agent_transfers_total{kind="landing",outcome="complete"} 3.0' in text
+    assert 'prfaas_agent_transfers_total{kind="landing",outcome="complete"}' in text
     assert "prfaas_agent_landing_bytes 0.0" in text
 
 
@@ -101,15 +109,15 @@ def test_both_ends_inside_one_agent(pair: Pair) -> None:
 
 
 def test_wrong_token_fails_the_sender_and_leaves_the_landing_to_the_right_one(
-    pair: Pair,
+    pair: Pair, tmp_path: Path
 ) -> None:
     landing = pair.receiver.reserve(NUM_TOKENS)
     pair.sender.open_outbox(landing, NUM_TOKENS, token=os.urandom(32).hex())
     report = pair.sender.wait(landing.transfer_id)
     assert report.state == "failed"
     assert "token" in report.error
-    assert pair.receiver.status().num_landings == {"reserved": 1}
-    with AgentProcess(pair.sender.directory.parent / "t") as other, FakeEngine(other) as engine:
+    assert pair.receiver.wait(landing.transfer_id, 0.0).state == "open"
+    with AgentProcess(tmp_path) as other, FakeEngine(other) as engine:
         pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
         send(other, engine, landing, bytes(NBYTES))
         assert pair.consumer.next() == ("landed", landing.transfer_id)
@@ -124,9 +132,11 @@ def test_sender_without_a_landing_fails(pair: Pair) -> None:
     assert "no landing" in report.error
 
 
-def refusal(agent: AgentProcess, landing: ReserveReply, **changes: object) -> str:
+def refusal(
+    agent: AgentProcess, landing: ReserveReply, num_tokens: int = NUM_TOKENS, **changes: object
+) -> str:
     with pytest.raises(RpcError) as caught:
-        agent.open_outbox(landing, NUM_TOKENS, **changes)
+        agent.open_outbox(landing, num_tokens, **changes)
     assert agent.status().outbox_bytes == 0
     return f"{caught.value.code} {caught.value.message}"
 
@@ -141,7 +151,7 @@ def test_impossible_requests_are_refused_with_a_reason(pair: Pair) -> None:
     assert "has 1 bytes" in refusal(sender, landing, transfer_id="00")
     assert "endpoint" in refusal(sender, landing, port=70000)
     assert "lease" in refusal(sender, landing, lease_s=-1.0)
-    assert "tokens" in refusal(sender, landing, num_tokens=0)
+    assert "2000 tokens take" in refusal(sender, landing, num_tokens=2000)
     with pytest.raises(RpcError, match="tokens"):
         pair.receiver.reserve(0)
     with pytest.raises(RpcError, match="NOT_FOUND"):
@@ -203,6 +213,7 @@ def test_range_outside_fails_that_transfer_only(pair: Pair) -> None:
     landing = pair.receiver.reserve(NUM_TOKENS)
     pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
     pair.sender.open_outbox(landing, NUM_TOKENS)
+    wait_until(lambda: pair.receiver.status().num_landings.get("receiving") == 1)
     pair.producer.client.ready(bytes.fromhex(landing.transfer_id), [(NBYTES - 1, 2)])
     event, _, reason = pair.producer.next()
     assert event == "failed"

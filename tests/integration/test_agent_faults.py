@@ -1,0 +1,385 @@
+"""Deaths, restarts and hostile neighbours of real agent processes, over real sockets."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvmanager.agent.messages import ReserveReply
+from kvmanager.agent.protocol import (
+    Attach,
+    FrameDecoder,
+    Hello,
+    Ready,
+    Refused,
+    Watch,
+    Welcome,
+    decode_agent_message,
+    encode_frame,
+)
+from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
+from kvmanager.rpc import RpcError
+
+NUM_TOKENS = 1000
+NBYTES = SMALL_LAYOUT.transfer_bytes(NUM_TOKENS)
+
+ENGINE_PROCESS = """
+import sys, time
+from kvmanager.agent.testing import AgentProcess, FakeEngine
+from pathlib import Path
+what, transfer_id = sys.argv[2], bytes.fromhex(sys.argv[3])
+with FakeEngine(AgentProcess(Path(sys.argv[1])), "victim") as engine:
+    print("connected", flush=True)
+    sys.stdin.readline()
+    if what == "fill":
+        engine.client.attach(transfer_id)
+        engine.client.ready(transfer_id, [(0, 1000)])
+    else:
+        engine.client.watch(transfer_id)
+        assert engine.next()[0] == "landed"
+    print("done", flush=True)
+    time.sleep(60)
+"""
+
+
+class Victim:
+    """An engine in a process of its own, to be killed."""
+
+    def __init__(self, agent: AgentProcess, what: str, landing: ReserveReply) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ENGINE_PROCESS, agent.directory, what, landing.transfer_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._line() == "connected"
+
+    def act(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        assert self._line() == "done"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> Iterator[AgentProcess]:
+    with AgentProcess(tmp_path / "s") as agent:
+        yield agent
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[AgentProcess]:
+    with AgentProcess(tmp_path / "r") as agent:
+        yield agent
+
+
+@pytest.fixture
+def producer(sender: AgentProcess) -> Iterator[FakeEngine]:
+    with FakeEngine(sender) as engine:
+        yield engine
+
+
+@pytest.fixture
+def consumer(receiver: AgentProcess) -> Iterator[FakeEngine]:
+    with FakeEngine(receiver) as engine:
+        yield engine
+
+
+def begin(
+    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+) -> ReserveReply:
+    """A transfer of which a part has arrived."""
+    landing = receiver.reserve(NUM_TOKENS)
+    transfer_id = bytes.fromhex(landing.transfer_id)
+    consumer.client.watch(transfer_id)
+    outbox = sender.open_outbox(landing, NUM_TOKENS)
+    producer.client.attach(transfer_id)
+    producer.write(outbox.runs, bytes(1000))
+    producer.client.ready(transfer_id, [(0, 1000)])
+    wait_until(lambda: sender.wait(landing.transfer_id, 0.0).acked_bytes == 1000)
+    return landing
+
+
+def transfer_works(
+    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+) -> None:
+    content = random.Random(5).randbytes(NBYTES)
+    landing = receiver.reserve(NUM_TOKENS)
+    transfer_id = bytes.fromhex(landing.transfer_id)
+    consumer.client.watch(transfer_id)
+    outbox = sender.open_outbox(landing, NUM_TOKENS)
+    producer.client.attach(transfer_id)
+    producer.write(outbox.runs, content)
+    producer.client.ready(transfer_id, [(0, NBYTES)])
+    assert consumer.next() == ("landed", landing.transfer_id)
+    assert consumer.read(landing.runs, NBYTES) == content
+    consumer.client.release(transfer_id)
+    wait_until(lambda: receiver.status().landing_bytes == 0)
+
+
+def test_sending_agent_killed(
+    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+) -> None:
+    landing = begin(sender, receiver, producer, consumer)
+    old_epoch = sender.status().arena_epoch
+    sender.end(signal.SIGKILL)
+    assert producer.next() == ("disconnected",)
+    assert not producer.client.attach(bytes.fromhex(landing.transfer_id))
+    event, transfer_id, _ = consumer.next()
+    assert (event, transfer_id) == ("failed", landing.transfer_id)
+    wait_until(lambda: receiver.status().landing_bytes == 0)
+
+    (stale,) = sender.arenas()
+    assert sender.socket.exists()
+    sender.start()
+    assert not stale.exists()
+    event, epoch = producer.next()
+    assert event == "connected"
+    assert epoch == sender.status().arena_epoch != old_epoch
+    assert len(sender.arenas()) == 1
+    transfer_works(sender, receiver, producer, consumer)
+
+
+def test_receiving_agent_killed(
+    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+) -> None:
+    landing = begin(sender, receiver, producer, consumer)
+    receiver.settings |= {"listen": receiver.ready["data"]}
+    receiver.end(signal.SIGKILL)
+    assert consumer.next() == ("disconnected",)
+    receiver.start()
+    event, transfer_id, _ = producer.next()
+    assert (event, transfer_id) == ("failed", landing.transfer_id)
+    assert sender.wait(landing.transfer_id).state == "failed"
+    wait_until(lambda: sender.status().outbox_bytes == 0)
+    assert consumer.next() == ("connected", receiver.status().arena_epoch)
+    consumer.client.watch(bytes.fromhex(landing.transfer_id))
+    event, _, reason = consumer.next()
+    assert event == "failed"
+    assert "no such transfer" in reason
+    transfer_works(sender, receiver, producer, consumer)
+
+
+def test_receiving_agent_gone_for_good(
+    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+) -> None:
+    landing = begin(sender, receiver, producer, consumer)
+    receiver.end(signal.SIGKILL)
+    producer.client.ready(bytes.fromhex(landing.transfer_id), [(0, 5000)])
+    assert producer.next(15)[0] == "failed"
+    wait_until(lambda: sender.status().outbox_bytes == 0)
+
+
+def test_stopping_agents_tell_their_peers_at_once(
+    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+) -> None:
+    begin(sender, receiver, producer, consumer)
+    assert sender.end(signal.SIGTERM) == 0
+    event, _, reason = consumer.next(1.5)
+    assert event == "failed"
+    assert "stopping" in reason
+    assert sender.arenas() == []
+    assert not sender.socket.exists()
+    sender.start()
+    assert [producer.next()[0] for _ in range(3)] == ["failed", "disconnected", "connected"]
+
+    begin(sender, receiver, producer, consumer)
+    assert receiver.end(signal.SIGINT) == 0
+    event, _, reason = producer.next(1.5)
+    assert event == "failed"
+    assert "stopping" in reason
+    assert receiver.arenas() == []
+    assert not receiver.socket.exists()
+
+
+def test_engine_killed_while_it_fills(
+    sender: AgentProcess, receiver: AgentProcess, consumer: FakeEngine, producer: FakeEngine
+) -> None:
+    landing = receiver.reserve(NUM_TOKENS)
+    consumer.client.watch(bytes.fromhex(landing.transfer_id))
+    sender.open_outbox(landing, NUM_TOKENS)
+    victim = Victim(sender, "fill", landing)
+    victim.act()
+    wait_until(lambda: sender.wait(landing.transfer_id, 0.0).acked_bytes == 1000)
+    victim.kill()
+    event, _, reason = consumer.next(1.5)
+    assert event == "failed"
+    assert "its engine is lost" in reason
+    assert sender.wait(landing.transfer_id).state == "failed"
+    wait_until(lambda: sender.status().outbox_bytes == 0)
+    wait_until(lambda: receiver.status().landing_bytes == 0)
+    transfer_works(sender, receiver, producer, consumer)
+
+
+def test_engine_killed_while_it_owns_a_landing(
+    sender: AgentProcess, producer: FakeEngine, tmp_path: Path
+) -> None:
+    with (
+        AgentProcess(tmp_path / "slow", drain_s=600) as receiver,
+        FakeEngine(receiver) as consumer,
+    ):
+        landing = receiver.reserve(NUM_TOKENS)
+        victim = Victim(receiver, "watch", landing)
+        sender.open_outbox(landing, NUM_TOKENS)
+        producer.client.ready(bytes.fromhex(landing.transfer_id), [(0, NBYTES)])
+        victim.act()
+        assert receiver.status().landing_bytes > 0
+        victim.kill()
+        wait_until(lambda: receiver.status().landing_bytes == 0, what="process exit is noticed")
+        transfer_works(sender, receiver, producer, consumer)
+
+
+def test_second_agent_on_the_same_socket_refuses_to_start(
+    sender: AgentProcess, producer: FakeEngine
+) -> None:
+    second = AgentProcess(sender.directory)
+    with pytest.raises(AssertionError, match="another agent serves"):
+        second.start()
+    assert second.process is not None
+    assert second.process.wait(10) == 1
+    second.end()
+    assert sender.status().engines[0].instance == "engine"
+    assert len(sender.arenas()) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"listen": "0.0.0.0:0"}, "trusted_network"),
+        ({"listen": "0.0.0.0:0", "trusted_network": True}, "advertise"),
+        ({"arena_gb": 1}, "arena_gb"),
+        ({"transport": {"frames": 1}}, "known: "),
+        ({"arena_gib": 1 << 40}, "make the arena smaller"),
+        ({"tls_cert": "x"}, "belong together"),
+        ({"control": "nonsense"}, "host:port"),
+    ],
+)
+def test_impossible_settings_name_the_fix(
+    tmp_path: Path, settings: dict[str, object], words: str
+) -> None:
+    agent = AgentProcess(tmp_path, **settings)
+    with pytest.raises(AssertionError, match="did not start"):
+        agent.start()
+    assert agent.process is not None
+    assert agent.process.wait(10) == 1
+    agent.end()
+    assert words in agent.log()
+    assert "Traceback" not in agent.log()
+    assert agent.arenas() == []
+    assert not agent.socket.exists()
+
+
+class RawEngine:
+    """Bytes on the unix socket, by hand."""
+
+    def __init__(self, agent: AgentProcess) -> None:
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.settimeout(10)
+        self.connection.connect(str(agent.socket))
+
+    def __enter__(self) -> "RawEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+    def refusal(self, data: bytes) -> str:
+        """Send, and read until the agent closes; why it did."""
+        self.connection.sendall(data)
+        decoder, messages = FrameDecoder(), []
+        while received := self.connection.recv(1 << 16):
+            messages += map(decode_agent_message, decoder.feed(received))
+        assert isinstance(messages[-1], Refused)
+        return messages[-1].reason
+
+
+def hello(instance: str = "raw", **changes: object) -> Hello:
+    message = Hello(instance, "worker", os.getpid(), SMALL_LAYOUT.encode())
+    return msgspec.structs.replace(message, **changes)
+
+
+TID = bytes(16)
+OTHER_LAYOUT = msgspec.structs.replace(SMALL_LAYOUT, model_id="other").encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame of"),
+        (b"\x00\x00\x00\x00", "a frame of 0"),
+        (b"\xff\xff\xff\x7f", "a frame of"),
+        (b"\x01\x00\x00\x00\xc1", "bad message"),
+        (encode_frame(Welcome("x", "x", 1, 1)), "bad message"),
+        (encode_frame(Attach(TID)), "before Hello"),
+        (encode_frame(hello()) + encode_frame(hello()), "Hello twice"),
+        (encode_frame(hello(version=7)), "version 7"),
+        (encode_frame(hello(layout=b"")), "layout"),
+        (encode_frame(hello(tp_size=2)), "ranks"),
+        (encode_frame(hello(tp_rank=1)), "tp_rank 1"),
+        (encode_frame(hello("engine", layout=OTHER_LAYOUT)), "instance engine is connected"),
+        (encode_frame(hello()) + encode_frame(Ready(b"short", [])), "bad message"),
+        (encode_frame(hello()) + encode_frame(Ready(TID, [(-1, 2)])), "bad message"),
+        (encode_frame(hello()) + encode_frame(Ready(TID, [(0, 1)] * 9000)), "bad message"),
+    ],
+)
+def test_hostile_frames_cost_only_their_connection(
+    one_agent: AgentProcess, data: bytes, words: str
+) -> None:
+    with FakeEngine(one_agent) as engine, RawEngine(one_agent) as raw:
+        assert words in raw.refusal(data)
+        engine.client.watch(TID)
+        assert engine.next()[0] == "failed", "the other engine is served as before"
+    wait_until(lambda: not one_agent.status().engines)
+
+
+@pytest.fixture(scope="module")
+def one_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
+    with AgentProcess(tmp_path_factory.mktemp("one")) as agent:
+        yield agent
+
+
+def test_engine_that_does_not_read_is_cut_off(one_agent: AgentProcess) -> None:
+    with RawEngine(one_agent) as raw, FakeEngine(one_agent) as engine:
+        raw.connection.sendall(encode_frame(hello()))
+        frame = encode_frame(Watch(TID)) * 1000
+
+        def flood() -> None:
+            try:
+                while True:
+                    raw.connection.sendall(frame)
+            except OSError:
+                return
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive(), "the agent must close it"
+        engine.client.watch(TID)
+        assert engine.next()[0] == "failed"
+
+
+def test_silent_connection_is_closed(one_agent: AgentProcess) -> None:
+    with RawEngine(one_agent) as raw:
+        assert "no Hello" in raw.refusal(b"")
+
+
+def test_reserve_without_engines_says_so(one_agent: AgentProcess) -> None:
+    wait_until(lambda: not one_agent.status().engines)
+    with pytest.raises(RpcError, match="0 KV layouts"):
+        one_agent.reserve(NUM_TOKENS)

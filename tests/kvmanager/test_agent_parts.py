@@ -1,0 +1,207 @@
+"""The agent's small pure parts: instances, settings, reports, the landing door."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvmanager.agent.config import AgentConfig, ConfigError, load
+from kvmanager.agent.instances import EngineRefused, InstanceBook, UnknownLayout
+from kvmanager.agent.landing_door import LandingDoor
+from kvmanager.agent.protocol import Hello
+from kvmanager.agent.reports import landing_report, outbox_report
+from kvmanager.agent.testing import SMALL_LAYOUT
+from kvmanager.arena import Arena, ArenaSpace
+from kvmanager.transfer_records import Landing, LandingSpec, Outbox, OutboxSpec, State
+from transport import Endpoint, Refused, TransferProgress, TransferState, TransportError
+
+OTHER = msgspec.structs.replace(SMALL_LAYOUT, model_id="other")
+PAIR = msgspec.structs.replace(SMALL_LAYOUT, tp_size=2)
+TID = bytes(16)
+
+
+def hello(instance: str, layout: object = SMALL_LAYOUT, rank: int = 0) -> Hello:
+    assert isinstance(layout, type(SMALL_LAYOUT))
+    return Hello(instance, "worker", 1, layout.encode(), rank, layout.tp_size)
+
+
+class TestInstances:
+    def test_ranks_of_an_instance_must_agree(self) -> None:
+        book = InstanceBook()
+        book.join(1, hello("a", PAIR, 0))
+        with pytest.raises(EngineRefused, match="instance a"):
+            book.join(2, hello("a", OTHER))
+        peer = book.join(2, hello("a", PAIR, 1))
+        assert (peer.tp_rank, peer.tp_size) == (1, 2)
+        assert [(e.instance, e.num_connections) for e in book.describe()] == [("a", 2)]
+
+    def test_the_last_one_takes_the_layout_along(self) -> None:
+        book = InstanceBook()
+        peers = [book.join(i, hello("a")) for i in (1, 2)]
+        assert book.layout(None) == (SMALL_LAYOUT.fingerprint(), SMALL_LAYOUT)
+        book.leave(peers[0])
+        book.leave(peers[1])
+        with pytest.raises(UnknownLayout, match="0 KV layouts"):
+            book.layout(None)
+        book.join(3, hello("a", OTHER))
+
+    def test_equal_layouts_of_two_instances_are_one(self) -> None:
+        book = InstanceBook()
+        book.join(1, hello("a"))
+        book.join(2, hello("b"))
+        assert book.layout(None)[1] == SMALL_LAYOUT
+        book.join(3, hello("c", OTHER))
+        with pytest.raises(UnknownLayout, match="2 KV layouts"):
+            book.layout(None)
+        assert book.layout(OTHER.fingerprint())[1] == OTHER
+        with pytest.raises(UnknownLayout, match="no connected engine"):
+            book.layout(bytes(32))
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"version": 2}, "version 2"),
+            ({"tp_rank": 1}, "tp_rank 1 of"),
+            ({"tp_size": 2}, "2, but the layout is for 1"),
+            ({"layout": b"x"}, "layout"),
+        ],
+    )
+    def test_what_cannot_be(self, change: dict[str, object], words: str) -> None:
+        book = InstanceBook()
+        with pytest.raises(EngineRefused, match=words):
+            book.join(1, msgspec.structs.replace(hello("a"), **change))
+        assert book.describe() == []
+
+
+class TestConfig:
+    def test_options_win_over_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "agent.yaml"
+        path.write_text("arena_gib: 2\nlanding_gib: 1.5\ntransport: {num_connections: 3}\n")
+        config = load(path, {"arena_gib": 4.0, "control": None})
+        assert config.num_blocks == (4 << 30) // config.block_bytes
+        assert config.limits.landing_bytes == 3 << 29
+        assert config.transport_config.num_connections == 3
+        assert config.tls is None
+
+    @pytest.mark.parametrize(
+        ("advertise", "expected"),
+        [
+            (None, Endpoint("127.0.0.1", 5)),
+            ("host", Endpoint("host", 5)),
+            ("host:9", Endpoint("host", 9)),
+            ("[::1]:9", Endpoint("::1", 9)),
+            ("::1", Endpoint("::1", 5)),
+            ("[::1]", Endpoint("::1", 5)),
+        ],
+    )
+    def test_advertised(self, advertise: str | None, expected: Endpoint) -> None:
+        config = AgentConfig(advertise=advertise)
+        assert config.advertised(Endpoint("127.0.0.1", 5)) == expected
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("[1]", "mapping"),
+            ("{", "agent.yaml"),
+            ("arena_gib: -1", "arena_gib"),
+            ("listen: 10.0.0.1:7100", "TLS"),
+            ("listen: '[::1]:7100'\ncontrol: localhost", "control"),
+            ("transport: {num_connections: 0}", "num_connections"),
+            ("transport: {tls: x}", "unknown tls"),
+        ],
+    )
+    def test_mistakes_are_named(self, tmp_path: Path, text: str, words: str) -> None:
+        path = tmp_path / "agent.yaml"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            load(path, {})
+
+    def test_other_hosts_need_tls_or_trust(self) -> None:
+        for extra in (
+            {"trusted_network": True},
+            {"tls_cert": Path("c"), "tls_key": Path("k"), "tls_ca": Path("a")},
+        ):
+            AgentConfig(listen="10.0.0.1:7100", **extra)
+
+
+class News:
+    def __init__(self) -> None:
+        self.seen: list[tuple[object, ...]] = []
+
+    def landing_accepted(self, transfer_id: bytes) -> None:
+        self.seen.append(("accepted", transfer_id))
+
+    def landing_complete(self, transfer_id: bytes) -> None:
+        self.seen.append(("complete", transfer_id))
+
+    def landing_failed(self, transfer_id: bytes, reason: str) -> None:
+        self.seen.append(("failed", transfer_id, reason))
+
+
+class TestDoor:
+    def test_only_the_right_sender_gets_in(self, tmp_path: Path) -> None:
+        arena = Arena.create(tmp_path, 1, 4096)
+        space = ArenaSpace(arena, [(0, 1)], 100)
+        news, refused = News(), []
+        door = LandingDoor(news, refused.append)
+        token, fingerprint = os.urandom(32), os.urandom(32)
+        door.admit(TID, token, fingerprint, space)
+        for arguments, code in (
+            ((bytes(15) + b"x", token, fingerprint, 100), "no_landing"),
+            ((TID, bytes(32), fingerprint, 100), "bad_token"),
+            ((TID, token, bytes(32), 100), "bad_layout"),
+            ((TID, token, fingerprint, 99), "bad_size"),
+        ):
+            with pytest.raises(Refused) as caught:
+                door.accept(*arguments)
+            assert caught.value.code == code
+        assert refused == ["no_landing", "bad_token", "bad_layout", "bad_size"]
+        assert door.accept(TID, token, fingerprint, 100) is space
+        door.on_failed(TID, TransportError("idle", "silent"))
+        assert news.seen == [("accepted", TID), ("failed", TID, "idle: silent")]
+        door.shut(TID)
+        with pytest.raises(Refused):
+            door.accept(TID, token, fingerprint, 100)
+        arena.close()
+
+
+def progress(sent: int, completed_s: float | None) -> TransferProgress:
+    return TransferProgress(TransferState.OPEN, 100, 90, sent, 80, 5, 1.0, 2.0, completed_s, 4)
+
+
+class TestReports:
+    def outbox(self) -> Outbox:
+        return Outbox(OutboxSpec(TID, 100, 3, bytes(32), 9.0), [], 1.0, 10.0)
+
+    def test_open_outbox_has_no_durations_yet(self) -> None:
+        report = outbox_report(self.outbox(), progress(85, None), None)
+        assert (report.state, report.sent_bytes, report.acked_bytes) == ("open", 85, 80)
+        assert report.sent_bytes_at_prefill_end == 0
+        assert report.opened_to_complete_s == report.prefill_end_to_complete_s == 0
+
+    def test_complete_outbox(self) -> None:
+        outbox = self.outbox()
+        outbox.state, outbox.prefill_end_s = State.COMPLETE, 3.0
+        report = outbox_report(outbox, progress(100, 4.5), 70)
+        assert report.sent_bytes_at_prefill_end == 70
+        assert report.prefill_end_to_complete_s == 1.5
+        assert report.opened_to_complete_s == 3.5
+        assert report.first_sent_to_complete_s == 2.5
+
+    def test_complete_before_the_prefill_ended_means_everything_was_sent(self) -> None:
+        outbox = self.outbox()
+        outbox.state = State.COMPLETE
+        report = outbox_report(outbox, progress(100, 4.5), None)
+        assert report.sent_bytes_at_prefill_end == 100
+        assert report.prefill_end_to_complete_s == 0
+
+    def test_landing(self) -> None:
+        spec = LandingSpec(TID, bytes(32), 100, 3, bytes(32), b"", 9.0)
+        landing = Landing(spec, [], 1.0, 10.0)
+        assert landing_report(landing, None).acked_bytes == 0
+        assert landing_report(landing, progress(85, None)).acked_bytes == 80
+        landing.state, landing.ended_s = State.CLAIMED, 4.0
+        report = landing_report(landing, None)
+        assert (report.state, report.acked_bytes) == ("complete", 100)
+        assert report.opened_to_complete_s == 3.0

@@ -1,0 +1,126 @@
+"""The unix socket's frames and messages: any fragmentation, any garbage."""
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmanager.agent.protocol import (
+    MAX_FRAME_BYTES,
+    Abort,
+    AgentMessage,
+    Attach,
+    EngineMessage,
+    Failed,
+    FrameDecoder,
+    Hello,
+    Landed,
+    PrefillEnd,
+    ProtocolError,
+    Ready,
+    Refused,
+    Release,
+    Watch,
+    Welcome,
+    decode_agent_message,
+    decode_engine_message,
+    encode_frame,
+)
+
+TID = bytes(range(16))
+FROM_ENGINE: list[EngineMessage] = [
+    Hello("prefill-0", "worker", 12, b"layout", 1, 2),
+    Attach(TID),
+    Ready(TID, [(0, 5), (1 << 40, 7)]),
+    PrefillEnd(TID, 1),
+    Abort(TID, "preempted"),
+    Watch(TID),
+    Release(TID),
+]
+FROM_AGENT: list[AgentMessage] = [
+    Welcome("epoch", "/dev/shm/x", 1 << 30, 65536),
+    Refused("no"),
+    Landed(TID),
+    Failed(TID, "link"),
+]
+
+
+@given(st.lists(st.sampled_from(FROM_ENGINE), max_size=8), st.data())
+def test_any_fragmentation_gives_the_same_messages(
+    messages: list[EngineMessage], data: st.DataObject
+) -> None:
+    stream = b"".join(map(encode_frame, messages))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
+    decoder = FrameDecoder()
+    got: list[EngineMessage] = []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        got += map(decode_engine_message, decoder.feed(stream[start:end]))
+    assert got == messages
+    assert decoder.num_buffered_bytes == 0
+
+
+@pytest.mark.parametrize("message", FROM_AGENT)
+def test_agent_messages_survive(message: AgentMessage) -> None:
+    (payload,) = FrameDecoder().feed(encode_frame(message))
+    assert decode_agent_message(payload) == message
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_protocol_error_or_a_message(payload: bytes) -> None:
+    for decode in (decode_engine_message, decode_agent_message):
+        try:
+            decode(payload)
+        except ProtocolError:
+            continue
+
+
+@given(st.sampled_from(FROM_ENGINE), st.data())
+def test_damaged_messages_are_protocol_errors_or_messages(
+    message: EngineMessage, data: st.DataObject
+) -> None:
+    payload = bytearray(encode_frame(message)[4:])
+    position = data.draw(st.integers(0, len(payload) - 1))
+    payload[position] = data.draw(st.integers(0, 255))
+    length = data.draw(st.integers(0, len(payload)))
+    try:
+        decode_engine_message(bytes(payload[:length]))
+    except ProtocolError:
+        return
+
+
+def test_deep_nesting_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError):
+        decode_engine_message(b"\x91" * 100_000)
+
+
+@pytest.mark.parametrize("length", [0, MAX_FRAME_BYTES + 1, 0xFFFFFFFF])
+def test_impossible_length_is_refused_before_its_bytes_come(length: int) -> None:
+    with pytest.raises(ProtocolError, match="a frame of"):
+        FrameDecoder().feed(struct.pack("<I", length))
+
+
+def test_frame_over_the_limit_cannot_be_made() -> None:
+    with pytest.raises(ProtocolError, match="at most"):
+        encode_frame(Hello("x", "worker", 1, bytes(MAX_FRAME_BYTES)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Attach(b"short"),
+        Watch(bytes(17)),
+        Ready(TID, [(-1, 1)]),
+        Ready(TID, [(0, 1 << 62)]),
+        Ready(TID, [(0, 1)] * 8193),
+        PrefillEnd(TID, -1),
+        Hello("", "worker", 1, b""),
+        Hello("x" * 201, "worker", 1, b""),
+        Hello("x", "boss", 1, b""),  # type: ignore[arg-type]
+        Hello("x", "worker", 1, b"", tp_size=0),
+        Abort(TID, "x" * 5000),
+    ],
+)
+def test_values_outside_their_bounds_are_refused(message: EngineMessage) -> None:
+    with pytest.raises(ProtocolError):
+        decode_engine_message(encode_frame(message)[4:])
