@@ -41,12 +41,13 @@ _COMMANDS: dict[str, _Entry] = {
     "up": _Entry("deploy.region.cli", "up_command", "Start a region and keep it running."),
     "status": _Entry("deploy.region.cli", "status_command", "Show what runs and what it holds."),
     "down": _Entry("deploy.region.cli", "down_command", "Stop a region."),
-    "region": _Entry("deploy.region.cli", "region_app", "Check region files; their JSON Schema."),
+    "region": _Entry("deploy.region.file_cli", "region_app", "Check region files; their schema."),
     "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),
     "pd": _Entry("local_pd.cli", "pd_command", "Run the front of a local PD cluster."),
     "agent": _Entry("kvmanager.agent.cli", "agent_command", "Run the node agent of this host."),
     "emulate": _Entry("deploy.emulator.cli", "emulate_app", "Emulate a long link and its faults."),
+    "demo": _Entry("deploy.demo.cli", "demo_command", "Run and check two regions of tiny models."),
     "version": _Entry("deploy.cli", "version_command", "Print the version."),
 }
 

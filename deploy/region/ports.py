@@ -57,27 +57,33 @@ def taken_ports(region: RegionSpec) -> list[Problem]:
     return list(problems.values())
 
 
-def resolve_ports(region: RegionSpec, seed: int | None = None) -> ResolvedRegion:
+def can_listen(host: str, port: int) -> bool:
+    """Whether this machine lets us listen there now."""
+    try:
+        with _bind(host, port):
+            return True
+    except OSError:
+        return False
+
+
+def resolve_ports(
+    region: RegionSpec, is_free: Callable[[str, int], bool] = can_listen
+) -> ResolvedRegion:
     """Choose a free port wherever `region` says 0, and one for every relay it needs.
 
     OSError if no port is left. Somebody else may still take a port before its owner starts.
     """
     used = {port for _, _, port in fixed_ports(region) if port}
-    chooser = random.Random(seed)
+    chooser = random.Random()
 
     def choose(host: str, wanted: int) -> int:
         if wanted:
             return wanted
         for _ in range(1000):
             port = chooser.randint(_FIRST_PORT, _LAST_PORT)
-            if port in used:
-                continue
-            try:
-                with _bind(host, port):
-                    used.add(port)
-                    return port
-            except OSError:
-                continue
+            if port not in used and is_free(host, port):
+                used.add(port)
+                return port
         raise OSError(f"no free port on {host} between {_FIRST_PORT} and {_LAST_PORT}")
 
     gateway = region.gateway

@@ -34,6 +34,11 @@ def _spelled_by(parse: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _as_text(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
 def _size(value: Any) -> Any:
     return parse_size(value) if isinstance(value, str) else value
 
@@ -46,8 +51,9 @@ def _address(text: str) -> str:
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
-Rate = Annotated[str, _spelled_by(parse_rate)]
-Duration = Annotated[str, _spelled_by(parse_duration)]
+# A bare number is read as text, so that the answer is the right spelling and not a type.
+Rate = Annotated[str, BeforeValidator(_as_text), _spelled_by(parse_rate)]
+Duration = Annotated[str, BeforeValidator(_as_text), _spelled_by(parse_duration)]
 Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 Address = Annotated[str, AfterValidator(_address)]
 Port = Annotated[int, Field(ge=0, le=65535)]

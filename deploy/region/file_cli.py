@@ -1,0 +1,93 @@
+"""`prfaas region`: look at region files. Also what all commands that take one share.
+
+Reads files and writes text; starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from deploy.region.loading import RegionError, load_region
+from deploy.region.spec import RegionSpec, region_schema
+
+region_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    help="Look at region files: their schema, and whether one is right.",
+)
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="region file, YAML")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="fill ${NAME} in the file; repeatable"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of tables")]
+
+
+@region_app.command("schema")
+def schema_command() -> None:
+    """Print the JSON Schema of region files, for editors.
+
+    \b
+    prfaas region schema > region.schema.json
+    and as the first line of a region file:
+    # yaml-language-server: $schema=region.schema.json
+    """
+    typer.echo(json.dumps(region_schema(), indent=2))
+
+
+@region_app.command("check")
+def check_command(
+    file: FileArgument, variables: SetOption = None, as_json: JsonOption = False
+) -> None:
+    """Check a region file; every problem with its line, its path and what to write instead.
+
+    \b
+    prfaas region check region.yaml --set MODEL=/models/qwen3-next
+    """
+    try:
+        region = load_region(file, dict(os.environ) | _variables(variables or []))
+    except RegionError as error:
+        if not as_json:
+            fail(str(error), 2)
+        problems = [
+            {"path": item.where, "line": item.line, "message": item.message}
+            for item in error.problems
+        ]
+        typer.echo(json.dumps({"ok": False, "file": str(file), "problems": problems}))
+        raise typer.Exit(2) from error
+    if as_json:
+        document = json.loads(region.model_dump_json(by_alias=True, exclude_none=True))
+        typer.echo(json.dumps({"ok": True, "file": str(file), "region": document}))
+        return
+    engines = sum(len(cluster.instances) for cluster in region.clusters)
+    names = ", ".join(f"{cluster.name} ({cluster.kind})" for cluster in region.clusters)
+    typer.echo(f"{file} is right: region {region.name}, clusters {names}, {engines} engines")
+
+
+def load_or_exit(file: Path, variables: list[str]) -> RegionSpec:
+    """The region, or exit status 2 with every problem on stderr."""
+    try:
+        return load_region(file, dict(os.environ) | _variables(variables))
+    except RegionError as error:
+        fail(str(error), 2)
+
+
+def _variables(words: list[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise typer.BadParameter(f"{name!r} is not NAME=VALUE", param_hint="--set")
+    return {name: value for name, _, value in pairs}
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """Say `message` on stderr and exit."""
+    typer.echo(message, err=True)
+    raise typer.Exit(status)

@@ -1,0 +1,79 @@
+"""The life of `prfaas up`: start, serve, stop on signals.
+
+Signals set flags and cancel; the region itself is `launcher`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+from rich.console import Console
+
+from deploy.region.launcher import RunningRegion
+from deploy.region.progress import ProgressView, progress_view
+from deploy.region.spec import RegionSpec
+
+
+async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> bool:
+    """Start `region` and keep it until SIGINT, SIGTERM or SIGHUP; a second one kills.
+
+    False if it was told to stop before it ran. Raises the errors of `RunningRegion.start`.
+    """
+    stop = asyncio.Event()
+    view = progress_view(console, as_json=as_json)
+    running = RunningRegion(region, root, on_progress=view.show)
+
+    def on_signal() -> None:
+        if stop.is_set():
+            running.kill_all()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        if not await _start(running, view, stop):
+            return False
+        _announce(running, console, as_json)
+        await stop.wait()
+        return True
+    finally:
+        if not as_json:
+            console.print("stopping", style="dim")
+        await running.stop()
+
+
+async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event) -> bool:
+    """Whether it started; False if it was told to stop meanwhile."""
+    with view:
+        starting = asyncio.ensure_future(running.start())
+        told = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            return False
+        starting.result()
+        return True
+
+
+def _announce(running: RunningRegion, console: Console, as_json: bool) -> None:
+    url, root = running.gateway_url, running.directory.root
+    if as_json:
+        ready = {"event": "ready", "gateway": url, "run_dir": str(root), "pid": os.getpid()}
+        print(json.dumps(ready), flush=True)
+        return
+    model = running.region.models[0].name
+    console.print(f"region [bold]{running.region.name}[/bold] serves at [bold]{url}[/bold]")
+    console.print(
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 32}}\'\n'
+        f"  logs are in {root / 'logs'}; Ctrl-C stops everything",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,109 @@
+"""The command line: help without heavy imports, errors with exit status 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cli import app
+
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
+run = CliRunner().invoke
+
+
+def test_help_names_every_command() -> None:
+    result = run(app, ["--help"])
+    assert result.exit_code == 0
+    for name in ("up", "status", "down", "region", "gateway", "prefill", "pd", "agent", "emulate"):
+        assert f"\n  {name} " in result.output
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from deploy.cli import app\n"
+        "CliRunner().invoke(app, ['--help'])\n"
+        "heavy = {'aiohttp', 'grpc', 'numpy', 'pydantic', 'msgspec', 'torch', 'vllm'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["up"],
+        ["status"],
+        ["down"],
+        ["region"],
+        ["region", "check"],
+        ["region", "schema"],
+        ["gateway"],
+        ["prefill"],
+        ["pd"],
+        ["agent"],
+        ["emulate", "link"],
+        ["emulate", "fault"],
+        ["version"],
+    ],
+)
+def test_every_command_has_help(words: list[str]) -> None:
+    result = run(app, [*words, "--help"])
+    assert result.exit_code == 0, result.output
+    assert f"Usage: root {' '.join(words)}" in result.output
+
+
+def test_unknown_commands_are_refused() -> None:
+    result = run(app, ["dwn"])
+    assert result.exit_code == 2
+    assert "dwn" in result.output
+
+
+def test_checking_a_file() -> None:
+    result = run(app, ["region", "check", str(EXAMPLE), "--set", "MODEL=/m"])
+    assert result.exit_code == 0
+    assert "3 engines" in result.output
+    result = run(app, ["region", "check", str(EXAMPLE), "--set", "MODEL=/m", "--json"])
+    assert json.loads(result.output)["region"]["links"][0]["from"] == "prefill-a"
+
+
+def test_checking_a_wrong_file(tmp_path: Path) -> None:
+    path = tmp_path / "region.yaml"
+    path.write_text("nam: x\n")
+    result = run(app, ["region", "check", str(path)])
+    assert result.exit_code == 2
+    assert "did you mean 'name'" in result.output
+    result = run(app, ["region", "check", str(path), "--json"])
+    assert result.exit_code == 2
+    problems = json.loads(result.output)["problems"]
+    assert {"path": "nam", "line": 1} in [
+        {key: item[key] for key in ("path", "line")} for item in problems
+    ]
+    result = run(app, ["region", "check", str(path), "--set", "oops"])
+    assert result.exit_code == 2
+    assert "NAME=VALUE" in result.output
+
+
+def test_the_schema_is_json() -> None:
+    result = run(app, ["region", "schema"])
+    assert json.loads(result.output)["title"] == "RegionSpec"
+
+
+def test_nothing_runs(tmp_path: Path) -> None:
+    for command in ("status", "down"):
+        result = run(app, [command, "--run-dir", str(tmp_path)])
+        assert result.exit_code == 1
+        assert "no region runs" in result.output
+
+
+def test_faults_of_a_link_that_is_not_there(tmp_path: Path) -> None:
+    result = run(app, ["emulate", "fault", str(tmp_path / "x.sock"), "cut", "--for", "3s"])
+    assert result.exit_code == 1
+    assert "no relay answers" in result.output

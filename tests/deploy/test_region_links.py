@@ -1,0 +1,46 @@
+"""Landings are sent to the link's own address where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.region.links import LinkedPrefillCluster
+from kvmanager.engines.jobs import Landing, PrefillJob
+
+
+class Recorder:
+    """Takes the place of a cluster and keeps the jobs it gets."""
+
+    name = "prefill-a"
+
+    def __init__(self) -> None:
+        self.jobs: list[PrefillJob] = []
+
+    async def submit(self, job: PrefillJob) -> str:
+        self.jobs.append(job)
+        return "done"
+
+
+def job(host: str, port: int) -> PrefillJob:
+    landing = Landing(
+        transfer_id="00",
+        token="11",
+        nbytes=1,
+        num_tokens=1,
+        host=host,
+        port=port,
+        layout_fingerprint="22",
+        token_digest="33",
+    )
+    return PrefillJob(request_id="r", prompt_token_ids=[1], landing=landing)
+
+
+async def test_only_mapped_addresses_change() -> None:
+    recorder: Any = Recorder()
+    cluster = LinkedPrefillCluster(recorder, {"10.0.0.2:7100": "[::1]:9000"})
+    assert cluster.name == "prefill-a"
+    await cluster.submit(job("10.0.0.2", 7100))
+    await cluster.submit(job("10.0.0.2", 7101))
+    first, second = (item.landing for item in recorder.jobs)
+    assert (first.host, first.port, first.token) == ("::1", 9000, "11")
+    assert (second.host, second.port) == ("10.0.0.2", 7101)

@@ -1,0 +1,160 @@
+"""Region files: what is accepted, and that each error says where and what to write."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from deploy.region.checks import check_region
+from deploy.region.loading import RegionError, load_region, parse_region
+from deploy.region.spec import RegionSpec, region_schema, role_of
+
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
+VARIABLES = {"MODEL": "/models/tiny"}
+
+
+def with_change(old: str, new: str) -> str:
+    text = EXAMPLE.read_text()
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+def problems_of(text: str) -> dict[str, str]:
+    with pytest.raises(RegionError) as caught:
+        parse_region(text, VARIABLES)
+    return {problem.where: problem.message for problem in caught.value.problems}
+
+
+def test_the_example_is_right() -> None:
+    region = load_region(EXAMPLE, VARIABLES)
+    assert region.pd_cluster.name == "pd-b"
+    assert [cluster.name for cluster in region.prefill_clusters] == ["prefill-a"]
+    assert region.models[0].path == "/models/tiny"
+    assert region.models[0].dtype == "auto"
+    link = region.link_from("prefill-a")
+    assert link.name == "prefill-a-to-pd-b"
+    assert link.emulate is not None
+    assert link.emulate.rtt == "20ms"
+    roles = [role_of(item, c) for c in region.clusters for item in c.instances]
+    assert roles == ["prefill", "prefill", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "message"),
+    [
+        ("agent: {a", "agnt: {a", "clusters[0].nodes[0].agnt", "did you mean 'agent'"),
+        ("rate: 1Gbit", "rate: 1Gib", "links[0].emulate.rate", "write 1Gbit"),
+        ("rtt: 20ms", "rtt: 20", "links[0].emulate.rtt", "write 20ms"),
+        ("rate: 1Gbit", "rate: 1kbit", "links[0].emulate.rate", "at least 1Mbit"),
+        ("kind: pd", "kind: dp", "clusters[1].kind", "'prefill' or 'pd'"),
+        ("kind: pd", "kind: prefill", "clusters", "no PD cluster"),
+        ("kind: prefill", "kind: pd", "clusters[1].kind", "exactly one"),
+        ("port: 8000", "port: 80000", "gateway.port", "80000: Input should be less"),
+        ("from: prefill-a", "from: prefil-a", "links[0].from", "did you mean 'prefill-a'"),
+        ("to: pd-b", "to: prefill-a", "links[0].to", "flows from prefill to pd"),
+        ("name: b1-decode", "name: b1-prefill", "clusters[1].nodes[0].instances[1].name", "second"),
+        ("name: b1-decode", "name: b1 d", "clusters[1].nodes[0].instances[1].name", "use letters"),
+        ("name: b1-decode", "name: gateway", "clusters[1].nodes[0].instances[1].name", "another"),
+        ("role: decode", "role: prefill", "clusters[1]", "no instance decodes"),
+        ("landing_gib: 0.75", "landing_gib: 2", "clusters[1].nodes[0].agent.landing_gib", "arena"),
+        ("trusted_network: true", "trusted_network: false", "security", "tls: {cert, key, ca}"),
+        ("max_model_len: 8192", "max_model_len: one", "models[0].max_model_len", "integer"),
+        ("name: a1-prefill", "name: a1-prefill\n            model: dmo",
+         "clusters[0].nodes[0].instances[0].model", "did you mean 'demo'"),
+        ("name: a1-prefill", "name: a1-prefill\n            role: decode",
+         "clusters[0].nodes[0].instances[0].role", "leave it out"),
+        ("port: 8000", "port: 8000\n  max_body_bytes: huge",
+         "gateway.max_body_bytes", "such as 16MiB"),
+        ("arena_gib: 0.5", "arena_gib: 0.5, advertise: here",
+         "clusters[0].nodes[0].agent.advertise", "host:port"),
+        ("arena_gib: 0.5", "arena_gib: 0.5, transport: {speed: 1}",
+         "clusters[0].nodes[0].agent.transport", "num_connections"),
+        ("arena_gib: 0.5", "arena_gib: 0.5, data_port: 8000",
+         "clusters[0].nodes[0].agent.data_port", "taken by gateway.port"),
+        ("to: pd-b", "to: pd-b\n    endpoints: {b2: 'h:1'}", "links[0].endpoints.b2", "known here: b1"),
+        ("to: pd-b", "to: pd-b\n    endpoints: {b1: 'h:1'}", "links[0].endpoints", "emulate"),
+    ],
+)  # fmt: skip
+def test_errors_name_path_and_fix(old: str, new: str, where: str, message: str) -> None:
+    problems = problems_of(with_change(old, new))
+    assert where in problems
+    assert re.search(message, problems[where]), problems[where]
+
+
+def test_a_missing_link_is_asked_for() -> None:
+    text = EXAMPLE.read_text()
+    start, end = text.index("links:"), text.index("security:")
+    problems = problems_of(text[:start] + text[end:])
+    assert "{from: prefill-a, to: " in problems["links"]
+
+
+def test_all_problems_come_at_once_with_lines() -> None:
+    text = with_change("rate: 1Gbit", "rate: fast").replace("dtype:", "dtpye:")
+    with pytest.raises(RegionError) as caught:
+        parse_region(text, VARIABLES, source="region.yaml")
+    first, *rest = str(caught.value).splitlines()
+    assert first == "region.yaml: 2 problems"
+    assert len(rest) == 2
+    lines = {problem.where: problem.line for problem in caught.value.problems}
+    expected = {"models[0].dtpye": "dtpye:", "links[0].emulate.rate": "emulate:"}
+    for where, words in expected.items():
+        (number,) = [
+            n for n, line in enumerate(text.splitlines(), 1) if line.strip().startswith(words)
+        ]
+        assert lines[where] == number
+
+
+def test_variables_are_filled_in() -> None:
+    text = with_change("port: 8000", "port: ${PORT:-8123}")
+    assert parse_region(text, VARIABLES).gateway.port == 8123
+    assert parse_region(text, VARIABLES | {"PORT": "9000"}).gateway.port == 9000
+    with pytest.raises(RegionError, match=r"models\[0\].path.*MODEL is not set"):
+        parse_region(text, {})
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "local-model").mkdir()
+    text = with_change("path: ${MODEL}", "path: ./weights").replace(
+        "port: 8000", "port: 8000\n  api_keys_file: keys"
+    )
+    path = tmp_path / "region.yaml"
+    path.write_text(text)
+    region = load_region(path, {})
+    assert region.models[0].path == str(tmp_path / "weights")
+    assert region.gateway.api_keys_file == tmp_path / "keys"
+    path.write_text(with_change("path: ${MODEL}", "path: local-model"))
+    assert load_region(path, {}).models[0].path == str(tmp_path / "local-model")
+    path.write_text(with_change("path: ${MODEL}", "path: Org/model-on-the-hub"))
+    assert load_region(path, {}).models[0].path == "Org/model-on-the-hub"
+
+
+def test_broken_files_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(RegionError, match="cannot be read"):
+        load_region(tmp_path / "nothing.yaml", {})
+    with pytest.raises(RegionError, match=r"line 2.*not valid YAML"):
+        parse_region("a: 1\nb: [", {})
+    with pytest.raises(RegionError, match="is a mapping"):
+        parse_region("- a\n", {})
+
+
+def test_a_region_without_prefill_cluster_is_allowed() -> None:
+    region = parse_region(EXAMPLE.read_text(), VARIABLES)
+    alone = region.model_copy(update={"clusters": (region.pd_cluster,), "links": ()})
+    assert check_region(alone) == []
+
+
+def test_json_round_trip() -> None:
+    region = load_region(EXAMPLE, VARIABLES)
+    text = region.model_dump_json(by_alias=True)
+    assert RegionSpec.model_validate_json(text) == region
+
+
+def test_the_schema_describes_the_file() -> None:
+    schema = json.loads(json.dumps(region_schema()))
+    assert set(schema["required"]) == {"models", "clusters", "security"}
+    link = schema["$defs"]["LinkSpec"]
+    assert set(link["required"]) == {"from", "to"}
+    assert link["additionalProperties"] is False

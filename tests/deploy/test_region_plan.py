@@ -1,0 +1,106 @@
+"""From a specification to ports, command lines and the files that processes read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.gateway.file import GatewayFile
+from deploy.region.loading import parse_region
+from deploy.region.plan import Planner, gateway_file, gateway_url
+from deploy.region.ports import resolve_ports
+from deploy.region.rundir import RunDirectory
+from deploy.region.spec import RegionSpec
+from kvmanager.agent.config import AgentConfig
+
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
+
+
+@pytest.fixture
+def region() -> RegionSpec:
+    return parse_region(EXAMPLE.read_text(), {"MODEL": "/models/tiny"})
+
+
+def planner(region: RegionSpec) -> Planner:
+    resolved = resolve_ports(region, is_free=lambda _host, _port: True)
+    root = Path("/run/demo")
+    return Planner(resolved, RunDirectory(root, root / "sockets"), {"PATH": "/bin"})
+
+
+def test_every_port_is_chosen_once(region: RegionSpec) -> None:
+    resolved = resolve_ports(region, is_free=lambda _host, port: port % 2 == 0)
+    ports = [resolved.region.gateway.port]
+    for cluster in resolved.region.clusters:
+        for node in cluster.nodes:
+            ports += [node.agent.data_port, node.agent.control_port, node.agent.metrics_port]
+            ports += [instance.port for instance in node.instances]
+    ports += [int(relay.listen.rpartition(":")[2]) for relay in resolved.relays]
+    assert len(set(ports)) == len(ports) == 11
+    assert ports[0] == 8000
+    assert all(port % 2 == 0 and 0 < port < 32768 for port in ports)
+
+
+def test_no_free_port_is_an_error(region: RegionSpec) -> None:
+    with pytest.raises(OSError, match="no free port on 127"):
+        resolve_ports(region, is_free=lambda _host, _port: False)
+
+
+def test_an_emulated_link_becomes_a_relay_and_its_endpoint(region: RegionSpec) -> None:
+    resolved = resolve_ports(region, is_free=lambda _host, _port: True)
+    (relay,) = resolved.relays
+    (node,) = resolved.region.pd_cluster.nodes
+    assert relay.name == "link.prefill-a-to-pd-b.b1"
+    assert relay.target == f"127.0.0.1:{node.agent.data_port}"
+    (link,) = resolved.region.links
+    assert link.endpoints == {"b1": relay.listen}
+    assert link.emulate is None
+
+
+def test_processes_start_in_order(region: RegionSpec) -> None:
+    processes = planner(region).processes()
+    assert [item.kind for item in processes] == [
+        "relay", "agent", "agent", "engine", "engine", "engine", "gateway",
+    ]  # fmt: skip
+    relay = list(processes[0].process.argv)
+    assert relay[relay.index("--rate") + 1] == "1Gbit"
+    assert relay[relay.index("--control") + 1] == "/run/demo/sockets/link.prefill-a-to-pd-b.b1.sock"
+    engine = list(processes[3].process.argv)
+    config = json.loads(engine[engine.index("--kv-transfer-config") + 1])
+    assert config["kv_connector_extra_config"] == {
+        "agent_socket": "/run/demo/sockets/a1.sock",
+        "instance": "a1-prefill",
+    }
+    assert "--enable-prefix-caching" in engine
+    assert processes[3].process.env["PATH"] == "/bin"
+
+
+def test_the_gateway_is_told_clusters_and_links(region: RegionSpec) -> None:
+    plan = planner(region)
+    text = plan.files()[plan.directory.gateway_file]
+    file = GatewayFile.model_validate(yaml.safe_load(text))
+    assert file == gateway_file(plan.resolved)
+    assert file.gateway.threshold_tokens == 512
+    assert [item.role for item in file.pd.instances] == ["prefill", "decode"]
+    (source,) = file.prefill
+    (relay,) = plan.resolved.relays
+    assert source.endpoints == {relay.target: relay.listen}
+    assert source.link == "prefill-a-to-pd-b"
+    assert "SecretStr" not in text
+    assert gateway_url(plan.resolved.region) == "http://127.0.0.1:8000"
+
+
+def test_agents_are_told_what_they_understand(region: RegionSpec) -> None:
+    plan = planner(region)
+    text = plan.files()[Path("/run/demo/agent.b1.json")]
+    config = AgentConfig.model_validate(yaml.safe_load(text))
+    assert config.landing_gib == 0.75
+    assert config.socket == Path("/run/demo/sockets/b1.sock")
+    assert config.trusted_network
+
+
+def test_wildcard_gateways_are_reached_on_loopback(region: RegionSpec) -> None:
+    gateway = region.gateway.model_copy(update={"host": "::"})
+    assert gateway_url(region.model_copy(update={"gateway": gateway})) == "http://[::1]:8000"
