@@ -90,6 +90,8 @@ class EngineSpec(BaseModel):
         # `cached_tokens` in an answer's usage exists only with the first; a log line for every
         # health probe would bury what matters.
         argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+        # Without it the render endpoints, which turn requests into token ids, answer 403.
+        argv.append("--enable-scale-out")
         if self.agent_socket is not None:
             argv += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
         return argv + list(self.args)

@@ -21,7 +21,13 @@ from kvmanager.engines.errors import EngineError
 from kvmanager.engines.health import HealthConfig, HealthTracker
 from kvmanager.engines.jobs import InstanceReport, Role
 from kvmanager.engines.load import LoadEstimate
-from kvmanager.engines.supervisor import Supervisor, SupervisorConfig, engine_process
+from kvmanager.engines.supervisor import (
+    ProcessState,
+    Supervisor,
+    SupervisorConfig,
+    SupervisorEvent,
+    engine_process,
+)
 from kvmanager.rpc import RpcError
 from transport import TlsFiles
 
@@ -229,10 +235,15 @@ class Instances:
             await self._session.close()
 
     def _supervise(self, instance: Instance, engine: EngineSpec) -> Supervisor:
+        def on_event(event: SupervisorEvent) -> None:
+            if event.state in (ProcessState.BACKOFF, ProcessState.FAILED):
+                self.engine_lost(instance.name, event.reason)
+
         supervisor = Supervisor(
             engine_process(engine, self._config.log_dir),
             instance.http.health,
             self._config.supervisor,
+            on_event,
         )
         supervisor.start()
         return supervisor

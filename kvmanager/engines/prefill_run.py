@@ -123,7 +123,7 @@ class PrefillRunner:
             prefill_s=prefill.duration_s,
             transfer_tail_s=report.prefill_end_to_complete_s,
             nbytes=report.nbytes,
-            sent_share_at_prefill_end=_sent_share(report),
+            sent_share_at_prefill_end=report.sent_bytes_at_prefill_end / max(1, report.nbytes),
             cached_tokens=prefill.cached_tokens,
             num_attempts=attempt,
         )
@@ -254,15 +254,6 @@ class PrefillRunner:
                 job.landing.transfer_id,
                 error,
             )
-
-
-def _sent_share(report: TransferReport) -> float:
-    """A transfer that was over before its agent heard of the end of the prefill has no tail, and
-    no bytes counted at that moment: all were sent by then.
-    """
-    if report.prefill_end_to_complete_s <= 0 or report.nbytes == 0:
-        return 1.0
-    return min(1.0, report.sent_bytes_at_prefill_end / report.nbytes)
 
 
 def _agent_trouble(what: str, error: RpcError) -> NoReturn:

@@ -210,8 +210,9 @@ class FakeAgent:
 class FakeEngine:
     """An OpenAI server that answers prefills; with an agent it lets their transfers complete.
 
-    Clear `may_answer` to let requests hang; `status` other than 200 refuses them. `requests` are
-    the bodies seen, `running` what has not been answered, `num_aborted` connections closed early.
+    Clear `may_answer` to let requests hang; `status` other than 200 refuses them;
+    `before_answer` sees each body first. `requests` are the bodies seen, `running` what has not
+    been answered, `num_aborted` connections closed early.
     """
 
     def __init__(self, agent: FakeAgent | None = None) -> None:
@@ -223,6 +224,7 @@ class FakeEngine:
         self.healthy = True
         self.waiting = 0
         self.completes_transfer = True
+        self.before_answer: Callable[[dict[str, Any]], None] | None = None
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.seen = asyncio.Condition()
@@ -284,6 +286,8 @@ class FakeEngine:
             self.seen.notify_all()
         self.running += 1
         try:
+            if self.before_answer is not None:
+                self.before_answer(body)
             await self.may_answer.wait()
         except asyncio.CancelledError:
             async with self.seen:

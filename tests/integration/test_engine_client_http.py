@@ -1,0 +1,156 @@
+"""The HTTP client of an engine: what it sends, and how foreign errors come out."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvmanager.engines.client import (
+    CHAT_RENDER,
+    COMPLETION_RENDER,
+    EngineHttp,
+    RenderedPrompt,
+    open_session,
+)
+from kvmanager.engines.errors import EngineRefused, EngineUnreachable
+from kvmanager.engines.testing import FakeEngine
+
+CHAT = {"token_ids": [1, 2, 3], "features": {"mm_hashes": {}}, "sampling_params": {"n": 1}}
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with open_session() as made:
+        yield made
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeEngine]:
+    engine = await FakeEngine().start()
+    yield engine
+    engine.may_answer.set()
+    await engine.stop()
+
+
+async def serve(handler: web.Application) -> tuple[web.AppRunner, str]:
+    runner = web.AppRunner(handler, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+async def test_health_and_load(session: aiohttp.ClientSession, fake: FakeEngine) -> None:
+    http = EngineHttp(fake.url + "/", session)
+    assert await http.health()
+    fake.healthy = False
+    assert not await http.health()
+    fake.waiting = 5
+    load = await http.load()
+    assert (load.num_running, load.num_waiting) == (0, 5)
+    await fake.stop()
+    assert not await http.health()
+    with pytest.raises(EngineUnreachable, match="/metrics"):
+        await http.load()
+
+
+async def test_a_completion_is_rendered_to_its_prompts(
+    session: aiohttp.ClientSession, fake: FakeEngine
+) -> None:
+    prompts = await EngineHttp(fake.url, session).render(COMPLETION_RENDER, b'{"prompt": "ab"}')
+    assert prompts == (RenderedPrompt(token_ids=(97, 98)),)
+
+
+async def test_a_chat_is_rendered_to_one_prompt_and_media_are_noticed(
+    session: aiohttp.ClientSession,
+) -> None:
+    async def render(_request: web.Request) -> web.Response:
+        return web.json_response(CHAT)
+
+    app = web.Application()
+    app.router.add_post(CHAT_RENDER, render)
+    runner, url = await serve(app)
+    prompts = await EngineHttp(url, session).render(CHAT_RENDER, b"{}")
+    assert prompts == (RenderedPrompt(token_ids=(1, 2, 3), has_media=True),)
+    await runner.cleanup()
+
+
+async def test_an_engines_error_object_is_kept(session: aiohttp.ClientSession) -> None:
+    body = {"error": {"message": "max_tokens must be at least 1", "code": 400}}
+
+    async def render(_request: web.Request) -> web.Response:
+        return web.json_response(body, status=400)
+
+    app = web.Application()
+    app.router.add_post(COMPLETION_RENDER, render)
+    runner, url = await serve(app)
+    with pytest.raises(EngineRefused, match="max_tokens") as caught:
+        await EngineHttp(url, session).render(COMPLETION_RENDER, b"{}")
+    assert caught.value.status == 400
+    assert b"max_tokens must be at least 1" in caught.value.body
+    assert caught.value.content_type == "application/json"
+    await runner.cleanup()
+
+
+async def test_an_answer_that_is_not_vllms_is_no_answer(session: aiohttp.ClientSession) -> None:
+    async def page(_request: web.Request) -> web.Response:
+        return web.Response(text="<html>hello</html>")
+
+    app = web.Application()
+    app.router.add_post(COMPLETION_RENDER, page)
+    app.router.add_post("/v1/completions", page)
+    runner, url = await serve(app)
+    http = EngineHttp(url, session)
+    with pytest.raises(EngineUnreachable, match="unexpected answer"):
+        await http.render(COMPLETION_RENDER, b"{}")
+    with pytest.raises(EngineUnreachable, match="unexpected answer"):
+        await http.prefill("r", [1], {})
+    await runner.cleanup()
+
+
+async def test_a_prefill_says_all_that_the_engine_must_know(
+    session: aiohttp.ClientSession, fake: FakeEngine
+) -> None:
+    reply = await EngineHttp(fake.url, session).prefill(
+        "r1", (1, 2, 3), {"prfaas": {}}, model="tiny", cache_salt="s", traceparent="00-aa-bb-01"
+    )
+    assert (reply.num_prompt_tokens, reply.cached_tokens) == (3, 3)
+    assert fake.requests == [
+        {
+            "prompt": [1, 2, 3],
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "request_id": "r1",
+            "kv_transfer_params": {"prfaas": {}},
+            "model": "tiny",
+            "cache_salt": "s",
+        }
+    ]
+
+
+async def test_cancelling_a_prefill_closes_its_connection(
+    session: aiohttp.ClientSession, fake: FakeEngine
+) -> None:
+    fake.may_answer.clear()
+    task = asyncio.create_task(EngineHttp(fake.url, session).prefill("r1", [1], {}))
+    await fake.wait_requests(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(5):
+        await fake.wait_aborts(1)
+
+
+async def test_an_engine_that_dies_or_is_slow_is_unreachable(
+    session: aiohttp.ClientSession, fake: FakeEngine
+) -> None:
+    fake.may_answer.clear()
+    http = EngineHttp(fake.url, session)
+    with pytest.raises(EngineUnreachable, match=r"no answer within 0\.1 s"):
+        await http.prefill("r1", [1], {}, timeout_s=0.1)
+    task = asyncio.create_task(http.prefill("r2", [1], {}))
+    await fake.wait_requests(2)
+    await fake.stop()
+    with pytest.raises(EngineUnreachable, match="/v1/completions"):
+        await task

@@ -1,0 +1,187 @@
+"""`prfaas prefill` and `prfaas pd` as processes, and a front that supervises its own engine."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from kvmanager.engines.errors import EngineStartFailed
+from kvmanager.engines.instances import InstancesConfig, InstanceSpec
+from kvmanager.engines.restart import RestartConfig
+from kvmanager.engines.supervisor import SupervisorConfig
+from kvmanager.engines.testing import FakeAgent, FakeEngine, eventually, prefill_job
+from local_pd import RemotePdCluster
+from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig, RemotePrefillCluster
+from prfaas.metrics import PrefillMetrics
+
+ROOT = str(Path(__file__).resolve().parents[2])
+MODULES = {"prefill": ("prfaas.cli", "prefill_command"), "pd": ("local_pd.cli", "pd_command")}
+
+# Stands in for the Python interpreter: it finds the port in vLLM's command line and serves there.
+ENGINE = f"""#!{sys.executable}
+import http.server, sys
+print("engine starts", flush=True)
+if "--broken" in sys.argv:
+    sys.exit("RuntimeError: no such device")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@asynccontextmanager
+async def front_process(kind: str, config: Path) -> AsyncIterator[tuple[str, int]]:
+    """The front's gRPC address and pid; on leaving it must end well on SIGTERM."""
+    module, function = MODULES[kind]
+    code = f"import typer; from {module} import {function}; typer.run({function})"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, "--config", str(config),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(20):
+            ready = json.loads(await process.stdout.readline())
+        assert ready["event"] == "ready"
+        yield ready["control"], ready["pid"]
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def write_config(path: Path, engine: FakeEngine, agent: FakeAgent, role: str) -> Path:
+    instance = {"name": "i0", "url": engine.url, "agent": agent.target, "role": role}
+    path.write_text(yaml.safe_dump({"name": "c", "listen": "127.0.0.1:0", "instances": [instance]}))
+    return path
+
+
+async def test_the_prefill_front_as_a_process(tmp_path: Path) -> None:
+    agent = await FakeAgent("i0").start()
+    engine = await FakeEngine(agent).start()
+    config = write_config(tmp_path / "front.yaml", engine, agent, "prefill")
+    async with front_process("prefill", config) as (target, _):
+        front = RemotePrefillCluster("c", target)
+        assert (await front.submit(prefill_job(1))).instance == "i0"
+        engine.may_answer.clear()
+        task = asyncio.create_task(front.submit(prefill_job(2)))
+        await engine.wait_requests(2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.wait_aborts(1)
+        await front.close()
+    await engine.stop()
+    await agent.stop()
+
+
+async def test_the_pd_front_as_a_process(tmp_path: Path) -> None:
+    agent = await FakeAgent("i0").start()
+    engine = await FakeEngine(agent).start()
+    config = write_config(tmp_path / "front.yaml", engine, agent, "both")
+    async with front_process("pd", config) as (target, _):
+        front = RemotePdCluster("c", target, has_prefill_instances=False)
+        slot = await front.reserve(8, prefill_job(1).landing.token_digest, "r1")
+        assert slot.engine_url == engine.url
+        await front.release(slot, "done")
+        assert not agent.landings
+        await front.close()
+    await engine.stop()
+    await agent.stop()
+
+
+async def test_a_bad_configuration_ends_the_process_with_a_message(tmp_path: Path) -> None:
+    path = tmp_path / "front.yaml"
+    path.write_text("name: c\n")
+    code = "import typer; from prfaas.cli import prefill_command; typer.run(prefill_command)"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, "--config", str(path),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )  # fmt: skip
+    _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert b"instances: Field required" in stderr
+
+
+def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> EmbeddedPrefillCluster:
+    python = tmp_path / "python"
+    python.write_text(ENGINE)
+    python.chmod(0o755)
+    spec = InstanceSpec.model_validate(
+        {
+            "name": "i0",
+            "agent": agent.target,
+            "role": "prefill",
+            "engine": {
+                "instance": "i0",
+                "model": "/m",
+                "served_name": "m",
+                "port": port,
+                "python": str(python),
+                "args": args,
+            },
+        }
+    )
+    config = PrefillClusterConfig(
+        instances=InstancesConfig(
+            probe_interval_s=0.1,
+            start_probe_interval_s=0.05,
+            log_dir=tmp_path / "logs",
+            supervisor=SupervisorConfig(
+                restart=RestartConfig(initial_backoff_s=0.1), start_probe_interval_s=0.05
+            ),
+        )
+    )
+    metrics = PrefillMetrics(CollectorRegistry())
+    return EmbeddedPrefillCluster("c", [spec], config, metrics=metrics)
+
+
+async def test_a_front_starts_restarts_and_stops_its_engine(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    agent = await FakeAgent("i0").start()
+    cluster = supervised(tmp_path, agent, unused_tcp_port)
+    await cluster.start()
+    await cluster.wait_ready(10)
+    supervisor = cluster._instances.by_name["i0"].supervisor
+    assert supervisor is not None
+    first = supervisor.members()
+    os.kill(max(first), signal.SIGKILL)
+    await eventually(lambda: not cluster._instances.by_name["i0"].transfers)
+    await eventually(lambda: supervisor.num_restarts == 1)
+    await eventually(lambda: cluster._instances.by_name["i0"].transfers, timeout_s=10)
+    assert (await cluster.report()).instances[0].num_restarts == 1
+    await cluster.close()
+    assert supervisor.members() == []
+    assert "engine starts" in (tmp_path / "logs" / "i0.log").read_text()
+    await agent.stop()
+
+
+async def test_an_engine_that_cannot_start_is_reported_with_its_log(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    agent = await FakeAgent("i0").start()
+    cluster = supervised(tmp_path, agent, unused_tcp_port, "--broken")
+    await cluster.start()
+    with pytest.raises(EngineStartFailed, match="RuntimeError: no such device"):
+        await cluster.wait_ready(10)
+    await cluster.close()
+    await agent.stop()

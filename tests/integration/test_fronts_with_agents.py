@@ -1,0 +1,233 @@
+"""Both fronts with real node agents and real transfers; only the engines' computing is fake."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvmanager.agent.testing import AgentProcess
+from kvmanager.agent.testing import FakeEngine as DrivenEngine
+from kvmanager.engines.instances import InstancesConfig, InstanceSpec
+from kvmanager.engines.jobs import PrefillJob, PrefillResult
+from kvmanager.engines.prefill_run import RunnerConfig
+from kvmanager.engines.testing import FakeEngine, eventually, prefill_job
+from local_pd import DecodeSlot, EmbeddedPdCluster, NoRoom, PdClusterConfig, PrefillFailed
+from local_pd.metrics import PdMetrics
+from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.metrics import PrefillMetrics
+
+PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)
+RUNNER = RunnerConfig(await_slice_s=0.5, rpc_timeout_s=2.0, cleanup_timeout_s=1.0)
+NUM_TOKENS = 200
+
+
+class Region:
+    """A prefill cluster of one instance, a PD cluster of one, each with its own agent."""
+
+    def __init__(self) -> None:
+        self.sending: AgentProcess
+        self.receiving: AgentProcess
+        self.producer: DrivenEngine
+        self.consumer: DrivenEngine
+        self.prefill_http = FakeEngine()
+        self.prefill: EmbeddedPrefillCluster
+        self.pd: EmbeddedPdCluster
+        self.data = b""
+        self.share = 1.0
+
+    def fill(self, body: dict[str, Any]) -> None:
+        """What the connector does during a prefill; `share` of the bytes become ready."""
+        params = body["kv_transfer_params"]["prfaas"]
+        transfer_id = bytes.fromhex(params["transfer_id"])
+        self.producer.client.attach(transfer_id)
+        self.producer.write(params["runs"], self.data)
+        ready_bytes = int(len(self.data) * self.share)
+        self.producer.client.ready(transfer_id, [(0, ready_bytes)])
+        if self.share == 1.0:
+            self.producer.client.prefill_end(transfer_id, 0)
+
+    async def begin(self) -> tuple[DecodeSlot, asyncio.Task[PrefillResult]]:
+        """Reserve, let the decode engine watch, submit."""
+        job = prefill_job(7, num_tokens=NUM_TOKENS)
+        slot = await self.pd.reserve(NUM_TOKENS, job.landing.token_digest, "r7")
+        self.data = os.urandom(slot.landing.nbytes)
+        self.consumer.client.watch(bytes.fromhex(slot.landing.transfer_id))
+        job = msgspec.structs.replace(job, landing=slot.landing)
+        return slot, asyncio.create_task(self.submit(job))
+
+    async def submit(self, job: PrefillJob) -> PrefillResult:
+        return await self.prefill.submit(job)
+
+    async def told(self) -> tuple[Any, ...]:
+        """What the decode engine hears next."""
+        return await asyncio.to_thread(self.consumer.next)
+
+    async def landing_bytes(self) -> int:
+        instance = self.pd._instances.by_name["d0"]
+        return (await instance.agent.status(2.0)).landing_bytes
+
+    async def memory_is_back(self, timeout_s: float = 5.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while await self.landing_bytes():
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def region(tmp_path: Path) -> AsyncIterator[Region]:
+    made = Region()
+    async with AsyncExitStack() as stack:
+        made.sending = stack.enter_context(AgentProcess(tmp_path / "send"))
+        made.receiving = stack.enter_context(AgentProcess(tmp_path / "receive"))
+        made.producer = stack.enter_context(DrivenEngine(made.sending, "p0"))
+        made.consumer = stack.enter_context(DrivenEngine(made.receiving, "d0"))
+        http = made.prefill_http
+        await http.start()
+        stack.push_async_callback(http.stop)
+        http.before_answer = made.fill
+        made.prefill = EmbeddedPrefillCluster(
+            "east",
+            [instance("p0", http.url, made.sending, "prefill")],
+            PrefillClusterConfig(instances=PROBING, runner=RUNNER),
+            metrics=PrefillMetrics(CollectorRegistry()),
+        )
+        decoder = await FakeEngine().start()
+        stack.push_async_callback(decoder.stop)
+        made.pd = EmbeddedPdCluster(
+            "west",
+            [instance("d0", decoder.url, made.receiving, "both")],
+            PdClusterConfig(instances=PROBING, runner=RUNNER, lease_s=2.0, rpc_timeout_s=2.0),
+            metrics=PdMetrics(CollectorRegistry()),
+        )
+        for front in (made.prefill, made.pd):
+            await front.start()
+            stack.push_async_callback(front.close)
+        await made.prefill.wait_ready(5)
+        await made.pd.wait_ready(5)
+        yield made
+        http.may_answer.set()
+
+
+def instance(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:
+    return InstanceSpec.model_validate(
+        {"name": name, "url": url, "agent": agent.ready["control"], "role": role}
+    )
+
+
+async def test_the_decode_engine_gets_the_bytes_of_the_prefill_engine(region: Region) -> None:
+    slot, task = await region.begin()
+    result = await task
+    assert result.nbytes == len(region.data)
+    assert 0.0 <= result.sent_share_at_prefill_end <= 1.0
+    assert await region.told() == ("landed", slot.landing.transfer_id)
+    runs = slot.kv_transfer_params["prfaas"]["runs"]
+    assert region.consumer.read(runs, slot.landing.nbytes) == region.data
+    region.consumer.client.release(bytes.fromhex(slot.landing.transfer_id))
+    await region.pd.release(slot, "done")
+    await region.memory_is_back()
+
+
+async def test_an_engine_that_dies_tells_the_decode_engine_at_once(region: Region) -> None:
+    region.share = 0.5
+    region.prefill_http.may_answer.clear()
+    slot, task = await region.begin()
+    await region.prefill_http.wait_requests(1)
+    began_s = time.monotonic()
+    region.producer.client.close()
+    await region.prefill_http.stop()
+    with pytest.raises(PrefillFailed) as caught:
+        await task
+    assert caught.value.code == "engine_failed"
+    told = await region.told()
+    assert told[:2] == ("failed", slot.landing.transfer_id)
+    assert time.monotonic() - began_s < 2.0
+    await region.pd.release(slot, "prefill failed")
+    await region.memory_is_back()
+
+
+async def test_a_sending_agent_that_is_killed_fails_the_job_quickly(region: Region) -> None:
+    region.share = 0.5
+    region.prefill_http.may_answer.clear()
+    slot, task = await region.begin()
+    await region.prefill_http.wait_requests(1)
+    began_s = time.monotonic()
+    region.sending.end(signal.SIGKILL)
+    with pytest.raises(PrefillFailed) as caught:
+        await task
+    assert caught.value.code == "agent_failed"
+    await region.pd.release(slot, "prefill failed")
+    assert (await region.told())[0] == "failed"
+    assert time.monotonic() - began_s < 4.0
+    await region.memory_is_back()
+    await region.prefill_http.wait_aborts(1)
+
+
+async def test_a_receiving_agent_that_is_killed_fails_the_job(region: Region) -> None:
+    region.share = 0.5
+    region.prefill_http.may_answer.clear()
+    slot, task = await region.begin()
+    await region.prefill_http.wait_requests(1)
+    region.receiving.end(signal.SIGKILL)
+    with pytest.raises(PrefillFailed) as caught:
+        await task
+    assert caught.value.code == "transfer_failed"
+    await region.prefill_http.wait_aborts(1)
+    await region.pd.release(slot, "prefill failed")
+
+
+async def test_cancelling_gives_back_both_ends(region: Region) -> None:
+    region.share = 0.5
+    region.prefill_http.may_answer.clear()
+    slot, task = await region.begin()
+    await region.prefill_http.wait_requests(1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (await region.told())[:2] == ("failed", slot.landing.transfer_id)
+    await region.pd.release(slot, "client gone")
+    await region.memory_is_back()
+    outboxes = region.prefill._instances.by_name["p0"].agent
+    deadline_s = time.monotonic() + 5
+    while (await outboxes.status(2.0)).outbox_bytes:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.05)
+
+
+async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) -> None:
+    digest = prefill_job(7, num_tokens=NUM_TOKENS).landing.token_digest
+    slots: list[DecodeSlot] = []
+
+    async def fill_up() -> None:
+        while True:
+            slots.append(await region.pd.reserve(NUM_TOKENS, digest, "r"))
+
+    with pytest.raises(NoRoom):
+        await fill_up()
+    assert slots
+    for slot in slots:
+        await region.pd.release(slot, "done")
+    await region.memory_is_back()
+    slot = await region.pd.reserve(NUM_TOKENS, digest, "r")
+    await region.pd.release(slot, "done")
+
+
+async def test_a_slot_nobody_renews_comes_back_with_its_lease(region: Region) -> None:
+    digest = prefill_job(7, num_tokens=NUM_TOKENS).landing.token_digest
+    slot = await region.pd.reserve(NUM_TOKENS, digest, "r")
+    region.pd._leases.drop(slot.landing.transfer_id)
+    assert await region.landing_bytes() > 0
+    await region.memory_is_back(timeout_s=8.0)
+
+
+async def test_an_engine_not_connected_to_its_agent_is_not_ready(region: Region) -> None:
+    region.producer.client.close()
+    await eventually(lambda: not region.prefill._instances.by_name["p0"].transfers)
+    report = await region.prefill.report()
+    assert "no connection from an engine called p0" in report.instances[0].reason

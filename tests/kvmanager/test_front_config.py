@@ -1,0 +1,60 @@
+"""The configuration file of a stand-alone front."""
+
+from pathlib import Path
+
+import pytest
+
+from kvmanager.engines.front_config import FrontConfigError, load_front_config
+
+GOOD = """
+name: east
+listen: 127.0.0.1:7300
+instances:
+  - {name: p0, url: "http://127.0.0.1:8100", agent: "127.0.0.1:7101", role: prefill}
+  - name: p1
+    agent: 127.0.0.1:7101
+    engine: {instance: p1, model: /m, served_name: tiny, port: 8101, kv_space_gib: 1}
+tls: {cert: c.pem, key: k.pem, ca: a.pem}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "front.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    config = load_front_config(write(tmp_path, GOOD))
+    first, second = config.instances
+    assert (first.engine_url, first.served_name, first.role) == (
+        "http://127.0.0.1:8100",
+        "",
+        "prefill",
+    )
+    assert (second.engine_url, second.served_name) == ("http://127.0.0.1:8101", "tiny")
+    assert config.tls is not None
+    assert config.tls.files().ca == Path("a.pem")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: [", "front.yaml"),
+        ("- 1", "(file)"),
+        ("name: east\ninstances: []", "instances: Tuple should have at least 1 item"),
+        (GOOD + "max_queue: 3\n", "max_queue: Extra inputs"),
+        (GOOD.replace("role: prefill", "role: cook"), "instances.0.role"),
+        (GOOD.replace('url: "http://127.0.0.1:8100", ', ""), "p0 needs `url` or `engine`"),
+        (GOOD.replace("instance: p1", "instance: p9"), "p1 has an engine called p9"),
+    ],
+)
+def test_bad_files_are_explained(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(FrontConfigError) as caught:
+        load_front_config(write(tmp_path, text))
+    assert said in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FrontConfigError, match="nowhere"):
+        load_front_config(tmp_path / "nowhere.yaml")
