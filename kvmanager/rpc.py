@@ -60,7 +60,7 @@ _CODE_OF: Final[dict[Any, ErrorCode]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "TIMEOUT",
 }
 
-_CHANNEL_OPTIONS: Final = (
+_CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Our targets are cluster-internal: an http_proxy meant for the internet must not swallow them.
@@ -164,7 +164,10 @@ class RpcClient:
     """
 
     def __init__(self, target: str, service: str, tls: TlsFiles | None = None) -> None:
-        """`target` is "host:port"; with `tls` the server's certificate must name that host."""
+        """`target` is "host:port".
+
+        With `tls` the server's certificate must name that host (or address), or `tls.server_name`.
+        """
         self.target = target
         self._service = service
         self._tls = tls
@@ -206,7 +209,10 @@ class RpcClient:
         credentials = grpc.ssl_channel_credentials(
             root_certificates=ca, private_key=key, certificate_chain=cert
         )
-        return grpc.aio.secure_channel(self.target, credentials, options=_CHANNEL_OPTIONS)
+        options = _CHANNEL_OPTIONS
+        if self._tls.server_name is not None:
+            options = (*options, ("grpc.ssl_target_name_override", self._tls.server_name))
+        return grpc.aio.secure_channel(self.target, credentials, options=options)
 
     def _explain(self, method: str, error: Any) -> RpcError:
         named = dict(error.trailing_metadata() or ()).get(_CODE_TRAILER)

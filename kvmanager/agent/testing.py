@@ -39,6 +39,7 @@ from kvmanager.agent.protocol import Hello, Welcome
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.rpc import RpcClient, RpcError
+from transport import TlsFiles
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
@@ -116,6 +117,14 @@ class AgentProcess:
     def __exit__(self, *_: object) -> None:
         self.end(signal.SIGKILL)
 
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The agent's own certificate, which its peers' callers may use as well."""
+        if "tls_cert" not in self.settings:
+            return None
+        cert, key, ca = (Path(self.settings[f"tls_{name}"]) for name in ("cert", "key", "ca"))
+        return TlsFiles(cert, key, ca)
+
     def log(self) -> str:
         return (self.directory / "agent.log").read_text()
 
@@ -128,7 +137,7 @@ class AgentProcess:
         """One call of the control plane; raises RpcError."""
 
         async def run() -> ReplyT:
-            client = RpcClient(self.ready["control"], SERVICE)
+            client = RpcClient(self.ready["control"], SERVICE, self.tls)
             try:
                 return await client.call(method, request, reply_type, timeout_s)
             finally:

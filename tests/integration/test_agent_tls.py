@@ -1,0 +1,94 @@
+"""Agents that speak mutual TLS on both ports, with certificates made by `openssl`."""
+
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
+from kvmanager.rpc import RpcError
+
+NUM_TOKENS = 1000
+NBYTES = SMALL_LAYOUT.transfer_bytes(NUM_TOKENS)
+
+
+def openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=30)
+
+
+def make_files(folder: Path) -> dict[str, str]:
+    """A CA of its own and a certificate for 127.0.0.1, as agent settings."""
+    folder.mkdir()
+    cert, key, ca, ca_key = (folder / f"{name}.pem" for name in ("cert", "key", "ca", "ca_key"))
+    request, names = folder / "node.csr", folder / "names"
+    names.write_text("subjectAltName=IP:127.0.0.1\n")
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *new_key, "-subj", "/CN=ca", "-keyout", ca_key, "-out", ca)
+    openssl("req", "-new", *new_key, "-subj", "/CN=node", "-keyout", key, "-out", request)
+    openssl(
+        *("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial"),
+        *("-extfile", names, "-out", cert),
+    )
+    return {"tls_cert": str(cert), "tls_key": str(key), "tls_ca": str(ca)}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    return make_files(tmp_path / "ours")
+
+
+@pytest.fixture
+def agent(tmp_path: Path, files: dict[str, str]) -> Iterator[AgentProcess]:
+    with AgentProcess(tmp_path / "agent", **files) as process:
+        yield process
+
+
+def test_transfer_over_tls(agent: AgentProcess, files: dict[str, str], tmp_path: Path) -> None:
+    content = random.Random(6).randbytes(NBYTES)
+    with (
+        AgentProcess(tmp_path / "sender", **files) as sender,
+        FakeEngine(sender) as producer,
+        FakeEngine(agent) as consumer,
+    ):
+        landing = agent.reserve(NUM_TOKENS)
+        transfer_id = bytes.fromhex(landing.transfer_id)
+        consumer.client.watch(transfer_id)
+        outbox = sender.open_outbox(landing, NUM_TOKENS)
+        producer.client.attach(transfer_id)
+        producer.write(outbox.runs, content)
+        producer.client.ready(transfer_id, [(0, NBYTES)])
+        assert consumer.next() == ("landed", landing.transfer_id)
+        assert consumer.read(landing.runs, NBYTES) == content
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_strangers_reach_neither_port(agent: AgentProcess, tmp_path: Path, has_tls: bool) -> None:
+    settings = make_files(tmp_path / "theirs") if has_tls else {}
+    with (
+        AgentProcess(tmp_path / "stranger", **settings) as stranger,
+        FakeEngine(stranger),
+        FakeEngine(agent) as consumer,
+    ):
+        landing = agent.reserve(NUM_TOKENS)
+        consumer.client.watch(bytes.fromhex(landing.transfer_id))
+        stranger.open_outbox(landing, NUM_TOKENS)
+        wait_until(lambda: stranger.wait(landing.transfer_id, 0.0).state == "failed")
+        assert agent.wait(landing.transfer_id, 0.0).state == "open"
+        ours = stranger.ready["control"]
+        stranger.ready["control"] = agent.ready["control"]
+        with pytest.raises(RpcError) as caught:
+            stranger.status()
+        assert caught.value.code == "UNAVAILABLE"
+        stranger.ready["control"] = ours
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    missing = {f"tls_{name}": str(tmp_path / name) for name in ("cert", "key", "ca")}
+    agent = AgentProcess(tmp_path / "agent", **missing)
+    with pytest.raises(AssertionError, match="did not start"):
+        agent.start()
+    agent.end()
+    assert "Traceback" not in agent.log()
+    assert str(tmp_path) in agent.log()
