@@ -77,6 +77,8 @@ class TransportConfig:
 
     congestion: str | None = "bbr"
     """TCP_CONGESTION of sending sockets; None or a name the kernel refuses leaves its default."""
+    loopback_congestion: str | None = "reno"
+    """The same towards this host, where pacing, as bbr does it, only costs CPU."""
     notsent_lowat_bytes: int = 128 * KIB
     """TCP_NOTSENT_LOWAT: how much a slow connection may hoard; 0 leaves the kernel's default."""
     tls: TlsFiles | None = None

@@ -42,7 +42,7 @@ from transport.sockets import (
     SocketOwner,
     Stream,
     connect,
-    prepare,
+    prepare_to_send,
     resolve,
     tls_handshake,
 )
@@ -367,7 +367,7 @@ class _Lane:
         sock = socket.socket(family, socket.SOCK_STREAM)
         plain = PlainStream(sock)
         self._own(plain)
-        prepare(sock, self._config, sends_data=True)
+        prepare_to_send(sock, self._config, address)
         connect(sock, address, self._config.connect_timeout_s)
         stream: Stream = plain
         if self._link.tls is not None:

@@ -164,21 +164,25 @@ class LinkCore:
                     transfer.needs_cancel = False
                     return Work(transfer, self._announce(transfer, connection), cancels=True)
             elif transfer.needs_open:
-                return Work(transfer, self._announce(transfer, connection))
-        return self._take_data(connection, state, now_s)
-
-    def _take_data(self, connection: int, state: _Connection, now_s: float) -> Work | None:
-        max_bytes = min(self._config.frame_bytes, state.peer.max_frame_bytes)
+                data = self._take_of(transfer, connection, state, now_s)
+                return Work(transfer, self._announce(transfer, connection), data=data)
         for transfer_id, transfer in self._busy.items():
-            data = transfer.take(connection, max_bytes, now_s)
-            if data is None:
-                continue
+            data = self._take_of(transfer, connection, state, now_s)
+            if data is not None:
+                self._busy.move_to_end(transfer_id)
+                return Work(transfer, self._announce(transfer, connection), data=data)
+        return None
+
+    def _take_of(
+        self, transfer: Outgoing, connection: int, state: _Connection, now_s: float
+    ) -> Range | None:
+        max_bytes = min(self._config.frame_bytes, state.peer.max_frame_bytes)
+        data = transfer.take(connection, max_bytes, now_s)
+        if data is not None:
             if not state.in_flight:
                 state.progress_s = now_s
-            state.in_flight.add(transfer_id)
-            self._busy.move_to_end(transfer_id)
-            return Work(transfer, self._announce(transfer, connection), data=data)
-        return None
+            state.in_flight.add(transfer.spec.transfer_id)
+        return data
 
     def sent(self, connection: int, work: Work, now_s: float, *, whole: bool) -> None:
         """The connection has let go of `work`; `whole` when the kernel took all of it."""

@@ -291,7 +291,7 @@ class _Connection:
             return LocalError("internal", f"{type(error).__name__}: {error}")
 
     def _open_stream(self) -> Stream:
-        prepare(self._sock, self._config, sends_data=False)
+        prepare(self._sock, self._config)
         context = self._receiver.tls
         if context is None:
             stream: PlainStream | TlsStream = PlainStream(self._sock)

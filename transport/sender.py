@@ -59,7 +59,11 @@ class Sender:
     """
 
     def __init__(self, config: TransportConfig) -> None:
-        self._config = replace(config, congestion=usable_congestion(config.congestion))
+        self._config = replace(
+            config,
+            congestion=usable_congestion(config.congestion),
+            loopback_congestion=usable_congestion(config.loopback_congestion),
+        )
         self._tls = client_context(config.tls) if config.tls else None
         self._instance = os.urandom(16)
         self._links: dict[Endpoint, Link] = {}

@@ -13,6 +13,7 @@ it.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import logging
 import select
 import socket
@@ -30,6 +31,8 @@ from transport.errors import LinkError, LocalError, PeerError, TransportError
 logger = logging.getLogger("prfaas.transport")
 
 Buffer = memoryview | bytes
+Address = tuple[object, ...]
+"""What getaddrinfo calls sockaddr: the host first."""
 IOV_MAX = 1024
 
 
@@ -275,8 +278,8 @@ def listen(bind: Endpoint) -> socket.socket:
     return sock
 
 
-def prepare(sock: socket.socket, config: TransportConfig, *, sends_data: bool) -> None:
-    """Set the TCP options both ends use, and those of the end that sends data."""
+def prepare(sock: socket.socket, config: TransportConfig) -> None:
+    """Set the TCP options that both ends use."""
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, int(config.ack_timeout_s * 1000)))
@@ -285,12 +288,18 @@ def prepare(sock: socket.socket, config: TransportConfig, *, sends_data: bool) -
         sock.setsockopt(tcp, socket.TCP_KEEPIDLE, config.keepalive_idle_s)
         sock.setsockopt(tcp, socket.TCP_KEEPINTVL, max(1, config.keepalive_interval_s))
         sock.setsockopt(tcp, socket.TCP_KEEPCNT, max(1, config.keepalive_probes))
-    if not sends_data:
-        return
+
+
+def prepare_to_send(sock: socket.socket, config: TransportConfig, address: Address) -> None:
+    """Set the TCP options of the end that sends data, before it connects to `address`."""
+    prepare(sock, config)
+    tcp = socket.IPPROTO_TCP
     if config.notsent_lowat_bytes:
         sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, config.notsent_lowat_bytes)
-    if config.congestion:
-        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.congestion.encode())
+    is_local = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    congestion = config.loopback_congestion if is_local else config.congestion
+    if congestion:
+        sock.setsockopt(tcp, socket.TCP_CONGESTION, congestion.encode())
 
 
 def usable_congestion(name: str | None) -> str | None:
@@ -306,7 +315,7 @@ def usable_congestion(name: str | None) -> str | None:
     return name
 
 
-def connect(sock: socket.socket, address: tuple[object, ...], timeout_s: float) -> None:
+def connect(sock: socket.socket, address: Address, timeout_s: float) -> None:
     """Connect and make the socket blocking again; raises LinkError("connect")."""
     sock.settimeout(timeout_s)
     try:
@@ -329,7 +338,7 @@ def tls_handshake(sock: ssl.SSLSocket, timeout_s: float) -> TlsStream:
     return TlsStream(sock)
 
 
-def resolve(endpoint: Endpoint) -> tuple[socket.AddressFamily, tuple[object, ...]]:
+def resolve(endpoint: Endpoint) -> tuple[socket.AddressFamily, Address]:
     """The first address of an endpoint; raises LinkError("connect")."""
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
