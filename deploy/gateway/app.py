@@ -27,6 +27,7 @@ from deploy.gateway.offload import Services
 from deploy.gateway.proxy.engine import EngineDoor
 from deploy.gateway.records import RecordRing
 from deploy.gateway.serving import Serving
+from deploy.gateway.tracing import usable_request_id
 from deploy.gateway.watcher import RegionWatcher
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
@@ -63,6 +64,7 @@ class Gateway:
         self.metrics.watch(lambda: self._num_in_flight, lambda: len(self._background))
         self._started_s = time.time()
         self._num_in_flight = 0
+        self._num_body_bytes = 0
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -117,9 +119,12 @@ class Gateway:
             raise ApiError(503, "starting", "The gateway is starting.", retry_after_s=1)
         self._keys.check(request.headers.get("Authorization"))
         self._admit(request)
-        self._count(+1)
+        nbytes = request.content_length or 0
+        self._count(+1, nbytes)
         try:
             body = await self._read_body(request)
+            self._num_body_bytes += len(body) - nbytes
+            nbytes = len(body)
             inbound = parse_request(kind, body, template_tokens=self.config.template_tokens)
             self._check_model(inbound.model)
             exchange = open_exchange(
@@ -128,7 +133,7 @@ class Gateway:
             self.records.append(exchange.record)
             return await self._serving.serve(exchange, request)
         finally:
-            self._count(-1)
+            self._count(-1, -nbytes)
 
     async def list_models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -190,27 +195,29 @@ class Gateway:
             }
         )
 
-    def _count(self, change: int) -> None:
-        self._num_in_flight += change
+    def _count(self, num_requests: int, nbytes: int) -> None:
+        self._num_in_flight += num_requests
+        self._num_body_bytes += nbytes
         if self._num_in_flight:
             self._idle.clear()
         else:
             self._idle.set()
 
     def _admit(self, request: web.Request) -> None:
+        config, nbytes = self.config, request.content_length or 0
         if self._is_draining:
             raise ApiError(503, "shutting_down", "The gateway is shutting down.", retry_after_s=5)
-        if self._num_in_flight >= self.config.max_in_flight:
-            raise ApiError(
-                429,
-                "too_many_requests",
-                f"{self._num_in_flight} requests are being served, which is the limit here.",
-                retry_after_s=self.config.retry_after_s,
-            )
         if request.content_type != JSON_TYPE:
             raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
-        if (request.content_length or 0) > self.config.max_body_bytes:
+        if nbytes > config.max_body_bytes:
             raise self._too_large()
+        if self._num_in_flight >= config.max_in_flight:
+            message = f"{self._num_in_flight} requests are being served, which is the limit here."
+        elif self._num_body_bytes + nbytes > config.max_buffered_bytes:
+            message = "The bodies of the requests being served take all the memory set apart."
+        else:
+            return
+        raise ApiError(429, "too_many_requests", message, retry_after_s=config.retry_after_s)
 
     async def _read_body(self, request: web.Request) -> bytes:
         try:
@@ -235,7 +242,7 @@ class Gateway:
         if name in self._models or (not name and len(self._models) == 1):
             return
         names = ", ".join(self._models)
-        message = f"The model `{name}` does not exist. Served here: {names}."
+        message = f"The model `{name[:200]}` does not exist. Served here: {names}."
         raise ApiError(404, "model_not_found", message, param="model")
 
     def _check_admin(self, request: web.Request) -> None:
@@ -317,6 +324,8 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
         body=error.body(),
         headers={"Content-Type": JSON_TYPE, **error.headers},
     )
+    if request_id := usable_request_id(request.headers.get("X-Request-Id")):
+        response.headers["x-request-id"] = request_id
     if not request.body_exists or request.content.at_eof():
         return response
     # The rest of the body is not waited for: say that the connection will not be kept.

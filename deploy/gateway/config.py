@@ -50,9 +50,10 @@ class GatewayConfig(_Frozen):
     """Everything a gateway needs besides its clusters.
 
     Prompts longer than `threshold_tokens` are offloaded. `api_keys` empty means no authentication;
-    with `protect_admin` /metrics and /prfaas/* ask for the same keys. `template_tokens` is how many
-    tokens a chat template may add to what the body spells out: an estimate that saves rendering of
-    prompts which are certainly short.
+    with `protect_admin` /metrics and /prfaas/* ask for the same keys. `max_buffered_bytes` bounds
+    the bodies of all requests in flight together, `max_answer_bytes` one answer that is not
+    streamed. `template_tokens` is how many tokens a chat template may add to what the body spells
+    out: an estimate that saves rendering of prompts which are certainly short.
     """
 
     host: str = "127.0.0.1"
@@ -64,6 +65,7 @@ class GatewayConfig(_Frozen):
     api_keys: tuple[SecretStr, ...] = ()
     protect_admin: bool = False
     max_body_bytes: Annotated[int, Field(gt=0)] = DEFAULT_MAX_BODY_BYTES
+    max_buffered_bytes: Annotated[int, Field(gt=0)] = 1 << 30
     max_answer_bytes: Annotated[int, Field(gt=0)] = 256 << 20
     max_in_flight: Annotated[int, Field(gt=0)] = 512
     retry_after_s: Annotated[int, Field(ge=1)] = 1
@@ -77,6 +79,8 @@ class GatewayConfig(_Frozen):
         names = [model.name for model in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"models: two have the same name; names must differ: {names}")
+        if self.max_buffered_bytes < self.max_body_bytes:
+            raise ValueError("max_buffered_bytes must hold at least one body of max_body_bytes")
         if self.report_stale_s <= self.report_interval_s:
             raise ValueError("report_stale_s must be longer than report_interval_s")
         return self

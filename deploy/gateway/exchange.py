@@ -89,7 +89,11 @@ def open_exchange(
         or new_request_id()
     )
     traceparent = usable_traceparent(headers.get("traceparent"))
-    engine_headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+    engine_headers = {
+        "Content-Type": "application/json",
+        "Accept-Encoding": "identity",
+        "X-Request-Id": request_id,
+    }
     if traceparent and (state := headers.get("tracestate")):
         engine_headers["tracestate"] = state
     traceparent = traceparent or new_traceparent()

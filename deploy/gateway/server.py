@@ -17,7 +17,7 @@ from deploy.gateway.app import Gateway, create_app
 logger = logging.getLogger("prfaas.deploy.gateway")
 
 _KEEP_ALIVE_S: Final = 75.0
-_CANCELLED_HANDLERS_S: Final = 5.0
+_LAST_WORDS_S: Final = 0.5
 
 
 async def serve_gateway(
@@ -47,7 +47,8 @@ async def start_server(gateway: Gateway) -> web.AppRunner:
         handler_cancellation=True,
         access_log=None,
         keepalive_timeout=_KEEP_ALIVE_S,
-        shutdown_timeout=_CANCELLED_HANDLERS_S,
+        # Draining has been done before: what still runs is cut off.
+        shutdown_timeout=_LAST_WORDS_S,
     )
     await runner.setup()
     try:

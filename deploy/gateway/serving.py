@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import aiohttp
 from aiohttp import web
 
 from deploy.gateway.config import TimeoutConfig
@@ -119,13 +120,25 @@ class Serving:
         response = web.StreamResponse(
             status=answer.status, headers=forwarded_headers(answer.headers) | headers
         )
-        await response.prepare(request)
-        end = await relay_stream(
-            answer, request, response, client_stall_s=self._timeouts.client_stall_s
-        )
-        exchange.record.outcome = _OUTCOME_OF_END[end.end]
-        exchange.record.answer_bytes = end.nbytes
-        exchange.record.error = end.error
+        record = exchange.record
+        try:
+            await response.prepare(request)
+        except (aiohttp.ClientError, OSError) as error:
+            record.outcome, record.error = "client_gone", str(error)
+            return response
+        try:
+            end = await relay_stream(
+                answer, request, response, client_stall_s=self._timeouts.client_stall_s
+            )
+        except Exception as error:
+            # The answer has begun: another one must not follow it on this connection.
+            logger.exception("%s: relaying failed", exchange.request_id)
+            record.outcome, record.error = "failed", repr(error)
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        record.outcome = _OUTCOME_OF_END[end.end]
+        record.answer_bytes, record.error = end.nbytes, end.error
         return response
 
     def _failed(self, exchange: Exchange, error: Exception) -> web.Response:

@@ -78,7 +78,7 @@ class EngineDoor:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             trust_env=False,
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            skip_auto_headers=("User-Agent",),
             read_bufsize=_READ_BUFFER_BYTES,
         )
 

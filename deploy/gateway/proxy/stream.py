@@ -24,7 +24,6 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 _NOT_FORWARDED: Final = frozenset(
     {
         "connection",
-        "content-encoding",
         "content-length",
         "date",
         "keep-alive",

@@ -56,6 +56,8 @@ class FakeEngine:
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._serve)
             app.router.add_post(path + "/render", self._render)
+        for path in ("/health", "/metrics"):
+            app.router.add_get(path, self._healthy)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -71,6 +73,9 @@ class FakeEngine:
 
     def bodies(self, path: str = "/v1/completions") -> list[bytes]:
         return [body for seen, _, body in self.requests if seen == path]
+
+    async def _healthy(self, _request: web.Request) -> web.Response:
+        return web.Response()
 
     async def _render(self, request: web.Request) -> web.StreamResponse:
         body = await self._note(request)

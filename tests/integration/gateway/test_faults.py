@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from deploy.gateway import serving
 from kvmanager.engines.errors import PrefillFailed
 
 
@@ -312,6 +313,21 @@ async def test_a_stream_that_breaks_off_never_looks_whole(open_region: Any, how:
         record = await region.record()
         assert record.outcome == "engine_lost"
         await region.assert_nothing_held()
+
+
+async def test_a_bug_while_relaying_never_looks_whole(
+    region: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*args: Any, **kwargs: Any) -> None:
+        await args[2].write(b'data: {"one": 1}\n\n')
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(serving, "relay_stream", broken)
+    body = {"model": "tiny", "prompt": "x", "stream": True}
+    async with region.session.post(region.url + "/v1/completions", json=body) as response:
+        _, ended_properly = await read_events(response)
+    assert not ended_properly
+    assert (await region.record()).outcome == "failed"
 
 
 async def test_a_break_after_the_end_mark_is_no_break(region: Any) -> None:

@@ -185,6 +185,25 @@ async def test_more_than_the_limit_is_turned_away(open_region: Any) -> None:
         assert (await region.post(SHORT))[0] == 200
 
 
+async def test_bodies_together_are_bounded(open_region: Any) -> None:
+    async with open_region(max_body_bytes=2000, max_buffered_bytes=3000) as region:
+        region.engine.first_token.clear()
+        big = {"model": "tiny", "prompt": "x" * 1800, "n": 2}
+        first = asyncio.create_task(region.post(big))
+        await region.until(lambda: region.gateway.num_in_flight == 1)
+        status, _, answer = await region.post(big, headers={"X-Request-Id": "second"})
+        assert status == 429
+        assert "memory" in error_of(answer)["message"]
+        region.engine.first_token.set()
+        assert (await first)[0] == 200
+        assert (await region.post(big))[0] == 200
+
+
+async def test_an_error_carries_the_request_id(region: Any) -> None:
+    _, headers, _ = await region.post({"model": "huge"}, headers={"X-Request-Id": "mine"})
+    assert headers["x-request-id"] == "mine"
+
+
 async def test_many_at_once_stay_apart(region: Any) -> None:
     async def ask(seed: int) -> None:
         length = 300 if seed % 2 else 5

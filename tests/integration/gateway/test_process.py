@@ -1,0 +1,101 @@
+"""`prfaas gateway` as a process: it says when it is ready, drains on SIGTERM, and leaves."""
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+RUN = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
+
+
+async def start(path: Path, *options: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", RUN, "--config", str(path), "--port", "0", *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+def write(folder: Path, engine_url: str) -> Path:
+    instance = {"name": "d0", "url": engine_url, "agent": "127.0.0.1:1", "model": "tiny"}
+    content = {
+        "gateway": {"models": [{"name": "tiny"}]},
+        "pd": {"name": "home", "instances": [instance]},
+        "prefill": [{"name": "far", "front": "127.0.0.1:1"}],
+        "log_dir": str(folder),
+    }
+    path = folder / "gateway.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_it_serves_drains_and_leaves(region: Any, tmp_path: Path, number: int) -> None:
+    process = await start(write(tmp_path, region.engine.url))
+    try:
+        assert process.stdout is not None
+        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+        assert ready["event"] == "ready"
+        region.engine.first_token.clear()
+        body = {"model": "tiny", "prompt": "x" * 3000, "stream": True}
+        url = ready["url"] + "/v1/completions"
+        asking = asyncio.create_task(region.session.post(url, json=body))
+        await region.until(lambda: region.engine.num_serving == 1)
+        process.send_signal(number)
+        await asyncio.sleep(0.2)
+        assert process.returncode is None
+        region.engine.first_token.set()
+        async with await asking as response:
+            assert response.status == 200
+            assert response.headers["x-prfaas-reason"].startswith("prefill_cluster_unhealthy")
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        assert await asyncio.wait_for(process.wait(), 15) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def test_a_second_signal_does_not_wait(region: Any, tmp_path: Path) -> None:
+    process = await start(write(tmp_path, region.engine.url))
+    try:
+        assert process.stdout is not None
+        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+        region.engine.first_token.clear()
+        url = ready["url"] + "/v1/completions"
+        body = {"model": "tiny", "prompt": "x"}
+        asking = asyncio.create_task(region.session.post(url, json=body))
+        await region.until(lambda: region.engine.num_serving == 1)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 15) == 0
+        await region.until(lambda: region.engine.num_aborted == 1)
+        await asyncio.gather(asking, return_exceptions=True)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def test_mistakes_end_it_with_a_message(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text("gateway: {models: []}\n")
+    process = await start(path)
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 2
+    assert b"gateway.models" in errors
+    assert b"Traceback" not in errors
+
+
+async def test_a_taken_port_ends_it_with_a_message(region: Any, tmp_path: Path) -> None:
+    port = region.url.rpartition(":")[2]
+    process = await start(write(tmp_path, region.engine.url), "--port", port)
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 1
+    assert b"cannot serve on" in errors
