@@ -36,16 +36,23 @@ class RateClock:
 
     Equivalent to a token bucket whose depth is `read_ahead_s` worth of bytes, but it also says
     exactly when the last admitted byte has passed. Bytes may be admitted up to `read_ahead_s`
-    before their turn: the queue in front of a real bottleneck, and what lets a process that
-    is scheduled late still fill the link.
+    before their turn: the queue in front of a real bottleneck.
+
+    A caller that had more bytes than room and comes back late has not left the link idle: up to
+    `catch_up_s` of the time in between counts as used. Without that a busy machine would make
+    the link slower than it is said to be.
     """
 
-    __slots__ = ("_idle_at_s", "_rate", "read_ahead_s")
+    __slots__ = ("_idle_at_s", "_rate", "_starved", "catch_up_s", "read_ahead_s")
 
-    def __init__(self, rate_bytes_per_s: float, read_ahead_s: float = 0.008) -> None:
+    def __init__(
+        self, rate_bytes_per_s: float, read_ahead_s: float = 0.008, catch_up_s: float = 0.02
+    ) -> None:
         self._rate = rate_bytes_per_s
         self.read_ahead_s = read_ahead_s
+        self.catch_up_s = catch_up_s
         self._idle_at_s = float("-inf")
+        self._starved = False
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -55,15 +62,19 @@ class RateClock:
         """How many bytes may be admitted now."""
         if self._rate == 0:
             return UNLIMITED_BYTES
-        backlog_s = max(0.0, self._idle_at_s - now_s)
+        backlog_s = self._free_at_s(now_s) - now_s
         return max(0, int((self.read_ahead_s - backlog_s) * self._rate))
 
     def admit(self, now_s: float, nbytes: int) -> float:
         """Take `nbytes`; the instant at which the last of them has passed the bottleneck."""
         if self._rate == 0:
             return now_s
-        self._idle_at_s = max(now_s, self._idle_at_s) + nbytes / self._rate
+        self._idle_at_s = self._free_at_s(now_s) + nbytes / self._rate
         return self._idle_at_s
+
+    def turn_over(self, *, starved: bool) -> None:
+        """The caller stops admitting for now; `starved`: it had more bytes than there was room."""
+        self._starved = starved
 
     def room_at_s(self, now_s: float, nbytes: int) -> float:
         """The earliest instant at which `room_bytes` is at least `nbytes`."""
@@ -77,6 +88,9 @@ class RateClock:
         backlog_bytes = max(0.0, self._idle_at_s - now_s) * self._rate
         self._rate = rate_bytes_per_s
         self._idle_at_s = now_s + (backlog_bytes / rate_bytes_per_s if rate_bytes_per_s else 0.0)
+
+    def _free_at_s(self, now_s: float) -> float:
+        return max(now_s - self.catch_up_s if self._starved else now_s, self._idle_at_s)
 
 
 class DelayLine:

@@ -170,9 +170,11 @@ class EmulatedLink:
         while willing and not direction.stalled and not self._is_cut:
             room_bytes = direction.room_bytes(now_s)
             if room_bytes == 0:
+                direction.turn_over(starved=True)
                 room_at_s = direction.room_at_s(now_s)
                 return pulled_bytes, room_at_s if again_s is None else min(again_s, room_at_s)
             if pulls >= _MAX_PULLS_PER_STEP:
+                direction.turn_over(starved=True)
                 return pulled_bytes, now_s
             pulls += 1
             self._turn += 1
@@ -183,6 +185,8 @@ class EmulatedLink:
                 willing = [pair for pair in willing if pair[0] in self._connections]
             elif not pipe.wants_bytes():
                 willing.pop(place)
+        if not pulled_bytes:
+            direction.turn_over(starved=False)
         return pulled_bytes, again_s
 
     def _pull_one(self, connection: Connection, pipe: Pipe, now_s: float, room_bytes: int) -> int:

@@ -88,6 +88,10 @@ class LinkDirection:
     def room_at_s(self, now_s: float) -> float:
         return self._clock.room_at_s(now_s, self.quantum_bytes // 2 + 1)
 
+    def turn_over(self, *, starved: bool) -> None:
+        """No more is read for now; `starved`: more was there than there was room."""
+        self._clock.turn_over(starved=starved)
+
     def admit(self, now_s: float, nbytes: int) -> float:
         """Count `nbytes` in; the instant at which the last of them reaches the other end."""
         if self.first_in_s is None:

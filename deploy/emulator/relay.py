@@ -24,6 +24,7 @@ from deploy.processes import exit_with_parent
 from deploy.units import parse_duration, parse_rate
 
 _MAX_COMMAND_BYTES = 64 << 10
+_PRIORITY = -10
 
 
 class ControlServer:
@@ -92,6 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments().parse_args(argv)
     if args.exit_with_parent:
         exit_with_parent()
+    # A real link does not slow down because the machine is busy. Needs privileges; nice to have.
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     shape = LinkShape(parse_rate(args.rate), parse_duration(args.rtt), parse_duration(args.jitter))
     link = EmulatedLink(parse_address(args.listen), parse_address(args.to), shape, seed=args.seed)
     control = ControlServer(link, args.control) if args.control else None

@@ -44,6 +44,16 @@ class TestRateClock:
         clock.change_rate(0.0, 0.0)
         assert clock.admit(0.0, 100) == 0.0
 
+    def test_coming_back_late_does_not_cost_a_busy_link_its_capacity(self) -> None:
+        clock = RateClock(1024.0, read_ahead_s=0.25, catch_up_s=0.5)
+        clock.admit(0.0, 256)
+        clock.turn_over(starved=True)
+        assert clock.room_bytes(0.5) == 512
+        assert clock.admit(0.5, 256) == pytest.approx(0.5)
+        assert clock.room_bytes(2.0) == 768
+        clock.turn_over(starved=False)
+        assert clock.room_bytes(2.0) == 256
+
     @given(
         st.lists(
             st.tuples(st.floats(0, 0.01), st.integers(1, 3000)),

@@ -74,7 +74,8 @@ def test_the_example_is_right() -> None:
          "clusters[0].nodes[0].agent.transport", "num_connections"),
         ("arena_gib: 0.5", "arena_gib: 0.5, data_port: 8000",
          "clusters[0].nodes[0].agent.data_port", "taken by gateway.port"),
-        ("to: pd-b", "to: pd-b\n    endpoints: {b2: 'h:1'}", "links[0].endpoints.b2", "known here: b1"),
+        ("to: pd-b", "to: pd-b\n    endpoints: {b2: 'h:1'}",
+         "links[0].endpoints.b2", "known here: b1"),
         ("to: pd-b", "to: pd-b\n    endpoints: {b1: 'h:1'}", "links[0].endpoints", "emulate"),
     ],
 )  # fmt: skip

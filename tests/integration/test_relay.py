@@ -169,7 +169,8 @@ def test_rate_is_shared_by_all_connections(num_connections: int) -> None:
         assert report.first_out_s is not None
         assert report.last_out_s is not None
         took_s = report.last_out_s - report.first_out_s
-        assert took_s == pytest.approx(expected / 10e6, rel=0.15)
+        # Never faster; how much slower depends on who else uses this machine.
+        assert 0.85 < took_s / (expected / 10e6) < 2.0
         wait_for(lambda: [len(data) for data in server.received] == [len(payload)] * len(clients))
 
 
