@@ -44,6 +44,11 @@ def progress_view(console: Console, *, as_json: bool) -> ProgressView:
         return LineView(lambda item: print(json.dumps(_json(item)), flush=True))
     if console.is_terminal:
         return TableView(console)
+    return line_view(console)
+
+
+def line_view(console: Console) -> ProgressView:
+    """Plain lines."""
     return LineView(lambda item: console.print(_plain(item), highlight=False, soft_wrap=True))
 
 

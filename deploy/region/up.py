@@ -7,44 +7,62 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from pathlib import Path
 
 from rich.console import Console
 
-from deploy.region.launcher import RunningRegion
-from deploy.region.progress import ProgressView, progress_view
+from deploy.region.launcher import Progress, RunningRegion
+from deploy.region.progress import ProgressView, line_view, progress_view
 from deploy.region.spec import RegionSpec
 
 
 async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> bool:
     """Start `region` and keep it until SIGINT, SIGTERM or SIGHUP; a second one kills.
 
-    False if it was told to stop before it ran. Raises the errors of `RunningRegion.start`.
+    This process's log goes to launcher.log beside the others. False if it was told to stop
+    before it ran. Raises the errors of `RunningRegion.start`.
     """
     stop = asyncio.Event()
     view = progress_view(console, as_json=as_json)
-    running = RunningRegion(region, root, on_progress=view.show)
+    # Later changes come one by one and belong below the table.
+    later = view if as_json else line_view(console)
+    shown = view
+
+    def show(progress: Progress) -> None:
+        shown.show(progress)
+
+    running = RunningRegion(region, root, on_progress=show)
 
     def on_signal() -> None:
         if stop.is_set():
             running.kill_all()
         stop.set()
 
+    _log_to(root / "logs" / "launcher.log")
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
     try:
         if not await _start(running, view, stop):
             return False
+        shown = later
         _announce(running, console, as_json)
         await stop.wait()
-        return True
-    finally:
         if not as_json:
             console.print("stopping", style="dim")
+        return True
+    finally:
         await running.stop()
+
+
+def _log_to(path: Path) -> None:
+    # Opened with the first record, which comes after the run directory has been made.
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event) -> bool:
