@@ -125,6 +125,8 @@ class Outbox:
     lease_until_s: float
     state: State = State.OPEN
     error: str = ""
+    attached: set[int] = field(default_factory=set)
+    """The connections that said that they fill it."""
     ready: IntervalSet = field(default_factory=IntervalSet)
     ended_ranks: set[int] = field(default_factory=set)
     prefill_end_s: float | None = None

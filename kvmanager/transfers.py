@@ -23,9 +23,11 @@ Rules.
    engine that is told to abort the request releases it.
 3. Memory. The state says what a transfer is good for; `Custody` says when its blocks are free. A
    landing's blocks are held by the receiver until `landing_dropped`, an outbox's by the sender
-   until `outbox_ended`; besides, an outbox is held by every engine that attached, and an abandoned
-   landing by every connection of its instance, until it lets go, its process is gone, or the drain
-   time is over.
+   until `outbox_ended`; besides, an abandoned landing is held by every connection of its instance,
+   and an outbox by every worker that may be about to write into it, until it lets go, its process
+   is gone, or the drain time is over. Those are all workers with the outbox's layout, since an
+   engine writes as soon as it has said `attach`, without waiting for an answer; once one instance
+   has attached, the workers of the others are out of it.
 4. Engine death. An outbox that is not filled fails at once with any of the engines that fill it.
    One that is filled is sent to its end: nothing of the engine is needed any more.
 5. One end never waits for the other: what happens at the peer arrives as `landing_failed` or
@@ -112,6 +114,8 @@ class TransferTable:
         runs = self._take((Kind.OUTBOX, spec.transfer_id), self._num_blocks(spec.nbytes))
         outbox = Outbox(spec, runs, opened_s=now_s, lease_until_s=now_s + lease_s)
         self.outboxes[spec.transfer_id] = outbox
+        for conn_id in self._peers.keys() - self._lingering_until_s.keys():
+            self._hold_if_it_may_fill(outbox, self._peers[conn_id])
         return outbox
 
     def renew(self, transfer_id: bytes, lease_s: float, now_s: float) -> float:
@@ -186,6 +190,9 @@ class TransferTable:
     def connect(self, peer: EnginePeer) -> None:
         """An engine connection was welcomed."""
         self._peers[peer.conn_id] = peer
+        for outbox in self.outboxes.values():
+            if outbox.state is State.OPEN:
+                self._hold_if_it_may_fill(outbox, peer)
 
     def attach(self, conn_id: int, transfer_id: bytes) -> list[Effect]:
         """The engine will write into the outbox."""
@@ -194,7 +201,12 @@ class TransferTable:
             return [TellFailed(conn_id, transfer_id, _why_not(outbox))]
         if outbox.spec.fingerprint != self._peers[conn_id].fingerprint:
             return [TellFailed(conn_id, transfer_id, "the outbox has another KV layout")]
+        outbox.attached.add(conn_id)
         self.custody.hold(outbox.key, conn_id)
+        instance = self._peers[conn_id].instance
+        for other in self.custody.holders(outbox.key):
+            if self._peers[other].instance != instance:
+                self.custody.let_go(outbox.key, other)
         return []
 
     def ready(
@@ -233,7 +245,7 @@ class TransferTable:
 
     def abort(self, conn_id: int, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
         """The engine gives the outbox up and does not write into it any more."""
-        self.custody.let_go((Kind.OUTBOX, transfer_id), conn_id)
+        self._leave_outbox(conn_id, transfer_id)
         return self._end_outbox(self.outboxes.get(transfer_id), State.FAILED, reason, now_s)
 
     def watch(self, conn_id: int, transfer_id: bytes) -> list[Effect]:
@@ -255,7 +267,7 @@ class TransferTable:
 
         Its instance's landing is over with that, and a landing that it only watched is cancelled.
         """
-        self.custody.let_go((Kind.OUTBOX, transfer_id), conn_id)
+        self._leave_outbox(conn_id, transfer_id)
         landing = self.landings.get(transfer_id)
         if landing is None or landing.watcher is None:
             return []
@@ -275,7 +287,8 @@ class TransferTable:
         effects: list[Effect] = []
         self._lingering_until_s[conn_id] = now_s + self.limits.drain_s
         for outbox in self.outboxes.values():
-            attached = conn_id in self.custody.holders(outbox.key)
+            attached = conn_id in outbox.attached
+            outbox.attached.discard(conn_id)
             if attached and outbox.state is State.OPEN and not outbox.is_filled:
                 effects += self._end_outbox(outbox, State.FAILED, "its engine is lost", now_s)
         for landing in self.landings.values():
@@ -325,8 +338,9 @@ class TransferTable:
         for outbox in self.outboxes.values():
             assert (outbox.ended_s is None) == (outbox.state is State.OPEN)
             assert outbox.ready.total <= outbox.spec.nbytes
-            lost = self.custody.holders(outbox.key) - connected
-            assert outbox.state is not State.OPEN or outbox.is_filled or not lost
+            assert outbox.attached <= connected
+            if outbox.state is State.OPEN:
+                assert outbox.attached <= self.custody.holders(outbox.key)
         cap = self.limits.landing_bytes
         used = self.custody.num_blocks(Kind.LANDING) * self._block_bytes
         assert cap is None or used <= cap
@@ -375,9 +389,23 @@ class TransferTable:
         ]
 
     def _attach_if_new(self, conn_id: int, transfer_id: bytes) -> list[Effect]:
-        if conn_id in self.custody.holders((Kind.OUTBOX, transfer_id)):
+        outbox = self.outboxes.get(transfer_id)
+        if outbox is not None and conn_id in outbox.attached:
             return []
         return self.attach(conn_id, transfer_id)
+
+    def _hold_if_it_may_fill(self, outbox: Outbox, peer: EnginePeer) -> None:
+        filler = next(iter(outbox.attached), None)
+        is_other = filler is not None and self._peers[filler].instance != peer.instance
+        fits = peer.role == "worker" and peer.fingerprint == outbox.spec.fingerprint
+        if fits and not is_other:
+            self.custody.hold(outbox.key, peer.conn_id)
+
+    def _leave_outbox(self, conn_id: int, transfer_id: bytes) -> None:
+        outbox = self.outboxes.get(transfer_id)
+        if outbox is not None:
+            outbox.attached.discard(conn_id)
+            self.custody.let_go(outbox.key, conn_id)
 
     def _hold_for_instance(self, landing: Landing, instance: str) -> None:
         for peer in self._peers.values():

@@ -78,7 +78,10 @@ class EngineEvents(Protocol):
         """The landing is complete and ours until `release`."""
 
     def on_failed(self, transfer_id: bytes, reason: str) -> None:
-        """A watched landing or an attached outbox failed; an outbox wants `release`."""
+        """A watched landing failed, or an outbox that this engine fills or might be asked to.
+
+        A worker answers for an outbox with `release` and does not write into it any more.
+        """
 
 
 class _Lost(Exception):

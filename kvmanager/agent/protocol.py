@@ -10,9 +10,11 @@ an outbox of one agent, when a prefill is handed over inside a host.
 Who may touch memory, and how it comes back:
 
 - An engine that fills an outbox says `Attach` before it writes the first byte. `Failed` for it
-  means stop; the engine answers `Release` (or `Abort`) once no copy into the outbox is under way,
-  and only then are the blocks used for something else. What was said to be `Ready` must not be
-  written again; a transfer that completes needs no `Release`.
+  means stop; a worker answers `Release` (or `Abort`) once no copy into the outbox is under way,
+  and only then are the blocks used for something else. That holds for an outbox that it has not
+  begun to fill as well: all workers that might are told, must answer, and must not begin later.
+  What was said to be `Ready` must not be written again; a transfer that completes needs no
+  `Release`.
 - An engine that waits for a landing says `Watch`, on one connection. `Landed` makes its instance
   the owner: the memory is stable until one `Release` from any connection of the instance. `Failed`
   ends the watch; nothing is owned then.
@@ -120,7 +122,7 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The watched landing or attached outbox is over without success."""
+    """The watched landing, or an outbox that this engine fills or might fill, came to nothing."""
 
     transfer_id: TransferId
     reason: str

@@ -115,7 +115,14 @@ class AgentProcess:
         return self.start() if self.process is None else self
 
     def __exit__(self, *_: object) -> None:
-        self.end(signal.SIGKILL)
+        process = self.process
+        try:
+            self.end()
+        except subprocess.TimeoutExpired:
+            assert process is not None
+            process.kill()
+            process.wait()
+            raise
 
     @property
     def tls(self) -> TlsFiles | None:

@@ -228,6 +228,29 @@ class TestOutbox:
         assert any(isinstance(effect, TellFailed) for effect in effects)
         assert outbox.state is State.FAILED
 
+    def test_memory_waits_for_whoever_might_be_about_to_write(self, table: TransferTable) -> None:
+        table.open_outbox(outbox_spec(), 0)
+        effects = table.cancel(TID, "client gone", 1)
+        told = {effect.conn_id for effect in effects if isinstance(effect, TellFailed)}
+        assert told == {1, 2, 3}
+        table.outbox_ended(TID, "cancelled", 1)
+        for conn_id in told:
+            assert used(table, Kind.OUTBOX) == 3
+            table.release(conn_id, TID, 2)
+        assert used(table, Kind.OUTBOX) == 0
+
+    def test_workers_that_come_later_might_write_too(self, table: TransferTable) -> None:
+        table.open_outbox(outbox_spec(), 0)
+        table.connect(peer(7, "c"))
+        table.connect(dataclasses.replace(peer(8, "c"), role="scheduler"))
+        table.connect(dataclasses.replace(peer(9, "c"), fingerprint=b"g" * 32))
+        assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2, 3, 7}
+        table.attach(7, TID)
+        assert table.custody.holders((Kind.OUTBOX, TID)) == {7}, "another instance fills it"
+        table.connect(peer(10, "c"))
+        table.connect(peer(11, "d"))
+        assert table.custody.holders((Kind.OUTBOX, TID)) == {7, 10}
+
     def test_memory_waits_for_the_sender_and_every_engine(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID)
@@ -285,6 +308,7 @@ class TestOutbox:
         assert table.outbox_ended(TID, "refused", 1) == [
             Ended(outbox.key),
             TellFailed(1, TID, "refused"),
+            TellFailed(2, TID, "refused"),
         ]
         assert outbox.state is State.FAILED
 
@@ -303,6 +327,7 @@ class TestOutbox:
         table.landing_dropped(TID)
         table.outbox_ended(TID, "cancelled", 2)
         table.release(1, TID, 2)
+        table.release(2, TID, 2)
         assert used(table) == used(table, Kind.OUTBOX) == 0
 
 

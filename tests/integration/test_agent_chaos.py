@@ -1,0 +1,136 @@
+"""Many transfers through small arenas, cancelled, expired and given up at random: what lands is
+always what was sent, and every block comes back."""
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvmanager.agent.messages import Cancel, CancelReply, ReserveReply
+from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
+from kvmanager.arena import Arena
+from kvmanager.rpc import RpcError
+
+NUM_TOKENS = 2000
+NBYTES = SMALL_LAYOUT.transfer_bytes(NUM_TOKENS)
+NUM_TRANSFERS = 60
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[list[AgentProcess]]:
+    with AgentProcess(tmp_path / "s") as sender, AgentProcess(tmp_path / "r") as receiver:
+        yield [sender, receiver]
+
+
+def content_of(transfer_id: bytes) -> bytes:
+    return random.Random(transfer_id).randbytes(NBYTES)
+
+
+class Consumer(FakeEngine):
+    """Compares what landed, slowly, then lets it go."""
+
+    def __init__(self, agent: AgentProcess) -> None:
+        super().__init__(agent)
+        self.landings: dict[str, ReserveReply] = {}
+        self.wrong: list[str] = []
+        self.num_landed = 0
+
+    def on_landed(self, transfer_id: bytes) -> None:
+        landing = self.landings[transfer_id.hex()]
+        expected = hashlib.sha256(content_of(transfer_id)).digest()
+        time.sleep(0.005)
+        if hashlib.sha256(self.read(landing.runs, NBYTES)).digest() != expected:
+            self.wrong.append(transfer_id.hex())
+        self.num_landed += 1
+        self.client.release(transfer_id)
+
+
+class Producer(FakeEngine):
+    """Fills outboxes in a thread each; stops writing before it lets a failed one go."""
+
+    def __init__(self, agent: AgentProcess) -> None:
+        super().__init__(agent)
+        self.releases_failed = False
+        self._writing = threading.Lock()
+        self._failed: set[bytes] = set()
+
+    def fill(self, transfer_id: bytes, runs: list[tuple[int, int]], rng: random.Random) -> None:
+        arena = self.client.arena
+        assert arena is not None
+        if not self.client.attach(transfer_id):
+            return
+        size = 50_000
+        pieces = list(range(0, NBYTES, size))
+        rng.shuffle(pieces)
+        gives_up = rng.random() < 0.15
+        for number, offset in enumerate(pieces):
+            if gives_up and number == len(pieces) // 2:
+                self.client.abort(transfer_id, "gave up")
+                return
+            if not self._write_piece(arena, transfer_id, runs, (offset, size)):
+                return
+            time.sleep(rng.random() * 0.004)
+
+    def _write_piece(
+        self,
+        arena: Arena,
+        transfer_id: bytes,
+        runs: list[tuple[int, int]],
+        piece: tuple[int, int],
+    ) -> bool:
+        offset, size = piece
+        data = content_of(transfer_id)[offset : offset + size]
+        with self._writing:
+            if transfer_id in self._failed:
+                return False
+            for view in arena.view(runs, NBYTES).views(offset, len(data)):
+                view[:] = data[: len(view)]
+                data = data[len(view) :]
+        self.client.ready(transfer_id, [(offset, min(size, NBYTES - offset))])
+        return True
+
+    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+        with self._writing:
+            self._failed.add(transfer_id)
+        self.client.release(transfer_id)
+
+
+def test_what_lands_is_what_was_sent(agents: list[AgentProcess]) -> None:
+    sender, receiver = agents
+    rng = random.Random(7)
+    threads: list[threading.Thread] = []
+    with Producer(sender) as producer, Consumer(receiver) as consumer:
+        began = 0
+        while began < NUM_TRANSFERS:
+            try:
+                landing = receiver.reserve(NUM_TOKENS, lease_s=rng.choice([0.3, 30, 30]))
+                consumer.landings[landing.transfer_id] = landing
+                transfer_id = bytes.fromhex(landing.transfer_id)
+                consumer.client.watch(transfer_id)
+                outbox = sender.open_outbox(landing, NUM_TOKENS, rng.choice([0.2, 30, 30]))
+            except RpcError as error:
+                if error.code != "NO_ROOM":
+                    raise
+                time.sleep(0.02)
+                continue
+            began += 1
+            thread = threading.Thread(
+                target=producer.fill, args=(transfer_id, outbox.runs, random.Random(began))
+            )
+            thread.start()
+            threads.append(thread)
+            if rng.random() < 0.3:
+                agent = rng.choice(agents)
+                agent.call("Cancel", Cancel(landing.transfer_id, "chaos"), CancelReply)
+        for thread in threads:
+            thread.join()
+        wait_until(lambda: not {"open"} & set(sender.status().num_outboxes), 20)
+        receiver.cancel_all()
+        for agent in agents:
+            wait_until(lambda agent=agent: agent.status().free_bytes == agent.status().arena_bytes)
+        assert consumer.wrong == []
+        assert consumer.num_landed > 5
