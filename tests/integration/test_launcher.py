@@ -246,7 +246,8 @@ async def test_processes_can_be_killed_frozen_and_come_back(
         await agent.wait_restarted(20.0)
 
         engine.suspend()
-        assert psutil.Process(engine.pids[0]).status() == psutil.STATUS_STOPPED
+        frozen = psutil.Process(engine.pids[0])
+        wait_for(lambda: frozen.status() == psutil.STATUS_STOPPED)
         engine.resume()
         await region.gateway.stop()
         assert region.gateway.pid is None
