@@ -83,6 +83,7 @@ class Offload:
         # The decode engine recomputes the last token and samples from it.
         self._prefix = prompt_token_ids[:-1]
         self._slot: DecodeSlot | None = None
+        self._is_released = False
         self._leg: asyncio.Task[PrefillResult | PrefillFailed] | None = None
         exchange.hold()
 
@@ -210,7 +211,10 @@ class Offload:
             self._exchange.let_go()
 
     async def _release(self, slot: DecodeSlot, reason: str) -> None:
-        """Release the landing; the lease does it if this fails."""
+        """Release the landing, once; the lease does it if this fails."""
+        if self._is_released:
+            return
+        self._is_released = True
         try:
             async with asyncio.timeout(self._services.timeouts.cluster_s):
                 await self._services.pd.release(slot, reason)

@@ -15,6 +15,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -34,6 +35,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 ROUTER = "vllm-router==0.1.17"
 NUM_EVENTS = 32
+NUM_PACED_EVENTS = 150
+PACE_S = 0.01
 
 _ANSWER = json.dumps(
     {
@@ -54,9 +57,18 @@ class EchoEngine(asyncio.Protocol):
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._transport: Any = None
+        self._pacing: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+
+    async def _paced(self) -> None:
+        """Events one by one, as decoding makes them, so that each is a piece of its own."""
+        self._transport.write(_STREAM_HEAD)
+        for _ in range(NUM_PACED_EVENTS):
+            self._transport.write(_CHUNK)
+            await asyncio.sleep(PACE_S)
+        self._transport.write(_STREAM_END)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -64,7 +76,9 @@ class EchoEngine(asyncio.Protocol):
             head, body = request
             if head.startswith(b"GET"):
                 self._transport.write(_response(b"{}"))
-            elif b'"stream": true' in body:
+            elif _PACED.search(body):
+                self._pacing = asyncio.get_running_loop().create_task(self._paced())
+            elif _STREAMED.search(body):
                 self._transport.write(_STREAM)
             else:
                 self._transport.write(_response(_ANSWER))
@@ -75,13 +89,15 @@ def _response(body: bytes) -> bytes:
     return head % len(body) + body
 
 
-_STREAM = b"".join(
-    (
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
-        *(b"%x\r\n%b\r\n" % (len(_EVENT), _EVENT) for _ in range(NUM_EVENTS)),
-        b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n",
-    )
+# A router may have written the body anew, with other spaces.
+_PACED = re.compile(rb'"prompt": ?"paced"')
+_STREAMED = re.compile(rb'"stream": ?true')
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
+_CHUNK = b"%x\r\n%b\r\n" % (len(_EVENT), _EVENT)
+_STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+_STREAM = _STREAM_HEAD + _CHUNK * NUM_EVENTS + _STREAM_END
 
 
 def _take_message(buffer: bytearray) -> tuple[bytes, bytes] | None:
@@ -156,6 +172,7 @@ class Sample:
     requests_per_s: float
     stream_requests_per_s: float
     cpu_ms_per_request: float
+    cpu_us_per_event: float
 
 
 def _request(port: int, prompt: str, *, stream: bool) -> bytes:
@@ -211,6 +228,7 @@ async def _measure(port: int, pid: int | None, args: argparse.Namespace) -> Samp
     rate, num_done = await _rate(port, plain, args.seconds, args.concurrency)
     cpu_s = _cpu_s(process) - before_s
     stream_rate, _ = await _rate(port, stream, args.seconds, args.concurrency)
+    event_cpu_s = await _event_cpu_s(port, process, args.concurrency)
     whole.sort()
     return Sample(
         p50_ms=statistics.median(whole) * 1e3,
@@ -220,7 +238,20 @@ async def _measure(port: int, pid: int | None, args: argparse.Namespace) -> Samp
         requests_per_s=rate,
         stream_requests_per_s=stream_rate,
         cpu_ms_per_request=cpu_s / max(1, num_done) * 1e3,
+        cpu_us_per_event=event_cpu_s * 1e6,
     )
+
+
+async def _event_cpu_s(port: int, process: psutil.Process | None, concurrency: int) -> float:
+    """CPU seconds for one event of many concurrent streams that decode at 1/PACE_S tokens/s."""
+    request = _request(port, "paced", stream=True)
+    clients = [await _connect(port, request) for _ in range(concurrency)]
+    before_s = _cpu_s(process)
+    await asyncio.gather(*(client.ask() for client in clients))
+    spent_s = _cpu_s(process) - before_s
+    for client in clients:
+        client.close()
+    return spent_s / (concurrency * (NUM_PACED_EVENTS + 1))
 
 
 def _cpu_s(process: psutil.Process | None) -> float:

@@ -391,6 +391,7 @@ class Region:
         await self.until(lambda: all(cluster.num_running == 0 for cluster in self.prefill.values()))
         await self.until(lambda: all(engine.num_serving == 0 for engine in self.engines))
         await self.until(lambda: self.gateway.num_in_flight == 0)
+        assert len(set(self.pd.released)) == len(self.pd.released), "released twice"
 
 
 @asynccontextmanager
