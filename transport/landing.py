@@ -14,8 +14,8 @@ in OPEN are claims given out. Rules that hold at every step (`check_invariants`)
   closed and its claim awaited, before the claim passes on.
 - After the end, once no claim is left, nothing writes: the ByteSpace is let go of.
 
-A monitor: methods take one lock and may be called from any thread; only `wait_quiet` and
-`wait_claimable` block. Knows no frame, no socket and no clock.
+A monitor: methods take one lock and may be called from any thread; only `wait_quiet`,
+`wait_claimable` and `wait_settled` block. Knows no frame, no socket and no clock.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Landing:
         self._verified = IntervalSet()
         self._claims: dict[int, list[Range]] = {}
         self._received_again_bytes = 0
+        self._settled = False
         self._changed = threading.Condition()
 
     def verified(self) -> list[Range]:
@@ -172,6 +173,17 @@ class Landing:
             self._changed.wait_for(lambda: not self._claims, timeout_s)
             self._release_space()
             return frozenset(self._claims)
+
+    def settle(self) -> None:
+        """The end has been told on this side: from now on the sender may know."""
+        with self._changed:
+            self._settled = True
+            self._changed.notify_all()
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """Wait until `settle`; False at the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._settled, timeout_s)
 
     def wait_claimable(self, rivals: Collection[int], timeout_s: float) -> bool:
         """Wait until none of `rivals` holds a claim; False at the timeout."""

@@ -112,6 +112,7 @@ class Landings:
             self._changed.notify_all()
         if dropped:
             landing.end(TransferState.FAILED, "dropped", "dropped by the receiver")
+            landing.settle()
             self.ended(request.transfer_id, now_s)
         return landing
 

@@ -45,6 +45,7 @@ from transport.sockets import (
     prepare_to_send,
     resolve,
     tls_handshake,
+    wrap_tls,
 )
 
 logger = logging.getLogger("prfaas.transport")
@@ -346,6 +347,8 @@ class _Lane:
                 self._serve(stream, session)
             except TransportError as error:
                 cause = self.error or bare(error)
+            except OSError as error:  # of a call that is not on a connected socket
+                cause = LocalError("internal", f"cannot make a connection: {error.strerror}")
             except Exception as error:
                 logger.exception("unexpected error on a connection to %s", self._link.endpoint)
                 cause = LocalError("internal", f"{type(error).__name__}: {error}")
@@ -395,9 +398,7 @@ class _Lane:
 
     def _establish_tls(self, sock: socket.socket, context: ssl.SSLContext) -> Stream:
         assert self._config.tls is not None
-        wrapped = context.wrap_socket(
-            sock, do_handshake_on_connect=False, server_hostname=self._config.tls.server_name
-        )
+        wrapped = wrap_tls(context, sock, server_name=self._config.tls.server_name)
         self._own(SocketOwner(wrapped))
         stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
         self._own(stream)

@@ -39,7 +39,7 @@ from transport.interfaces import TransferState
 from transport.landing import Landing, Place
 from transport.landings import OpenRequest
 from transport.ranges import IntervalSet, Range
-from transport.reception import Reception, outcome_frame
+from transport.reception import Reception
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -182,7 +182,7 @@ class ReceiverSession:
         if landing.state is TransferState.OPEN:
             self._outgoing.append(encode_ranges(FrameType.OPENED, transfer_id, landing.verified()))
         else:
-            self._outgoing.append(outcome_frame(landing))
+            self._outgoing.append(self._reception.outcome(landing))
 
     def _make_room(self) -> None:
         limit = self._config.max_transfers_per_connection
@@ -198,8 +198,9 @@ class ReceiverSession:
         landing = self._opened.pop(transfer_id, None)
         if landing is not None:
             self._reception.cancel(landing, reason, now_s)
+            outcome = self._reception.outcome(landing)
             if landing.state is TransferState.COMPLETE:
-                self._outgoing.append(outcome_frame(landing))
+                self._outgoing.append(outcome)
                 return
         self._acks.pop(transfer_id, None)
         self._outgoing.append(encode_frame(FrameType.CANCELLED, transfer_id))
@@ -252,7 +253,7 @@ class ReceiverSession:
             self._outgoing.append(encode_reason(FrameType.FAIL, "not_open", message, transfer_id))
         else:
             self._opened.pop(transfer_id, None)
-            self._outgoing.append(outcome_frame(landing))
+            self._outgoing.append(self._reception.outcome(landing))
 
     def _commit(self, landing: Landing, header: FrameHeader, now_s: float) -> None:
         scratch = self._scratch[: header.length] if self._place is Place.SCRATCH else None
@@ -264,6 +265,10 @@ class ReceiverSession:
         except Exception as error:
             self._fail_for_space(landing, error, now_s)
             return
+        finally:
+            del scratch
+            if self._scratch.nbytes > SINK_BYTES:
+                self._scratch = memoryview(bytearray())  # repeats are rare: keep nothing for them
         if not completed and landing.state is not TransferState.OPEN:
             self._answer_discarded(header.transfer_id, landing)
             return
@@ -276,7 +281,7 @@ class ReceiverSession:
             self._reception.completed(landing, now_s)
             self._opened.pop(header.transfer_id, None)
             self.flush_acks()
-            self._outgoing.append(outcome_frame(landing))
+            self._outgoing.append(self._reception.outcome(landing))
 
 
 @dataclass(frozen=True, slots=True)

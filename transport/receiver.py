@@ -33,6 +33,7 @@ from transport.sockets import (
     prepare,
     server_context,
     tls_handshake,
+    wrap_tls,
 )
 
 logger = logging.getLogger("prfaas.transport")
@@ -153,9 +154,14 @@ class Receiver:
                 number = next(self._ids)
                 connection = _Connection(number, sock, self)
                 self._connections[number] = connection
-                connection.thread.start()
-                self._stirred.set()
-                return
+                try:
+                    connection.thread.start()
+                except RuntimeError as error:  # out of threads
+                    logger.error("cannot serve a connection: %s", error)
+                    del self._connections[number]
+                else:
+                    self._stirred.set()
+                    return
         if not self._closing and self._tls is None:
             message = f"the receiver serves {self._config.max_connections} connections already"
             try:
@@ -296,9 +302,7 @@ class _Connection:
         if context is None:
             stream: PlainStream | TlsStream = PlainStream(self._sock)
         else:
-            wrapped = context.wrap_socket(
-                self._sock, server_side=True, do_handshake_on_connect=False
-            )
+            wrapped = wrap_tls(context, self._sock, is_server=True)
             self._owner = SocketOwner(wrapped)
             stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
         self._owner = stream
@@ -314,6 +318,7 @@ class _Connection:
             session.flush_acks()
             self._push_outgoing(session)
             count = stream.receive(buffers, fill=session.in_body)
+        del buffers  # whoever hears of the end of a transfer may want its memory back
         session.received(count, time.monotonic())
         if session.acks_due:
             session.flush_acks()

@@ -83,6 +83,7 @@ class Reception:
             self._registry.on_complete(landing.transfer_id)
         except Exception:
             logger.exception("registry.on_complete raised for %s", landing.transfer_id.hex())
+        landing.settle()
 
     def cancel(self, landing: Landing, reason: str, now_s: float) -> None:
         """The sender asked for the end; on return nothing writes and the registry knows."""
@@ -100,6 +101,8 @@ class Reception:
             return
         ended_here = landing.end(TransferState.FAILED, "dropped", reason)
         self._quiesce(landing)
+        if ended_here:
+            landing.settle()
         self.landings.ended(transfer_id, now_s)
         if ended_here:
             self._tell_end(landing)
@@ -114,6 +117,12 @@ class Reception:
         """Fail everything that is open now."""
         for landing in self.landings.open_ones():
             self.fail(landing, LocalError("closed", "the receiver was closed"), now_s)
+
+    def outcome(self, landing: Landing) -> bytes:
+        """What the sender of an ended transfer is told, once this side has been."""
+        if not landing.wait_settled(self._config.handshake_timeout_s):
+            logger.warning("the registry takes long over the end of %s", landing.transfer_id.hex())
+        return _outcome_frame(landing)
 
     def progress(self, transfer_id: bytes) -> TransferProgress | None:
         landing = self.landings.find(transfer_id)
@@ -160,6 +169,7 @@ class Reception:
             self._registry.on_failed(landing.transfer_id, error)
         except Exception:
             logger.exception("registry.on_failed raised for %s", landing.transfer_id.hex())
+        landing.settle()
         return True
 
     def _quiesce(self, landing: Landing) -> None:
@@ -171,11 +181,10 @@ class Reception:
             landing.wait_quiet(None)
 
     def _tell_end(self, landing: Landing) -> None:
-        self._connections.tell(self.landings.attached(landing), outcome_frame(landing))
+        self._connections.tell(self.landings.attached(landing), _outcome_frame(landing))
 
 
-def outcome_frame(landing: Landing) -> bytes:
-    """What the sender of an ended transfer is told."""
+def _outcome_frame(landing: Landing) -> bytes:
     if landing.state is TransferState.COMPLETE:
         return encode_frame(FrameType.COMPLETE, landing.transfer_id)
     return encode_reason(FrameType.FAIL, *landing.failure, landing.transfer_id)

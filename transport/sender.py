@@ -164,4 +164,4 @@ class Sender:
                 return
             del self._links[link.endpoint]
         link.close()
-        link.join(now_s + 2 * self._config.connect_timeout_s)
+        link.join(now_s + 1.0)

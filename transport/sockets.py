@@ -326,6 +326,25 @@ def connect(sock: socket.socket, address: Address, timeout_s: float) -> None:
     sock.settimeout(None)
 
 
+def wrap_tls(
+    context: ssl.SSLContext,
+    sock: socket.socket,
+    *,
+    is_server: bool = False,
+    server_name: str | None = None,
+) -> ssl.SSLSocket:
+    """The socket with TLS on it, before the handshake; it takes over the descriptor."""
+    try:
+        return context.wrap_socket(
+            sock,
+            server_side=is_server,
+            do_handshake_on_connect=False,
+            server_hostname=server_name,
+        )
+    except (OSError, ValueError) as error:
+        raise lost(error) from error
+
+
 def tls_handshake(sock: ssl.SSLSocket, timeout_s: float) -> TlsStream:
     """Complete the handshake; raises PeerError("tls") or LinkError."""
     sock.settimeout(timeout_s)

@@ -56,6 +56,8 @@ class MemorySpace:
     def release(self) -> None:
         """Give the memory up; BufferError while anybody holds a view of it."""
         self._memory.release()
+        self.data.append(0)  # a bytearray that is exported cannot be resized
+        self.data.pop()
 
 
 class RecordingListener:
