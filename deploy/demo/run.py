@@ -25,6 +25,7 @@ from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
 from deploy.demo.verdict import Row, judge
 from deploy.region.launcher import RunningRegion
+from deploy.region.progress import progress_view
 
 DEFAULT_MODELS = ("qwen3-next-tiny", "mimo-v2-tiny")
 SETTLE_TIMEOUT_S = 10.0
@@ -88,9 +89,7 @@ async def _run(options: DemoOptions, run_dir: Path, console: Console) -> list[Ro
     return rows
 
 
-async def _run_model(
-    name: str, options: DemoOptions, run_dir: Path, console: Console
-) -> list[Row]:
+async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Console) -> list[Row]:
     console.rule(f"[bold]{name}")
     model = MODELS[name]
     path = build_model(model, options.work_dir.resolve() / "models").path
@@ -98,9 +97,15 @@ async def _run_model(
     async with _status(console, "starting a plain engine to compare with") as say:
         async with plain_engine(model, path, run_dir / "plain", say) as url:
             expected = await _ask(url, name, requests, console, "plain engine")
-    async with RunningRegion(demo_region(model, path), run_dir, console=console) as region:
+    view = progress_view(console, as_json=False)
+    region = RunningRegion(demo_region(model, path), run_dir / "region", on_progress=view.show)
+    try:
+        with view:
+            await region.start()
         answers = await _ask(region.gateway_url, name, requests, console, "region")
         records = await _settled_records(region.gateway_url, answers)
+    finally:
+        await region.stop()
     return [
         judge(
             name,

@@ -78,6 +78,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     decode_instance: str = ""
     prefill_error: str = ""
     transfer_bytes: int | None = None
+    transfer_s: float | None = None
     sent_share_at_prefill_end: float | None = None
     cached_tokens: int | None = None
     answer_bytes: int = 0
@@ -98,6 +99,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         """Note what the prefill leg reported."""
         self.prefill_instance = result.instance
         self.transfer_bytes = result.nbytes
+        self.transfer_s = result.transfer_s
         self.sent_share_at_prefill_end = result.sent_share_at_prefill_end
         self.cached_tokens = result.cached_tokens
         self.parts.queue_s = result.queue_s

@@ -70,11 +70,12 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a try runs."""
+    """Where a try runs. `gone` is set when engine or agent turn out to be gone."""
 
     instance: str
     http: EngineHttp
     agent: AgentControl
+    gone: asyncio.Event
     model: str = ""
 
 
@@ -122,6 +123,7 @@ class PrefillRunner:
             queue_s=queue_s,
             prefill_s=prefill.duration_s,
             transfer_tail_s=report.prefill_end_to_complete_s,
+            transfer_s=report.first_sent_to_complete_s,
             nbytes=report.nbytes,
             sent_share_at_prefill_end=report.sent_bytes_at_prefill_end / max(1, report.nbytes),
             cached_tokens=prefill.cached_tokens,
@@ -159,23 +161,38 @@ class PrefillRunner:
         prefill = asyncio.create_task(self._prefill(job, place, grant))
         transfer = asyncio.create_task(self._landed(job, place, prefill))
         renewing = asyncio.create_task(self._keep_lease(job, place))
+        ending = asyncio.create_task(self._ended(prefill, transfer))
+        gone = asyncio.create_task(place.gone.wait())
+        tasks = (prefill, transfer, renewing, ending, gone)
         try:
             async with asyncio.timeout(self._config.prefill_timeout_s):
-                await asyncio.wait({prefill, transfer}, return_when=asyncio.FIRST_COMPLETED)
-                if transfer.done() and transfer.exception() is not None:
-                    # The engine's own failure, if there is one, explains more.
-                    await asyncio.wait({prefill}, timeout=self._config.verdict_grace_s)
-                    if prefill.done():
-                        prefill.result()
-                    transfer.result()
-                return await prefill, await transfer
+                await asyncio.wait({ending, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not ending.done():
+                    raise AttemptFailed(
+                        "engine_failed",
+                        f"{place.instance} or its node agent does not answer any more",
+                        retryable=True,
+                    )
+                return await ending
         except TimeoutError as error:
             patience_s = self._config.prefill_timeout_s
             raise AttemptFailed("timeout", f"not over after {patience_s:g} s") from error
         finally:
-            for task in (prefill, transfer, renewing):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(prefill, transfer, renewing, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ended(
+        self, prefill: asyncio.Task[EnginePrefill], transfer: asyncio.Task[TransferReport]
+    ) -> tuple[EnginePrefill, TransferReport]:
+        await asyncio.wait({prefill, transfer}, return_when=asyncio.FIRST_COMPLETED)
+        if transfer.done() and transfer.exception() is not None:
+            # The engine's own failure, if there is one, explains more.
+            await asyncio.wait({prefill}, timeout=self._config.verdict_grace_s)
+            if prefill.done():
+                prefill.result()
+            transfer.result()
+        return await prefill, await transfer
 
     async def _prefill(
         self, job: PrefillJob, place: Place, grant: OpenOutboxReply

@@ -3,9 +3,10 @@
 Engines are small and slow to start (half a minute): tests share them by module.
 """
 
+import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
 from deploy.region.launcher import RunningRegion
 from deploy.region.spec import RegionSpec
+from kvmanager.agent.messages import SERVICE, Status, StatusReply
+from kvmanager.rpc import RpcClient, RpcError
 
 RECURRENT = "qwen3-next-tiny"
 WINDOW = "mimo-v2-tiny"
@@ -72,7 +75,55 @@ async def expected_answers(
         return await ask_all(url, name, requests, lambda request, answer: None)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+async def until(holds: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
+    """Poll until `holds`; AssertionError naming `what` when time is over."""
+    deadline_s = time.monotonic() + timeout_s
+    while not await holds():
+        assert time.monotonic() < deadline_s, f"after {timeout_s:g} s still not: {what}"
+        await asyncio.sleep(0.1)
+
+
+async def agent_status(region: RunningRegion, node: str) -> StatusReply:
+    client = RpcClient(region.agent_control(node), SERVICE)
+    try:
+        return await client.call("Status", Status(), StatusReply, 5.0)
+    finally:
+        await client.close()
+
+
+async def everything_is_given_back(region: RunningRegion, timeout_s: float = 60.0) -> None:
+    """No arena byte is held at any node and no KV block in any engine."""
+
+    async def arenas_are_empty() -> bool:
+        try:
+            states = [await agent_status(region, node) for node in ("a1", "b1")]
+        except RpcError:
+            return False
+        return all(state.landing_bytes == state.outbox_bytes == 0 for state in states)
+
+    async def engines_are_empty() -> bool:
+        instances = ("a1-prefill", "b1-prefill", "b1-decode")
+        return all([await kv_usage(region, instance) == 0.0 for instance in instances])
+
+    await until(arenas_are_empty, "arenas are empty", timeout_s)
+    await until(engines_are_empty, "engines are empty", timeout_s)
+
+
+async def kv_usage(region: RunningRegion, instance: str) -> float:
+    """Share of the engine's KV blocks in use; 1 when it does not answer."""
+    metrics = await engine_metrics(region, instance)
+    return metrics.get("vllm:kv_cache_usage_perc", 1.0)
+
+
+async def engine_metrics(region: RunningRegion, instance: str) -> dict[str, float]:
+    """Samples of the engine's /metrics by name, labels summed; empty when it does not answer."""
+    values: dict[str, float] = {}
+    with contextlib.suppress(aiohttp.ClientError):
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{region.engine(instance).address}/metrics") as response:
+                for line in (await response.text()).splitlines():
+                    if not line.startswith("#"):
+                        name, _, value = line.rpartition(" ")
+                        name = name.partition("{")[0]
+                        values[name] = values.get(name, 0.0) + float(value)
+    return values

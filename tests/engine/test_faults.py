@@ -1,0 +1,221 @@
+"""What breaks between two clusters of real engines costs time, never a wrong or half answer.
+
+The link is slow (40 Mbit/s), so that a 5,000-token prompt's 11 MB are under way for two seconds:
+faults hit in the middle. Each test asks for a prompt of its own, so that no cache helps.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+from engine_region import (
+    WINDOW,
+    agent_status,
+    ask_region,
+    everything_is_given_back,
+    expected_answers,
+    model_dir,
+    prompt,
+    records,
+    region_spec,
+    running,
+    until,
+)
+
+from deploy.demo.answers import Answer
+from deploy.region.launcher import RunningRegion
+from kvmanager.agent.messages import (
+    SERVICE,
+    Await,
+    OpenOutbox,
+    OpenOutboxReply,
+    Reserve,
+    ReserveReply,
+    TransferReport,
+)
+from kvmanager.rpc import RpcClient, RpcError
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LONG_TOKENS = 5000
+CASES = (
+    "prefill engine killed",
+    "prefill agent killed",
+    "receiving agent killed",
+    "link cut for 3 s",
+    "link cut for good",
+    "byte flipped",
+    "landing full, a",
+    "landing full, b",
+    "after a fault",
+    "after the client left",
+)
+PROMPTS = {
+    case: prompt(case, LONG_TOKENS, 1000 + index, stream=bool(index % 2))
+    for index, case in enumerate(CASES)
+}
+
+
+class Faulty:
+    """A region and the right answers."""
+
+    def __init__(self, region: RunningRegion, expected: dict[str, Answer]) -> None:
+        self.region = region
+        self.expected = expected
+
+    async def ask_while(
+        self, case: str, fault: Callable[[], Awaitable[None]] | None = None
+    ) -> dict[str, Any]:
+        """Ask for the case's prompt, break something once its KVCache is under way, check the
+        tokens; the gateway's record of the request."""
+        asking = asyncio.create_task(ask_region(self.region, WINDOW, [PROMPTS[case]]))
+        if fault is not None:
+            await until(self._is_under_way, "a transfer is under way", 30)
+            await fault()
+        answer = (await asking)[case]
+        assert not answer.error, answer.error
+        assert answer.token_ids == self.expected[case].token_ids
+        return (await records(self.region))[answer.request_id]
+
+    async def _is_under_way(self) -> bool:
+        return self.region.relay().report().forward.out_bytes > self.moved_before + 500_000
+
+    def mark(self) -> None:
+        self.moved_before = self.region.relay().report().forward.out_bytes
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(
+    models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Faulty]:
+    path = model_dir(models_dir, WINDOW)
+    run_dir = tmp_path_factory.mktemp("f")
+    expected = await expected_answers(path, WINDOW, list(PROMPTS.values()), run_dir)
+    spec = region_spec(path, WINDOW, link={"rate": "40Mbit", "rtt": "20ms"}, landing_gib=20 / 1024)
+    async with running(spec, run_dir / "region") as region:
+        yield Faulty(region, expected)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def faulty(shared: Faulty) -> AsyncIterator[Faulty]:
+    """The region, whole before the test and, after it, whole and empty again."""
+    shared.mark()
+    yield shared
+    shared.region.relay().heal()
+    for process in shared.region.processes:
+        await process.wait_restarted(180)
+    await everything_is_given_back(shared.region)
+
+
+async def test_a_link_cut_for_3_s_only_delays(faulty: Faulty) -> None:
+    async def cut() -> None:
+        faulty.region.relay().cut(for_s=3.0)
+
+    record = await faulty.ask_while("link cut for 3 s", cut)
+    assert record["route"] == "prefill_cluster", record
+
+
+async def test_a_flipped_byte_is_sent_again(faulty: Faulty) -> None:
+    async def flip() -> None:
+        faulty.region.relay().flip(after_bytes=100_000)
+
+    record = await faulty.ask_while("byte flipped", flip)
+    assert record["route"] == "prefill_cluster", record
+
+
+async def test_a_full_landing_means_local_prefill(faulty: Faulty) -> None:
+    cases = ("landing full, a", "landing full, b")
+    answers = await asyncio.gather(
+        *(ask_region(faulty.region, WINDOW, [PROMPTS[case]]) for case in cases)
+    )
+    for case, answer in zip(cases, answers, strict=True):
+        assert not answer[case].error
+        assert answer[case].token_ids == faulty.expected[case].token_ids
+    listed = await records(faulty.region)
+    found = [listed[answer[case].request_id] for case, answer in zip(cases, answers, strict=True)]
+    assert sorted(record["route"] != "prefill_cluster" for record in found) == [False, True]
+    assert any(record["reason"] == "no_landing_room" for record in found), found
+
+
+async def test_a_link_cut_for_good_ends_in_local_prefill(faulty: Faulty) -> None:
+    async def cut() -> None:
+        faulty.region.relay().cut()
+
+    record = await faulty.ask_while("link cut for good", cut)
+    assert record["reason"] == "prefill_failed", record
+
+
+async def test_a_killed_prefill_agent_ends_in_local_prefill(faulty: Faulty) -> None:
+    record = await faulty.ask_while("prefill agent killed", faulty.region.agent("a1").kill)
+    assert record["prefill_error"], record
+
+
+async def test_a_killed_receiving_agent_ends_in_local_prefill(faulty: Faulty) -> None:
+    await faulty.ask_while("receiving agent killed", faulty.region.agent("b1").kill)
+
+
+async def test_a_client_that_leaves_frees_everything(faulty: Faulty) -> None:
+    url = f"{faulty.region.gateway_url}/v1/completions"
+    for delay_s in (0.3, 1.5):
+        request = prompt("left", LONG_TOKENS, seed=int(5000 + 10 * delay_s), stream=True)
+        async with aiohttp.ClientSession() as session:
+            posting = session.post(url, json=request.body(WINDOW))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(posting, delay_s)
+        await everything_is_given_back(faulty.region, 45)
+    await faulty.ask_while("after the client left")
+
+
+async def test_a_wrong_token_lands_nothing(faulty: Faulty) -> None:
+    sender = RpcClient(faulty.region.agent_control("a1"), SERVICE)
+    receiver = RpcClient(faulty.region.agent_control("b1"), SERVICE)
+    try:
+        landing = await receiver.call("Reserve", Reserve(300, 20.0), ReserveReply, 5.0)
+        outbox = OpenOutbox(
+            transfer_id=landing.transfer_id,
+            token="00" * 32,
+            nbytes=landing.nbytes,
+            num_tokens=300,
+            layout_fingerprint=landing.layout_fingerprint,
+            host=landing.host,
+            port=landing.port,
+            lease_s=20.0,
+        )
+        await sender.call("OpenOutbox", outbox, OpenOutboxReply, 5.0)
+        report = await sender.call("Await", Await(landing.transfer_id, 15.0), TransferReport, 20.0)
+        assert report.state == "failed", report
+        assert "token" in report.error, report
+        assert report.acked_bytes == 0
+        other_layout = msgspec.structs.replace(outbox, layout_fingerprint="11" * 32)
+        with pytest.raises(RpcError, match="layout"):
+            await sender.call("OpenOutbox", other_layout, OpenOutboxReply, 5.0)
+    finally:
+        await sender.close()
+        await receiver.close()
+    # The landing itself is untouched and goes with its lease.
+    assert (await agent_status(faulty.region, "b1")).landing_bytes > 0
+
+
+async def test_a_killed_prefill_engine_ends_in_local_prefill_and_comes_back(
+    faulty: Faulty,
+) -> None:
+    record = await faulty.ask_while(
+        "prefill engine killed", faulty.region.engine("a1-prefill").kill
+    )
+    assert record["prefill_error"], record
+    await faulty.region.engine("a1-prefill").wait_restarted(180)
+
+    async def offloads_again() -> bool:
+        answer = (await ask_region(faulty.region, WINDOW, [PROMPTS["after a fault"]]))[
+            "after a fault"
+        ]
+        assert answer.token_ids == faulty.expected["after a fault"].token_ids
+        record = (await records(faulty.region))[answer.request_id]
+        return bool(record["route"] == "prefill_cluster" and not record.get("prefill_error"))
+
+    await until(offloads_again, "long prompts are offloaded again", 60)
