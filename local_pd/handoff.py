@@ -14,7 +14,7 @@ from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.instances import Instances
 from kvmanager.engines.jobs import PrefillJob, PrefillResult
 from kvmanager.engines.ownership import cancel_requested
-from kvmanager.engines.prefill_run import AttemptFailed, Place, PrefillRunner, check_job
+from kvmanager.engines.prefill_run import AttemptFailed, PrefillRunner, check_job
 from local_pd.placement import InstanceView, choose_prefill
 
 logger = logging.getLogger("prfaas.local_pd")
@@ -100,7 +100,7 @@ class LocalHandoff:
 
     async def _try(self, job: PrefillJob, name: str, attempt: int) -> PrefillResult:
         instance = self._instances.by_name[name]
-        place = Place(name, instance.http, instance.agent, instance.spec.served_name)
+        place = instance.place()
         given = self.given(name)
         given.num_jobs += 1
         given.num_tokens += len(job.prompt_token_ids)

@@ -16,7 +16,6 @@ from kvmanager.engines.instances import Instance, Instances, InstancesConfig, In
 from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
 from kvmanager.engines.prefill_run import (
     AttemptFailed,
-    Place,
     PrefillRunner,
     RunnerConfig,
     check_job,
@@ -207,7 +206,7 @@ class EmbeddedPrefillCluster:
         if start.attempt > 1:
             self._metrics.retries.labels(self._name).inc()
         instance = self._instances.by_name[start.instance]
-        place = Place(start.instance, instance.http, instance.agent, instance.spec.served_name)
+        place = instance.place()
         ticket.task = asyncio.create_task(
             self._runner.run(ticket.job, place, queue_s=start.queue_s, attempt=start.attempt),
             name=f"prefill {start.key}",

@@ -26,6 +26,11 @@ class HealthTracker:
         self.healthy = False
         self.reason = "not probed yet"
 
+    @property
+    def gone(self) -> bool:
+        """Probes agree that it is unhealthy: work on it will not end by itself."""
+        return not self.healthy and self._num_failed >= self._config.num_failures
+
     def probe_succeeded(self) -> bool:
         """A probe was answered well; True when that changed `healthy`."""
         self._num_failed = 0

@@ -21,6 +21,7 @@ from kvmanager.engines.errors import EngineError
 from kvmanager.engines.health import HealthConfig, HealthTracker
 from kvmanager.engines.jobs import InstanceReport, Role
 from kvmanager.engines.load import LoadEstimate
+from kvmanager.engines.prefill_run import Place
 from kvmanager.engines.supervisor import (
     ProcessState,
     Supervisor,
@@ -98,6 +99,9 @@ class Instance:
         self.agent_health = HealthTracker(config.health)
         self.load = LoadEstimate()
         self.draining = False
+        self.gone = asyncio.Event()
+        """Set while the engine or its agent is gone for good: to give up work on it. One failed
+        request takes the instance out of placement, but is no reason to give up others."""
         self.supervisor: Supervisor | None = None
 
     @property
@@ -123,6 +127,10 @@ class Instance:
         if not self.agent_health.healthy:
             return f"node agent: {self.agent_health.reason}"
         return ""
+
+    def place(self) -> Place:
+        """Where a prefill given to it runs."""
+        return Place(self.name, self.http, self.agent, self.gone, self.spec.served_name)
 
     def report(self, running: int) -> InstanceReport:
         """For a cluster report; `running` is the front's own count."""
@@ -238,6 +246,7 @@ class Instances:
         def on_event(event: SupervisorEvent) -> None:
             if event.state in (ProcessState.BACKOFF, ProcessState.FAILED):
                 self.engine_lost(instance.name, event.reason)
+                instance.gone.set()
 
         supervisor = Supervisor(
             engine_process(engine, self._config.log_dir),
@@ -259,6 +268,10 @@ class Instances:
 
     async def _probe(self, instance: Instance) -> None:
         changed = await asyncio.gather(self._probe_engine(instance), self._probe_agent(instance))
+        if instance.transfers:
+            instance.gone.clear()
+        elif instance.engine_health.gone or instance.agent_health.gone:
+            instance.gone.set()
         if any(changed):
             logger.info("%s: %s", instance.name, instance.reason or "ready")
             self._on_change(instance)

@@ -36,7 +36,7 @@ FINGERPRINT = "ab" * 32
 BYTES_PER_TOKEN = 512
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Wait until `condition` holds; TimeoutError when it does not come to."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - conditions of tests have no event to wait for

@@ -182,7 +182,7 @@ async def test_cancelling_a_running_job_aborts_engine_and_outbox(rig: Rig) -> No
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await rig.engines[0].wait_aborts(1)
     await eventually(lambda: rig.num_outboxes == 0 and rig.embedded._queue.num_running == 0)
     assert rig.agents[0].cancelled == [f"{1:032x}"]
@@ -270,11 +270,22 @@ async def test_an_agent_that_dies_under_a_job_fails_it_quickly() -> None:
         task = asyncio.create_task(rig.front.submit(prefill_job(1)))
         await rig.engines[0].wait_requests(1)
         await rig.agents[0].stop()
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             error = await failure(task)
             await rig.engines[0].wait_aborts(1)
         assert error.code == "agent_failed"
         assert not (await rig.front.report()).healthy
+
+
+async def test_an_engine_that_hangs_loses_its_jobs(rig: Rig) -> None:
+    rig.hold()
+    task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+    await rig.engines[0].wait_requests(1)
+    rig.engines[1].may_answer.set()
+    rig.engines[0].healthy = False
+    result = await task
+    assert (result.instance, result.num_attempts) == ("p1", 2)
+    await rig.engines[0].wait_aborts(1)
 
 
 async def test_a_request_the_engine_refuses_is_not_tried_elsewhere(rig: Rig) -> None:
@@ -295,7 +306,7 @@ async def test_a_transfer_that_fails_aborts_the_prefill(rig: Rig) -> None:
     error = await failure(task)
     assert error.code == "transfer_failed"
     assert "refused: unknown transfer" in error.message
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await rig.engines[0].wait_aborts(1)
     assert len(rig.engines[1].requests) == 0
 

@@ -156,7 +156,7 @@ async def test_a_failed_start_shows_the_last_log_lines(tmp_path: Path) -> None:
     supervisor.start()
     seen: list[str] = []
     with pytest.raises(EngineStartFailed) as caught:
-        await supervisor.wait_healthy(10, seen.append)
+        await supervisor.wait_healthy(30, seen.append)
     await supervisor.stop()
     assert caught.value.log_tail[-1] == "ValueError: no such model"
     assert "status 1" in str(caught.value)
@@ -180,13 +180,13 @@ async def test_a_start_that_takes_too_long_is_an_error_with_the_log(tmp_path: Pa
 async def test_a_process_killed_while_healthy_comes_back(tmp_path: Path) -> None:
     supervisor = Supervisor(process(tmp_path, "import time; time.sleep(60)"), always, FAST)
     supervisor.start()
-    await supervisor.wait_healthy(10)
+    await supervisor.wait_healthy(30)
     first = supervisor.pid
     assert first is not None
     await eventually(lambda: len(supervisor.members()) == 2)
     os.kill(max(supervisor.members()), signal.SIGKILL)
     await eventually(lambda: supervisor.num_restarts == 1)
-    await supervisor.wait_healthy(10, patient=True)
+    await supervisor.wait_healthy(30, patient=True)
     assert supervisor.pid != first
     await supervisor.stop()
 
@@ -205,11 +205,11 @@ async def test_a_process_that_hangs_is_killed_and_restarted(tmp_path: Path) -> N
     )
     supervisor = Supervisor(process(tmp_path, "import time; time.sleep(60)"), probe, config)
     supervisor.start()
-    await supervisor.wait_healthy(10)
+    await supervisor.wait_healthy(30)
     healthy = False
     await eventually(lambda: supervisor.num_restarts == 1)
     healthy = True
-    await supervisor.wait_healthy(10, patient=True)
+    await supervisor.wait_healthy(30, patient=True)
     await supervisor.stop()
 
 
@@ -230,7 +230,7 @@ async def test_a_command_that_does_not_exist_is_explained(tmp_path: Path) -> Non
     supervisor = Supervisor(spec, never, FAST)
     supervisor.start()
     with pytest.raises(EngineStartFailed, match="cannot run /no/such/engine"):
-        await supervisor.wait_healthy(10)
+        await supervisor.wait_healthy(30)
     await supervisor.stop()
 
 

@@ -53,6 +53,12 @@ def test_a_lost_request_is_proof() -> None:
     assert tracker.lost("connection reset")
     assert not tracker.lost("connection reset")
     assert (tracker.healthy, tracker.reason) == (False, "connection reset")
+    assert not tracker.gone
+    for _ in range(3):
+        tracker.probe_failed("refused")
+    assert tracker.gone
+    tracker.probe_succeeded()
+    assert not tracker.gone
 
 
 def test_requests_given_since_the_last_look_count() -> None:
