@@ -76,8 +76,8 @@ def tokenizer_files() -> dict[str, dict[str, Any]]:
 def _byte_symbols() -> list[str]:
     """The character that stands for each byte in a byte-level vocabulary.
 
-    Printable Latin-1 characters stand for themselves; the rest take code points from 256 upwards, in
-    order. This is the table that GPT-2's vocabulary introduced and `tokenizers` implements.
+    Printable Latin-1 characters stand for themselves; the rest take code points from 256 upwards,
+    in order. This is the table that GPT-2's vocabulary introduced and `tokenizers` implements.
     """
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     symbols, next_code = [], _NUM_BYTES

@@ -1,6 +1,7 @@
 """Build the tiny models as Hugging Face directories, from their seeds and nothing else.
 
-Knows files: checkpoints, manifests, atomic replacement. Does not know what the weights mean (`tiny_specs`).
+Knows files: checkpoints, manifests, atomic replacement. Does not know what weights mean
+(`tiny_specs`).
 A directory whose manifest carries the model's fingerprint is left as it is.
 
     python -m deploy.demo.tiny_models --out DIR [--model NAME]... [--json]
@@ -130,7 +131,7 @@ def _write_weights(spec: TinyModel, path: Path, progress: Progress) -> None:
 
 
 def draw(parameter: Parameter, seed: int) -> NDArray[np.float32]:
-    """The parameter's values. They depend on its name and the seed, not on the parameters before it."""
+    """The parameter's values: they depend on its name and the seed, not on other parameters."""
     if parameter.values:
         return np.asarray(parameter.values, dtype=np.float32).reshape(parameter.shape)
     if parameter.std == 0.0:

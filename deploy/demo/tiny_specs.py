@@ -1,30 +1,42 @@
 """The tiny hybrid models: their configurations and the rule that draws each weight.
 
-Knows the checkpoint names and shapes vLLM expects of two architectures. Does not know how weights become
-files (`tiny_models`), and needs neither torch nor transformers.
+Knows the checkpoint names and shapes vLLM expects of two architectures. Does not know how weights
+become files (`tiny_models`), and needs neither torch nor transformers.
 
-Why the rules are what they are: greedy output of a random model is only useful as a check when every part
-of the prompt, and every part of the KVCache, can change it. Three choices bring that about.
+Why the rules are what they are: greedy output of a random model is only useful as a check when
+every part of the prompt, and every part of the KVCache, can change it. Four choices bring that
+about.
 
-- Attention is sharp: query times key has a standard deviation of about 3.5 before the softmax, so each query
-  picks a handful of keys out of thousands instead of averaging them all away, and other queries pick others.
-- GDN heads forget slowly: their decay times are spread from a few tokens to thousands, so the state at the
-  end of a prompt still carries its beginning.
-- Only printable ASCII can win the greedy choice: the other rows of the output head are zero. Output is
-  readable, streams byte by byte, and never ends early on a stop token.
+- Attention is sharp: query times key has a standard deviation of about 3.5 before the softmax, so
+  each query picks a handful of keys out of thousands instead of averaging them all away, and other
+  queries pick others.
+- GDN heads forget slowly: their decay times are spread from a few tokens to thousands, so the
+  state at the end of a prompt still carries its beginning.
+- Logits are computed in float32: in bfloat16 the two best of 95 are equal every few tokens.
+- Only printable ASCII can win the greedy choice: the other rows of the output head are zero.
+  Output is readable, streams byte by byte, and never ends early on a stop token.
+
+What they cannot bring about is independence of rounding. In bfloat16 the chunked GDN kernel gives
+other last bits than the one-token kernel, and than itself when a chunk does not end at a multiple
+of `GDN_CHUNK_TOKENS`; in a model this sensitive such bits reach the logits as a relative change of
+about one percent, enough to swap near-equal candidates. With chunks that end at those multiples
+the kernels agree bit for bit. The float32 window model has no such limit.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
 from deploy.demo.byte_tokenizer import EOS_ID, PAD_ID, PRINTABLE_IDS, VOCAB_SIZE
 
-BUILDER_VERSION = 1
-"""Part of every fingerprint: raise it when the rules below or the file format change."""
+FORMAT_VERSION = 1
+"""Part of every fingerprint: raise it when files change that neither config nor parameters show."""
+
+GDN_CHUNK_TOKENS = 64
+"""Prefilling a recurrent model in pieces changes no bit when pieces end at multiples of this."""
 
 _ATTENTION_LOGIT_STD = 3.5
 _OUTPUT_LOGIT_STD = 4.0
@@ -38,7 +50,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One checkpoint tensor: normal with standard deviation `std` around `mean`, or the given `values`.
+    """One checkpoint tensor: normal with deviation `std` around `mean`, or the given `values`.
 
     `rows`: only these rows are drawn, the others are zero.
     """
@@ -70,15 +82,16 @@ class TinyModel:
 
     def fingerprint(self) -> str:
         """Hex digest of everything the built files depend on."""
-        text = json.dumps([BUILDER_VERSION, self.name, self.seed, self.dtype, dict(self.config)])
-        return sha256(text.encode()).hexdigest()
+        parameters = [asdict(parameter) for parameter in self.parameters()]
+        parts = [FORMAT_VERSION, self.name, self.seed, self.dtype, dict(self.config), parameters]
+        return sha256(json.dumps(parts).encode()).hexdigest()
 
     def parameters(self) -> Iterator[Parameter]:
         """All tensors of the checkpoint, in file order."""
         return _qwen3_next(self.config) if self.kind == "recurrent" else _mimo_v2(self.config)
 
 
-# --- rules shared by both architectures -------------------------------------------------------------
+# --- rules shared by both architectures -----------------------------------------------------------
 
 
 def _linear(name: str, num_out: int, num_in: int, gain: float = 1.0) -> Parameter:
@@ -108,7 +121,7 @@ def _gated_mlp(name: str, hidden: int, inner: int) -> Iterator[Parameter]:
     yield _linear(f"{name}.down_proj", hidden, inner)
 
 
-# --- Qwen3-Next: gated delta net (recurrent) and full attention -------------------------------------
+# --- Qwen3-Next: gated delta net (recurrent) and full attention -----------------------------------
 
 
 def _qwen3_next(config: Config) -> Iterator[Parameter]:
@@ -180,7 +193,7 @@ def _shared_expert_moe(name: str, config: Config) -> Iterator[Parameter]:
     yield _linear(f"{name}.shared_expert_gate", 1, hidden)
 
 
-# --- MiMo-V2-Flash: sliding window with sinks and full attention ------------------------------------
+# --- MiMo-V2-Flash: sliding window with sinks and full attention ----------------------------------
 
 
 def _mimo_v2(config: Config) -> Iterator[Parameter]:
@@ -209,7 +222,7 @@ def _plain_attention(name: str, config: Config, *, windowed: bool) -> Iterator[P
     yield _linear(f"{name}.q_proj", num_heads * head_dim, hidden, gain=sharpness)
     yield _linear(f"{name}.k_proj", kv_size, hidden, gain=sharpness)
     yield _linear(f"{name}.v_proj", kv_size, hidden)
-    yield _linear(f"{name}.o_proj", hidden, num_heads * head_dim, gain=1.5)
+    yield _linear(f"{name}.o_proj", hidden, num_heads * head_dim, gain=2.0 if windowed else 4.0)
     if windowed and config["add_swa_attention_sink_bias"]:
         yield Parameter(f"{name}.attention_sink_bias", (num_heads,), std=1.0)
 
@@ -222,7 +235,7 @@ def _routed_moe(name: str, config: Config) -> Iterator[Parameter]:
         yield from _gated_mlp(f"{name}.experts.{expert}", hidden, config["moe_intermediate_size"])
 
 
-# --- the models -------------------------------------------------------------------------------------
+# --- the models -----------------------------------------------------------------------------------
 
 
 def _common_config(hidden: int, num_layers: int) -> dict[str, Any]:
@@ -237,7 +250,6 @@ def _common_config(hidden: int, num_layers: int) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
-        # Logits in float32: in bfloat16 the two best of 95 candidates are equal every few tokens.
         "head_dtype": "float32",
     }
 
@@ -353,12 +365,13 @@ MODELS: Mapping[str, TinyModel] = {
         _window_model(
             "mimo-v2-tiny",
             seed=20262,
-            config=_mimo_v2_config((1, 0, 1, 1, 0, 1), num_heads=2, head_dim=64),
+            config=_mimo_v2_config((1, 0, 1, 1, 0, 1), num_heads=4, head_dim=64),
         ),
         # 8 KiB a token.
         _recurrent_model("qwen3-next-bench", seed=20263, num_kv_heads=8, head_dim=128),
-        # 16 KiB a token. Attention costs n/2 multiply-adds for each byte of KVCache in float32 and twice
-        # that in bfloat16, so on a CPU without bfloat16 units only this one emits as a big model does.
+        # 16 KiB a token. Prefill attention costs n/2 operations for each byte of KVCache in
+        # bfloat16 and half that in float32, so on a CPU without bfloat16 units only this one
+        # emits KVCache as fast as large models do.
         _window_model(
             "mimo-v2-bench",
             seed=20264,
