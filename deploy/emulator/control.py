@@ -8,7 +8,6 @@ import select
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from deploy.emulator.faults import (
     Scope,
     Stall,
 )
+from deploy.processes import module_argv, module_environment
 from deploy.units import parse_duration, parse_rate
 
 
@@ -152,7 +152,9 @@ class RelayProcess(RelayControl):
         argv = [*self._argv, "--control", str(self.socket_path), "--exit-with-parent"]
         log_path = self._directory / "relay.log"
         with log_path.open("wb") as log:
-            self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log)
+            self._process = subprocess.Popen(
+                argv, stdout=subprocess.PIPE, stderr=log, env=module_environment(os.environ)
+            )
         line = _first_line(self._process, timeout_s)
         if not line:
             last_words = log_path.read_text()[-2000:]
@@ -191,10 +193,10 @@ class RelayProcess(RelayControl):
 
 
 def relay_argv(*, to: str, listen: str, rate: str, rtt: str, jitter: str) -> list[str]:
-    """The command line of a relay process, without its control socket."""
+    """The command line of a relay process, without its control socket; see `module_argv`."""
     options = {"--listen": listen, "--to": to, "--rate": rate, "--rtt": rtt, "--jitter": jitter}
-    argv = [sys.executable, "-m", "deploy.emulator.relay"]
-    return argv + [word for pair in options.items() for word in pair]
+    words = [word for pair in options.items() for word in pair]
+    return module_argv("deploy.emulator.relay", *words)
 
 
 def _first_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:

@@ -7,7 +7,6 @@ know when they are started or whether they are well.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Literal
 from deploy.emulator.control import relay_argv
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
+from deploy.processes import module_argv, module_environment
 from deploy.region.ports import RelayPlan, ResolvedRegion, advertised_address, join_address
 from deploy.region.rundir import RunDirectory
 from deploy.region.spec import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
@@ -26,7 +26,6 @@ from kvmanager.engines.process import ProcessSpec
 
 Kind = Literal["relay", "agent", "engine", "gateway"]
 
-_PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S: dict[Kind, float] = {"relay": 2.0, "agent": 5.0, "engine": 15.0, "gateway": 10.0}
 
 
@@ -90,7 +89,7 @@ class Planner:
 
     def _agent(self, node: NodeSpec) -> PlannedProcess:
         control = join_address(node.host, node.agent.control_port)
-        argv = [*_prfaas("agent"), "--config", str(self._agent_file(node))]
+        argv = [*module_argv("deploy.cli", "agent"), "--config", str(self._agent_file(node))]
         return self._planned(f"agent.{node.name}", "agent", control, argv)
 
     def _agent_file(self, node: NodeSpec) -> Path:
@@ -126,14 +125,11 @@ class Planner:
         return PlannedProcess(instance.name, "engine", spec.url, process)
 
     def _gateway(self, region: RegionSpec) -> PlannedProcess:
-        argv = [*_prfaas("gateway"), "--config", str(self.directory.gateway_file)]
+        argv = [*module_argv("deploy.cli", "gateway"), "--config", str(self.directory.gateway_file)]
         return self._planned("gateway", "gateway", gateway_url(region), argv)
 
     def _planned(self, name: str, kind: Kind, address: str, argv: list[str]) -> PlannedProcess:
-        path = self.environment.get("PYTHONPATH", "")
-        env = dict(self.environment)
-        env["PYTHONPATH"] = f"{_PROJECT_ROOT}:{path}" if path else str(_PROJECT_ROOT)
-        env["PYTHONUNBUFFERED"] = "1"
+        env = module_environment(self.environment)
         log_path = self.directory.logs / f"{name}.log"
         process = ProcessSpec(name, argv, log_path, env, term_grace_s=_GRACE_S[kind])
         return PlannedProcess(name, kind, address, process)
@@ -221,7 +217,3 @@ def _endpoints(region: RegionSpec, cluster: ClusterSpec) -> dict[str, str]:
     link = region.link_from(cluster.name)
     receivers = {node.name: advertised_address(node) for node in region.cluster(link.to).nodes}
     return {receivers[name]: endpoint for name, endpoint in link.endpoints.items()}
-
-
-def _prfaas(command: str) -> list[str]:
-    return [sys.executable, "-m", "deploy.cli", command]

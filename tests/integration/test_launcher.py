@@ -23,6 +23,7 @@ from deploy.region.launcher import LaunchConfig, Progress, RegionStartFailed, Ru
 from deploy.region.loading import RegionError
 from deploy.region.rundir import RunDirectoryError, read_state
 from deploy.region.spec import RegionSpec
+from deploy.region.status import region_status
 from kvmanager.engines.errors import EngineStartFailed
 from kvmanager.engines.restart import RestartConfig
 from kvmanager.engines.supervisor import ProcessState
@@ -221,6 +222,28 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
     assert read_state(run_dir) is None
     assert not [pid for pid in pids if lives(pid)]
     assert os.listdir(run_dir) == ["logs"]
+
+
+async def test_a_region_with_tls(dummy_vllm: Path, run_dir: Path, tmp_path: Path) -> None:
+    files = make_certificate(tmp_path)
+    async with RunningRegion(spec(dummy_vllm, security={"tls": files}), run_dir, config=QUICK):
+        state = read_state(run_dir)
+        assert state is not None
+        status = await region_status(state)
+    assert [agent.engines[0].instance for agent in status.agents.values()] == [
+        "a1-prefill",
+        "b1-decode",
+    ]
+
+
+def make_certificate(folder: Path) -> dict[str, str]:
+    """A certificate for 127.0.0.1 that is its own CA."""
+    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
+    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    argv += ["-nodes", "-subj", "/CN=node", "-addext", "subjectAltName=IP:127.0.0.1"]
+    argv += ["-keyout", key, "-out", cert]
+    subprocess.run(argv, check=True, capture_output=True, timeout=30)
+    return {"cert": cert, "key": key, "ca": cert}
 
 
 async def test_processes_can_be_killed_frozen_and_come_back(
