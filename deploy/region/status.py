@@ -77,11 +77,13 @@ def render_status(status: RegionStatus) -> RenderableType:
         parts += [Text(), _agent_table(status)]
     if status.links:
         parts += [Text(), _link_table(status)]
+    logs = sorted({str(Path(item.log).parent) for item in state.processes})
+    parts += [Text(), Text(f"logs are in {', '.join(logs)}", style="dim")]
     return Group(*parts)
 
 
 def _process_table(status: RegionStatus) -> Table:
-    table = _table("process", "kind", "state", "up", "memory", "restarts", "address", "log")
+    table = _table("process", "kind", "state", "up", "memory", "restarts", "address")
     for item in status.state.processes:
         use = status.use.get(item.name)
         state = item.state if status.launcher_lives else "gone"
@@ -93,7 +95,6 @@ def _process_table(status: RegionStatus) -> Table:
             "" if use is None else _size(use.memory_bytes),
             str(item.num_restarts or ""),
             item.address,
-            item.log,
         )
     return table
 
@@ -136,7 +137,7 @@ def _link_table(status: RegionStatus) -> Table:
 def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in titles:
-        table.add_column(title, no_wrap=title != "log", overflow="fold")
+        table.add_column(title, no_wrap=True)
     return table
 
 

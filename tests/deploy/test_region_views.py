@@ -1,0 +1,140 @@
+"""What people see of a region: status tables and lines of progress."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from deploy.emulator.faults import DirectionReport, LinkReport
+from deploy.region.launcher import Progress
+from deploy.region.progress import LineView, TableView, progress_view
+from deploy.region.rundir import ProcessRecord, RegionState
+from deploy.region.status import ProcessUse, RegionStatus, render_status
+from kvmanager.agent.messages import EngineStatus, StatusReply
+
+
+def printed(value: object) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(value)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def status(*, launcher_lives: bool = True) -> RegionStatus:
+    process = ProcessRecord(
+        name="b1-decode",
+        kind="engine",
+        state="healthy",
+        reason="",
+        pid=7,
+        address="http://127.0.0.1:9",
+        log="/run/demo/logs/b1-decode.log",
+        num_restarts=2,
+    )
+    state = RegionState(
+        region="demo",
+        phase="running",
+        launcher_pid=1,
+        launcher_started_s=0.0,
+        started_s=0.0,
+        gateway_url="http://127.0.0.1:8000",
+        region_file="region.json",
+        processes=(process,),
+        relays={},
+        agents={},
+    )
+    agent = StatusReply(
+        arena_epoch="e",
+        arena_bytes=1 << 30,
+        block_bytes=65536,
+        free_bytes=1 << 29,
+        landing_bytes=3 << 20,
+        landing_cap_bytes=1 << 30,
+        outbox_bytes=0,
+        num_landings={"receiving": 2, "landed": 0},
+        num_outboxes={},
+        engines=[EngineStatus("b1-decode", 2, 1, "layout", "ff")],
+        links=[],
+        num_received_connections=8,
+        uptime_s=1.0,
+        pid=2,
+        data_endpoint="127.0.0.1:7100",
+    )
+    way = DirectionReport(10, 10, 0, 0, 0, None, None, None, None)
+    link = LinkReport(
+        now_s=0.0,
+        rate_bytes_per_s=125e6,
+        rtt_s=0.02,
+        jitter_s=0.0,
+        is_cut=True,
+        stalled=["forward"],
+        swallowing=[],
+        planned=0,
+        open_connections=8,
+        accepted_connections=8,
+        failed_connections=0,
+        forward=way,
+        backward=way,
+        cpu_s=0.0,
+    )
+    use = {"b1-decode": ProcessUse(3, 5 << 30, 300.0)}
+    return RegionStatus(state, launcher_lives, use, {"b1": agent}, {"link.a": link})
+
+
+def test_status_shows_what_is_held_and_what_is_broken() -> None:
+    text = printed(render_status(status()))
+    for words in (
+        "region demo  running  http://127.0.0.1:8000",
+        "5 min",
+        "5.0 GiB",
+        "2 receiving",
+        "3.0 MiB",
+        "1Gbit",
+        "20ms",
+        "cut, forward stalled",
+        "logs are in /run/demo/logs",
+    ):
+        assert words in text
+
+
+def test_status_of_a_dead_region_says_so() -> None:
+    text = printed(render_status(status(launcher_lives=False)))
+    assert "its launcher was killed" in text
+    assert "gone" in text
+
+
+def test_lines_show_changes_only() -> None:
+    shown: list[Progress] = []
+    with LineView(shown.append) as view:
+        view.show(Progress("a", "engine", "starting", "starting", 0.0))
+        view.show(Progress("a", "engine", "starting", "starting", 0.1, "Loading weights"))
+        view.show(Progress("b", "engine", "starting", "starting", 0.1))
+        view.show(Progress("a", "engine", "healthy", "probe succeeded", 0.2))
+    assert [(item.name, item.state) for item in shown] == [
+        ("a", "starting"),
+        ("b", "starting"),
+        ("a", "healthy"),
+    ]
+
+
+def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    view = progress_view(Console(), as_json=True)
+    view.show(Progress("a", "engine", "healthy", "probe succeeded", 0.2))
+    event = json.loads(capsys.readouterr().out)
+    assert event["event"] == "progress"
+    assert (event["name"], event["state"]) == ("a", "healthy")
+
+
+def test_the_table_shows_the_newest_log_line() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    view = progress_view(console, as_json=False)
+    assert isinstance(view, TableView)
+    with view:
+        view.show(
+            Progress("a1-prefill", "engine", "starting", "starting", 1.0, "[Loading] weights")
+        )
+    assert isinstance(console.file, io.StringIO)
+    assert "[Loading] weights" in console.file.getvalue()
