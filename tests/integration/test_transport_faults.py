@@ -213,7 +213,7 @@ def test_nothing_is_written_after_drop(pair: LoopbackPair, proxy: HurtfulProxy) 
     proxy.bytes_per_read = 1000
     handle, landed = pair.begin(1, random_bytes(8 * MIB), via=proxy.endpoint)
     other, other_landed = pair.begin(2, random_bytes(2 * MIB, 2), via=proxy.endpoint)
-    handle.ready(0, 8 * MIB)
+    handle.ready(0, 8 * MIB - 1)
     eventually(lambda: handle.progress().acked_bytes > 0)
     proxy.flows.clear()
     time.sleep(0.05)
@@ -235,7 +235,8 @@ def test_nothing_is_written_after_drop(pair: LoopbackPair, proxy: HurtfulProxy) 
 
 def test_drop_in_full_flow_keeps_the_connections(pair: LoopbackPair) -> None:
     handle, landed = pair.begin(1, random_bytes(64 * MIB))
-    handle.ready(0, 64 * MIB)
+    eventually(lambda: pair.sender.num_connections(pair.endpoint) == CONFIG.num_connections)
+    handle.ready(0, 64 * MIB - 1)  # so that it cannot complete before the drop
     eventually(lambda: handle.progress().acked_bytes > 0)
     pair.receiver.drop(handle.transfer_id, "evicted")
     snapshot = bytes(landed)

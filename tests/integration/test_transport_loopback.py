@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import pytest
@@ -24,6 +24,8 @@ from transport import (
     TransferState,
     TransportConfig,
 )
+from transport.frames import FrameType
+from transport.handshake import Hello
 from transport.testing import MemorySpace, RecordingListener, greeting, make_spec
 from transport.testing_loopback import LoopbackPair
 
@@ -200,7 +202,7 @@ def test_close_in_mid_transfer_tells_both_and_lets_go_of_memory() -> None:
         landed = bytearray(len(data))
         pair.registry.expect(spec, MemorySpace(landed))
         handle = pair.sender.open(spec, source, pair.listener)
-        handle.ready(0, len(data))
+        handle.ready(0, len(data) - 1)  # so that it cannot complete before the close
         eventually(lambda: handle.progress().acked_bytes > 0)
         pair.sender.close()
         error = pair.listener.failed[spec.transfer_id]
@@ -286,3 +288,28 @@ def test_a_taken_port_is_a_local_error(pair: LoopbackPair) -> None:
     receiver = Receiver(pair.endpoint, CONFIG, pair.registry)
     with pytest.raises(LocalError, match="cannot listen on 127"):
         receiver.start()
+
+
+def test_a_receiver_of_another_version_fails_the_transfer_at_once(pair: LoopbackPair) -> None:
+    def answer(listener: socket.socket) -> None:
+        with suppress(OSError):  # the listener was closed
+            while True:
+                sock, _ = listener.accept()
+                with sock:
+                    sock.recv(4096)
+                    sock.sendall(Hello(5, 6, MIB, 0, bytes(16)).encode(FrameType.WELCOME))
+                    sock.recv(4096)
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        server = threading.Thread(target=answer, args=(listener,))
+        server.start()
+        endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+        begin_s = time.monotonic()
+        handle, _ = pair.begin(1, random_bytes(MIB), via=endpoint)
+        error = pair.listener.wait(handle.transfer_id)
+        assert isinstance(error, PeerError)
+        assert error.code == "version"
+        assert "the receiver speaks version 5 to 6, this side speaks 1" in error.message
+        assert time.monotonic() - begin_s < CONFIG.idle_timeout_s
+        listener.shutdown(socket.SHUT_RDWR)
+        server.join(10)
