@@ -192,6 +192,20 @@ class Ended:
     key: Key
 
 
+@dataclass(frozen=True, slots=True)
+class GaveUpOnEngine:
+    """An engine did not let go of the memory within the drain time: it has a fault."""
+
+    key: Key
+
+
 Effect = (
-    DropLanding | CancelOutbox | ForwardReady | RecordPrefillEnd | TellLanded | TellFailed | Ended
+    DropLanding
+    | CancelOutbox
+    | ForwardReady
+    | RecordPrefillEnd
+    | TellLanded
+    | TellFailed
+    | Ended
+    | GaveUpOnEngine
 )

@@ -54,6 +54,7 @@ from kvmanager.transfer_records import (
     Ended,
     EnginePeer,
     ForwardReady,
+    GaveUpOnEngine,
     Landing,
     LandingSpec,
     NoRoom,
@@ -107,8 +108,12 @@ class TransferTable:
         return landing
 
     def open_outbox(self, spec: OutboxSpec, now_s: float) -> Outbox:
-        """Hold memory for an engine to fill; raises NoRoom or BadRequest."""
-        if spec.transfer_id in self.outboxes:
+        """Hold memory for an engine to fill; raises NoRoom or BadRequest.
+
+        One that is over and has given its memory back may be opened again, for another try.
+        """
+        before = self.outboxes.get(spec.transfer_id)
+        if before is not None and (before.state in MOVES or before.key in self.custody):
             raise BadRequest(f"outbox {spec.transfer_id.hex()} exists")
         lease_s = self._check(spec.nbytes, spec.lease_s)
         runs = self._take((Kind.OUTBOX, spec.transfer_id), self._num_blocks(spec.nbytes))
@@ -320,7 +325,7 @@ class TransferTable:
         for conn_id, until_s in list(self._lingering_until_s.items()):
             if until_s <= now_s:
                 self.process_gone(conn_id)
-        self.custody.expire(now_s)
+        effects += [GaveUpOnEngine(key) for key in self.custody.expire(now_s)]
         self._forget(now_s - self.limits.report_keep_s)
         return effects
 

@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 class AgentConfig(BaseModel):
     """Everything tunable of one node agent. Addresses are "host:port"; port 0 picks a free one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     listen: str = "127.0.0.1:7100"
     """Where senders connect to land KVCache here."""

@@ -46,6 +46,7 @@ from kvmanager.transfer_records import (
     Ended,
     EnginePeer,
     ForwardReady,
+    GaveUpOnEngine,
     Landing,
     LandingSpec,
     Outbox,
@@ -280,6 +281,10 @@ class NodeAgent:
                     self.io.note_prefill_end(transfer_id)
                 case Ended(key):
                     self._ended(key)
+                case GaveUpOnEngine((kind, transfer_id)):
+                    logger.warning(
+                        "%s %s: an engine did not let go of its memory", kind, transfer_id.hex()
+                    )
 
     def _ended(self, key: Key) -> None:
         report = self.report(key)

@@ -109,7 +109,7 @@ def test_both_ends_inside_one_agent(pair: Pair) -> None:
 
 
 def test_wrong_token_fails_the_sender_and_leaves_the_landing_to_the_right_one(
-    pair: Pair, tmp_path: Path
+    pair: Pair,
 ) -> None:
     landing = pair.receiver.reserve(NUM_TOKENS)
     pair.sender.open_outbox(landing, NUM_TOKENS, token=os.urandom(32).hex())
@@ -117,10 +117,10 @@ def test_wrong_token_fails_the_sender_and_leaves_the_landing_to_the_right_one(
     assert report.state == "failed"
     assert "token" in report.error
     assert pair.receiver.wait(landing.transfer_id, 0.0).state == "open"
-    with AgentProcess(tmp_path) as other, FakeEngine(other) as engine:
-        pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
-        send(other, engine, landing, bytes(NBYTES))
-        assert pair.consumer.next() == ("landed", landing.transfer_id)
+    wait_until(lambda: pair.sender.status().outbox_bytes == 0)
+    pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
+    send(pair.sender, pair.producer, landing, bytes(NBYTES))
+    assert pair.consumer.next() == ("landed", landing.transfer_id)
 
 
 def test_sender_without_a_landing_fails(pair: Pair) -> None:

@@ -18,6 +18,7 @@ from kvmanager.transfer_records import (
     Ended,
     EnginePeer,
     ForwardReady,
+    GaveUpOnEngine,
     LandingSpec,
     NoRoom,
     OutboxSpec,
@@ -275,7 +276,7 @@ class TestOutbox:
         table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID)
         table.cancel(TID, "x", 1)
-        table.expire(100)
+        assert table.expire(100) == [GaveUpOnEngine((Kind.OUTBOX, TID))]
         assert used(table, Kind.OUTBOX) == 3, "the sender is never dropped by time"
         table.outbox_ended(TID, "cancelled", 101)
         assert used(table, Kind.OUTBOX) == 0
@@ -371,9 +372,21 @@ class TestRoom:
         table.reserve(landing_spec(), 0)
         with pytest.raises(BadRequest):
             table.reserve(landing_spec(), 0)
+
+    def test_outbox_is_opened_again_only_when_its_memory_is_back(
+        self, table: TransferTable
+    ) -> None:
         table.open_outbox(outbox_spec(), 0)
+        table.attach(1, TID)
         with pytest.raises(BadRequest):
             table.open_outbox(outbox_spec(), 0)
+        table.cancel(TID, "x", 0)
+        table.outbox_ended(TID, "cancelled", 0)
+        with pytest.raises(BadRequest):
+            table.open_outbox(outbox_spec(), 0)
+        table.release(1, TID, 0)
+        table.release(2, TID, 0)
+        assert table.open_outbox(outbox_spec(), 1).state is State.OPEN
 
 
 ids = st.sampled_from(IDS)
@@ -444,12 +457,12 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(transfer_id=ids, lease_s=st.sampled_from([1.0, 5.0, 100.0]))
     def open_outbox(self, transfer_id: bytes, lease_s: float) -> None:
-        if transfer_id not in self.table.outboxes:
-            self.ended.discard((Kind.OUTBOX, transfer_id))
         try:
             self.table.open_outbox(outbox_spec(transfer_id, lease_s=lease_s), self.now_s)
         except (NoRoom, BadRequest):
             return
+        self.ended.discard((Kind.OUTBOX, transfer_id))
+        assert transfer_id not in self.sending
         self.sending.add(transfer_id)
 
     @rule(transfer_id=ids)
