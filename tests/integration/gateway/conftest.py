@@ -45,6 +45,7 @@ class FakeEngine:
         self.num_serving = 0
         self.reply: Reply | None = None
         self.render_reply: Reply | None = None
+        self.load: Callable[[dict[str, Any]], Awaitable[str]] | None = None
         self.first_token = asyncio.Event()
         self.first_token.set()
         self.next_token = asyncio.Event()
@@ -122,6 +123,9 @@ class FakeEngine:
         params = body.get("kv_transfer_params")
         if params is None:
             self.sources.append("prompt")
+            return
+        if self.load is not None:
+            self.sources.append(await self.load(params["prfaas"]))
             return
         transfer_id = params["prfaas"]["transfer_id"]
         waiting = self.waiting.setdefault(transfer_id, asyncio.get_running_loop().create_future())
@@ -425,6 +429,15 @@ async def open_region(
         await runner.cleanup()
         for engine in engines:
             await engine.stop()
+
+
+@pytest.fixture
+async def lone_engine() -> AsyncIterator[FakeEngine]:
+    """An engine that no front knows yet."""
+    engine = FakeEngine("d0")
+    await engine.start()
+    yield engine
+    await engine.stop()
 
 
 @pytest.fixture(name="open_region")
