@@ -1,4 +1,4 @@
-"""Sends transfers: the public face of the sending side. Links and their threads are in `lanes`.
+"""Sends transfers: the public face of the sending side. Links are in `sender_link`.
 
 Knows no frame; what the bytes of a transfer mean is the ByteSpace owner's business.
 """
@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from transport.config import Endpoint, TransportConfig
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
-from transport.lanes import Link
 from transport.outgoing import Outgoing
+from transport.sender_link import Link
 from transport.sockets import client_context, usable_congestion
 
 logger = logging.getLogger("prfaas.transport")
