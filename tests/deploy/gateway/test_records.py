@@ -21,6 +21,7 @@ def result(**fields: Any) -> PrefillResult:
         "prefill_s": 1.0,
         "transfer_tail_s": 0.2,
         "nbytes": 7,
+        "transfer_s": 1.1,
         "sent_share_at_prefill_end": 0.9,
     }
     return PrefillResult(**(values | fields))
@@ -33,6 +34,7 @@ def test_parts_add_up_in_whatever_order_they_come() -> None:
     late.first_byte(2.0, is_stream=True)
     late.prefilled(result())
     assert early.parts == late.parts
+    assert (early.transfer_bytes, early.transfer_s) == (7, 1.1)
     assert early.parts.load_and_first_step_s == pytest.approx(0.7)
     assert sum(early.parts.known().values()) == pytest.approx(2.0)
 
