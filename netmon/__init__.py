@@ -1,1 +1,1 @@
-"""What the links between clusters can carry: TCP_INFO samples and link estimates. Knows no model."""
+"""What links between clusters can carry: TCP_INFO samples and link estimates. Knows no model."""

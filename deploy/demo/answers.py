@@ -20,10 +20,14 @@ REQUEST_TIMEOUT_S = 300.0
 
 @dataclass(slots=True)
 class Answer:
-    """One answer. `error` is empty when the answer is whole. Times are seconds from the sending."""
+    """One answer. `error` is empty when the answer is whole. Times are seconds from the sending.
+
+    `margins`: for each token by how many nats it beat the second best, where logprobs were asked.
+    """
 
     status: int = 0
     token_ids: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     ttft_s: float = 0.0
     total_s: float = 0.0
@@ -52,13 +56,19 @@ async def ask_all(
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, model: str, request: DemoRequest
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    request: DemoRequest,
+    *,
+    with_logprobs: bool = False,
 ) -> Answer:
     """One request; failures are in the answer's `error`."""
     answer = Answer()
+    body = request.body(model, with_logprobs=with_logprobs)
     started_s = time.monotonic()
     try:
-        async with session.post(url + request.endpoint, json=request.body(model)) as response:
+        async with session.post(url + request.endpoint, json=body) as response:
             answer.status = response.status
             answer.request_id = response.headers.get("x-request-id", "")
             if response.status != 200:
@@ -74,9 +84,7 @@ async def ask(
     return answer
 
 
-async def _read_stream(
-    response: aiohttp.ClientResponse, answer: Answer, started_s: float
-) -> None:
+async def _read_stream(response: aiohttp.ClientResponse, answer: Answer, started_s: float) -> None:
     async for line in response.content:
         data = line.removeprefix(b"data:").strip()
         if not line.startswith(b"data:") or not data:
@@ -96,5 +104,16 @@ async def _read_stream(
 def _take(answer: Answer, payload: dict[str, Any]) -> None:
     for choice in payload.get("choices", ()):
         answer.token_ids += choice.get("token_ids") or ()
+        answer.margins += _margins(choice.get("logprobs") or {})
     if usage := payload.get("usage"):
         answer.num_prompt_tokens = usage["prompt_tokens"]
+
+
+def _margins(logprobs: dict[str, Any]) -> list[float]:
+    """Best minus second best of each token, from a completion's or a chat's logprobs."""
+    if "content" in logprobs:
+        tops = [[t["logprob"] for t in token["top_logprobs"]] for token in logprobs["content"]]
+    else:
+        tops = [list(token.values()) for token in logprobs.get("top_logprobs") or ()]
+    ranked = [sorted(top, reverse=True) for top in tops]
+    return [top[0] - top[1] if len(top) > 1 else 0.0 for top in ranked]

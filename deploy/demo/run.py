@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from deploy.demo.answers import Answer, ask_all
 from deploy.demo.leftovers import arenas, leftovers
-from deploy.demo.reference import plain_engine
+from deploy.demo.reference import decided_answers, plain_engine
 from deploy.demo.regions import demo_region
 from deploy.demo.report import print_table, write_json
 from deploy.demo.scenario import DemoRequest, demo_requests
@@ -93,16 +94,18 @@ async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Co
     console.rule(f"[bold]{name}")
     model = MODELS[name]
     path = build_model(model, options.work_dir.resolve() / "models").path
-    requests = demo_requests()
     async with _status(console, "starting a plain engine to compare with") as say:
         async with plain_engine(model, path, run_dir / "plain", say) as url:
-            expected = await _ask(url, name, requests, console, "plain engine")
+            requests, expected = await decided_answers(
+                url, name, demo_requests(), partial(_show, console, "plain engine")
+            )
     view = progress_view(console, as_json=False)
     region = RunningRegion(demo_region(model, path), run_dir / "region", on_progress=view.show)
     try:
         with view:
             await region.start()
-        answers = await _ask(region.gateway_url, name, requests, console, "region")
+        show = partial(_show, console, "region")
+        answers = await ask_all(region.gateway_url, name, requests, show)
         records = await _settled_records(region.gateway_url, answers)
     finally:
         await region.stop()
@@ -118,14 +121,9 @@ async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Co
     ]
 
 
-async def _ask(
-    url: str, model: str, requests: Sequence[DemoRequest], console: Console, who: str
-) -> dict[str, Answer]:
-    def show(request: DemoRequest, answer: Answer) -> None:
-        outcome = answer.error or f"{len(answer.token_ids)} tokens in {answer.total_s:.2f} s"
-        console.print(f"  {who}: {request.name}, {answer.num_prompt_tokens} tokens: {outcome}")
-
-    return await ask_all(url, model, requests, show)
+def _show(console: Console, who: str, request: DemoRequest, answer: Answer) -> None:
+    outcome = answer.error or f"{len(answer.token_ids)} tokens in {answer.total_s:.2f} s"
+    console.print(f"  {who}: {request.name}, {answer.num_prompt_tokens} tokens: {outcome}")
 
 
 async def _settled_records(url: str, answers: dict[str, Answer]) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ Pure: builds requests, sends none.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
@@ -17,11 +17,12 @@ CHUNK_TOKENS = 512
 THRESHOLD_TOKENS = 1024
 """Prompts longer than this go to the prefill cluster."""
 
-MAX_OUTPUT_TOKENS = 16
+MAX_OUTPUT_TOKENS = 12
 _WORDS = (
-    "bandwidth prefill decode cache layer window state token block link chunk tensor queue router "
-    "region cluster latency stream gateway model hybrid linear attention recurrent"
-).split()
+    *("bandwidth", "prefill", "decode", "cache", "layer", "window", "state", "token", "block"),
+    *("link", "chunk", "tensor", "queue", "router", "region", "cluster", "latency", "stream"),
+    *("gateway", "model", "hybrid", "linear", "attention", "recurrent"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,24 @@ class DemoRequest:
 
     name: str
     endpoint: Endpoint
-    prompt: str
+    num_bytes: int
+    seed: int
     stream: bool
     route: Route
     wave: int
     alone: bool = True
+    prefix: str = ""
 
-    def body(self, model: str) -> dict[str, Any]:
+    @property
+    def prompt(self) -> str:
+        """`num_bytes` of text: the prefix, then what the seed draws."""
+        return self.prefix + text(self.num_bytes - len(self.prefix), self.seed)
+
+    def redrawn(self, attempt: int) -> "DemoRequest":
+        """The same request with another text, save for its prefix."""
+        return replace(self, seed=self.seed + 100_000 * attempt)
+
+    def body(self, model: str, *, with_logprobs: bool = False) -> dict[str, Any]:
         """The OpenAI request body. Greedy, so that two engines can be compared token by token."""
         body: dict[str, Any] = {
             "model": model,
@@ -48,6 +60,9 @@ class DemoRequest:
             body["prompt"] = self.prompt
         else:
             body["messages"] = [{"role": "user", "content": self.prompt}]
+        if with_logprobs:
+            chat = {"logprobs": True, "top_logprobs": 2}
+            body |= chat if "messages" in body else {"logprobs": 2}
         if self.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
@@ -66,25 +81,27 @@ def demo_requests() -> Sequence[DemoRequest]:
     """The demo's requests in the order they are sent."""
     completion: Endpoint = "/v1/completions"
     chat: Endpoint = "/v1/chat/completions"
-    story = text(4000, seed=5)
+    far: Route = "prefill_cluster"
+    story = text(3000, seed=5)
     alone = [
-        DemoRequest("short", completion, text(60, 1), False, "local", 0),
-        DemoRequest("short chat, streamed", chat, text(200, 2), True, "local", 1),
-        DemoRequest("long", completion, text(2600, 3), False, "prefill_cluster", 2),
-        DemoRequest("long, streamed", completion, text(5000, 4), True, "prefill_cluster", 3),
-        DemoRequest("long chat, streamed", chat, story, True, "prefill_cluster", 4),
-        DemoRequest("its follow-up", chat, story + text(900, 6), True, "prefill_cluster", 5),
+        DemoRequest("short", completion, 60, 1, False, "local", 0),
+        DemoRequest("short chat, streamed", chat, 200, 2, True, "local", 1),
+        DemoRequest("long", completion, 2600, 3, False, far, 2),
+        DemoRequest("long, streamed", completion, 5000, 4, True, far, 3),
+        DemoRequest("long chat, streamed", chat, 4000, 5, True, far, 4, prefix=story),
+        DemoRequest("shares 3,000 tokens", chat, 4900, 6, True, far, 5, prefix=story),
     ]
     together = [
         DemoRequest(
             f"one of six at once, {length}",
             completion,
-            text(length, 20 + index),
+            length,
+            20 + index,
             index % 2 == 0,
-            "prefill_cluster" if length > THRESHOLD_TOKENS else "local",
+            far if length > THRESHOLD_TOKENS else "local",
             6,
             alone=False,
         )
-        for index, length in enumerate((40, 3000, 257, 1500, 6000, 2200))
+        for index, length in enumerate((40, 3000, 257, 1500, 5500, 2200))
     ]
     return alone + together

@@ -72,9 +72,7 @@ def _tail_share(record: Mapping[str, Any]) -> float | None:
     return tail_s / duration_s if duration_s and tail_s is not None else None
 
 
-def _failed_checks(
-    row: Row, request: DemoRequest, answer: Answer, expected: Answer
-) -> list[str]:
+def _failed_checks(row: Row, request: DemoRequest, answer: Answer, expected: Answer) -> list[str]:
     failed = []
     if answer.error:
         failed.append(f"no whole answer: {answer.error}")

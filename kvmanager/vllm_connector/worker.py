@@ -29,6 +29,8 @@ from kvmanager.vllm_connector.stats import TransferStats
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
+MAX_LOST = 1024
+
 
 class StaleArenaError(Exception):
     """The agent that owns a transfer's memory is gone or was restarted."""
@@ -58,6 +60,7 @@ class WorkerSide:
         self._sending = threading.Lock()
         # None: this worker gave the transfer up; later steps leave it alone.
         self._outgoing: dict[bytes, Outgoing | None] = {}
+        self._lost: dict[bytes, None] = {}
         self._stats = TransferStats()
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
@@ -109,10 +112,19 @@ class WorkerSide:
         """An outbox is over without success: stop, and say so once no copy is under way."""
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
         with self._sending:
-            self._outgoing[transfer_id] = None
+            if transfer_id in self._outgoing:
+                self._outgoing[transfer_id] = None
+            else:
+                self._remember_lost(transfer_id)
             if self._copier is not None:
                 self._copier.drain()
         self._client_or_raise.release(transfer_id)
+
+    def _remember_lost(self, transfer_id: bytes) -> None:
+        """Of an outbox that failed before its first step, if that is to be computed here at all."""
+        self._lost[transfer_id] = None
+        if len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]
 
     # Producer.
 
@@ -148,6 +160,8 @@ class WorkerSide:
         transfer_id = step.ref.transfer_id
         try:
             with self._sending:
+                if transfer_id in self._lost:
+                    return
                 if transfer_id not in self._outgoing:
                     self._outgoing[transfer_id] = self._open(step.ref)
                 outgoing = self._outgoing[transfer_id]
@@ -185,15 +199,17 @@ class WorkerSide:
         page_bytes = extent.layer.page_bytes
         offset = extent.offset + first * page_bytes
         nbytes = (stop - first) * page_bytes
-        transfer_id = step.ref.transfer_id
-        client = self._client_or_raise
         self._stats.add_sent(nbytes)
+
+        def copied() -> None:
+            self._client_or_raise.ready(step.ref.transfer_id, [(offset, nbytes)])
+
         self._copier_or_raise.store(
             self._pages[extent.layer.name],
             blocks[first:stop],
             outgoing.space,
             offset,
-            lambda: client.ready(transfer_id, [(offset, nbytes)]) and None,
+            copied,
         )
 
     def _num_final_pages(self, step: SendStep, extent: LayerExtent) -> int:

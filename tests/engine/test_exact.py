@@ -57,7 +57,7 @@ def again(asked: Sequence[DemoRequest]) -> Sequence[DemoRequest]:
     ]
 
 
-Served = tuple[str, RunningRegion, dict[str, Answer]]
+Served = tuple[str, RunningRegion, list[DemoRequest], dict[str, Answer]]
 
 
 @pytest_asyncio.fixture(
@@ -72,15 +72,14 @@ async def served(
     name, prefix_caching = request.param
     path = model_dir(models_dir, name)
     run_dir = tmp_path_factory.mktemp("r")
-    expected = await expected_answers(path, name, requests(), run_dir)
+    asked, expected = await expected_answers(path, name, requests(), run_dir)
     spec = region_spec(path, name, prefix_caching=prefix_caching, threshold_tokens=THRESHOLD_TOKENS)
     async with running(spec, run_dir / "region") as region:
-        yield name, region, expected
+        yield name, region, asked, expected
 
 
 async def test_tokens_equal_a_plain_engines(served: Served) -> None:
-    name, region, expected = served
-    asked = requests()
+    name, region, asked, expected = served
     answers = await ask_region(region, name, [*asked, *again(asked)])
     for request in asked:
         for tried in (request.name, f"{request.name} again"):

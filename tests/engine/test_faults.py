@@ -28,6 +28,7 @@ from engine_region import (
 )
 
 from deploy.demo.answers import Answer
+from deploy.demo.scenario import DemoRequest
 from deploy.region.launcher import RunningRegion
 from kvmanager.agent.messages import (
     SERVICE,
@@ -64,8 +65,14 @@ PROMPTS = {
 class Faulty:
     """A region and the right answers."""
 
-    def __init__(self, region: RunningRegion, expected: dict[str, Answer]) -> None:
+    def __init__(
+        self,
+        region: RunningRegion,
+        prompts: dict[str, DemoRequest],
+        expected: dict[str, Answer],
+    ) -> None:
         self.region = region
+        self.prompts = prompts
         self.expected = expected
 
     async def ask_while(
@@ -73,7 +80,7 @@ class Faulty:
     ) -> dict[str, Any]:
         """Ask for the case's prompt, break something once its KVCache is under way, check the
         tokens; the gateway's record of the request."""
-        asking = asyncio.create_task(ask_region(self.region, WINDOW, [PROMPTS[case]]))
+        asking = asyncio.create_task(ask_region(self.region, WINDOW, [self.prompts[case]]))
         if fault is not None:
             await until(self._is_under_way, "a transfer is under way", 30)
             await fault()
@@ -95,10 +102,10 @@ async def shared(
 ) -> AsyncIterator[Faulty]:
     path = model_dir(models_dir, WINDOW)
     run_dir = tmp_path_factory.mktemp("f")
-    expected = await expected_answers(path, WINDOW, list(PROMPTS.values()), run_dir)
+    asked, expected = await expected_answers(path, WINDOW, list(PROMPTS.values()), run_dir)
     spec = region_spec(path, WINDOW, link={"rate": "40Mbit", "rtt": "20ms"}, landing_gib=20 / 1024)
     async with running(spec, run_dir / "region") as region:
-        yield Faulty(region, expected)
+        yield Faulty(region, {request.name: request for request in asked}, expected)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -131,7 +138,7 @@ async def test_a_flipped_byte_is_sent_again(faulty: Faulty) -> None:
 async def test_a_full_landing_means_local_prefill(faulty: Faulty) -> None:
     cases = ("landing full, a", "landing full, b")
     answers = await asyncio.gather(
-        *(ask_region(faulty.region, WINDOW, [PROMPTS[case]]) for case in cases)
+        *(ask_region(faulty.region, WINDOW, [faulty.prompts[case]]) for case in cases)
     )
     for case, answer in zip(cases, answers, strict=True):
         assert not answer[case].error
@@ -211,9 +218,8 @@ async def test_a_killed_prefill_engine_ends_in_local_prefill_and_comes_back(
     await faulty.region.engine("a1-prefill").wait_restarted(180)
 
     async def offloads_again() -> bool:
-        answer = (await ask_region(faulty.region, WINDOW, [PROMPTS["after a fault"]]))[
-            "after a fault"
-        ]
+        request = faulty.prompts["after a fault"]
+        answer = (await ask_region(faulty.region, WINDOW, [request]))[request.name]
         assert answer.token_ids == faulty.expected["after a fault"].token_ids
         record = (await records(faulty.region))[answer.request_id]
         return bool(record["route"] == "prefill_cluster" and not record.get("prefill_error"))

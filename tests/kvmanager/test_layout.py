@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
 

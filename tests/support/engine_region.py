@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 
 from deploy.demo.answers import Answer, ask_all
-from deploy.demo.reference import plain_engine
+from deploy.demo.reference import decided_answers, plain_engine
 from deploy.demo.regions import demo_region
-from deploy.demo.scenario import DemoRequest, text
+from deploy.demo.scenario import DemoRequest
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
 from deploy.region.launcher import RunningRegion
@@ -49,8 +49,9 @@ def prompt(
     name: str, num_tokens: int, seed: int, *, wave: int = 0, stream: bool = False, prefix: str = ""
 ) -> DemoRequest:
     """A completion of exactly `num_tokens` prompt tokens (the tokenizer makes one of each byte)."""
-    content = prefix + text(num_tokens - len(prefix), seed)
-    return DemoRequest(name, "/v1/completions", content, stream, "prefill_cluster", wave)
+    return DemoRequest(
+        name, "/v1/completions", num_tokens, seed, stream, "prefill_cluster", wave, prefix=prefix
+    )
 
 
 async def ask_region(
@@ -69,10 +70,10 @@ async def records(region: RunningRegion) -> dict[str, dict[str, Any]]:
 
 async def expected_answers(
     path: Path, name: str, requests: Sequence[DemoRequest], log_dir: Path
-) -> dict[str, Answer]:
-    """What one plain engine, without our connector, answers."""
+) -> tuple[list[DemoRequest], dict[str, Answer]]:
+    """What one plain engine, without our connector, answers; see `decided_answers`."""
     async with plain_engine(MODELS[name], path, log_dir) as url:
-        return await ask_all(url, name, requests, lambda request, answer: None)
+        return await decided_answers(url, name, requests, lambda request, answer: None)
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:

@@ -247,8 +247,10 @@ class FakePd:
         return await self.prefill.submit(job)
 
     async def report(self) -> ClusterReport:
-        instances = [report("both", engine.name, engine.name not in self.down) for engine in
-                     self.engines.values()]
+        instances = [
+            report("both", engine.name, engine.name not in self.down)
+            for engine in self.engines.values()
+        ]
         if self.prefill is not None:
             instances.append(report("prefill", "p0", True))
         return ClusterReport(

@@ -9,9 +9,7 @@ import pytest
 
 async def leave(region: Any, body: dict[str, Any], when: Any) -> None:
     """Send `body`, wait for `when`, and hang up."""
-    asking = asyncio.create_task(
-        region.session.post(region.url + "/v1/completions", json=body)
-    )
+    asking = asyncio.create_task(region.session.post(region.url + "/v1/completions", json=body))
     await asyncio.wait_for(when, 5)
     assert not asking.done()
     asking.cancel()

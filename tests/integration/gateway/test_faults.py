@@ -1,4 +1,4 @@
-"""Things break: the answer is right by another path, or clearly an error, and never half an answer."""
+"""Things break: the answer is right by another path or clearly an error, and never half of one."""
 
 import asyncio
 import json
@@ -148,7 +148,9 @@ async def test_odd_renderings_mean_one_engine(region: Any, rendered: bytes) -> N
 
 
 async def test_what_the_engine_refuses_is_said_in_its_own_words(region: Any) -> None:
-    error = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}
+    error = {
+        "error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}
+    }
 
     async def refuse(request: Any, body: Any) -> web.Response:
         return web.json_response(error, status=400)
@@ -350,7 +352,8 @@ async def test_a_break_after_the_end_mark_is_no_break(region: Any) -> None:
     "head",
     [
         b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n7\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n7\r\n",
         b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n",
     ],
 )
@@ -364,7 +367,7 @@ async def test_a_body_closed_short_is_never_handed_out(region: Any, head: bytes)
 
     server = await asyncio.start_server(short, "127.0.0.1", 0)
     async with server:
-        region.engine.url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        region.engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         status, _, answer = await region.post({"model": "tiny", "prompt": "x"})
     assert status == 502
     assert json.loads(answer)["error"]["code"] == "engine_unavailable"

@@ -155,7 +155,7 @@ async def test_a_compressed_body_is_understood(region: Any) -> None:
     status, _ = await send(region, gzip.compress(raw), **{"Content-Encoding": "gzip"})
     assert status == 200
     assert region.engine.bodies() == [raw]
-    status, answer = await send(region, b"no gzip", **{"Content-Encoding": "gzip"})
+    status, _ = await send(region, b"no gzip", **{"Content-Encoding": "gzip"})
     assert status == 400
 
 

@@ -61,9 +61,7 @@ async def test_a_short_prompt_reaches_the_engine_untouched_and_unrendered(region
     ) as response:
         assert response.headers["x-prfaas-route"] == "local"
         assert response.headers["x-prfaas-reason"].startswith("below_threshold; ")
-    assert region.engine.requests == [
-        ("/v1/completions", region.engine.requests[0][1], raw)
-    ]
+    assert region.engine.requests == [("/v1/completions", region.engine.requests[0][1], raw)]
     assert region.far.jobs == []
 
 
