@@ -123,6 +123,8 @@ class Outbox:
     runs: list[Run]
     opened_s: float
     lease_until_s: float
+    attempt: int = 1
+    """How many times an outbox of this id has been opened."""
     state: State = State.OPEN
     error: str = ""
     attached: set[int] = field(default_factory=set)
@@ -183,6 +185,8 @@ class TellFailed:
     conn_id: int
     transfer_id: bytes
     reason: str
+    attempt: int = 0
+    """Which opening of an outbox; 0 for a landing."""
 
 
 @dataclass(frozen=True, slots=True)

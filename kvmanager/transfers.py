@@ -117,7 +117,8 @@ class TransferTable:
             raise BadRequest(f"outbox {spec.transfer_id.hex()} exists")
         lease_s = self._check(spec.nbytes, spec.lease_s)
         runs = self._take((Kind.OUTBOX, spec.transfer_id), self._num_blocks(spec.nbytes))
-        outbox = Outbox(spec, runs, opened_s=now_s, lease_until_s=now_s + lease_s)
+        attempt = before.attempt + 1 if before is not None else 1
+        outbox = Outbox(spec, runs, now_s, lease_until_s=now_s + lease_s, attempt=attempt)
         self.outboxes[spec.transfer_id] = outbox
         for conn_id in self._peers.keys() - self._lingering_until_s.keys():
             self._hold_if_it_may_fill(outbox, self._peers[conn_id])
@@ -203,9 +204,11 @@ class TransferTable:
         """The engine will write into the outbox."""
         outbox = self.outboxes.get(transfer_id)
         if outbox is None or outbox.state is not State.OPEN:
-            return [TellFailed(conn_id, transfer_id, _why_not(outbox))]
+            attempt = outbox.attempt if outbox is not None else 0
+            return [TellFailed(conn_id, transfer_id, _why_not(outbox), attempt)]
         if outbox.spec.fingerprint != self._peers[conn_id].fingerprint:
-            return [TellFailed(conn_id, transfer_id, "the outbox has another KV layout")]
+            why_not = "the outbox has another KV layout"
+            return [TellFailed(conn_id, transfer_id, why_not, outbox.attempt)]
         outbox.attached.add(conn_id)
         self.custody.hold(outbox.key, conn_id)
         instance = self._peers[conn_id].instance
@@ -390,7 +393,7 @@ class TransferTable:
         return [
             CancelOutbox(transfer_id, reason),
             Ended(outbox.key),
-            *(TellFailed(conn_id, transfer_id, reason) for conn_id in tell),
+            *(TellFailed(conn_id, transfer_id, reason, outbox.attempt) for conn_id in tell),
         ]
 
     def _attach_if_new(self, conn_id: int, transfer_id: bytes) -> list[Effect]:

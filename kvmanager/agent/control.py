@@ -111,6 +111,7 @@ class ControlService:
             arena_epoch=agent.arena.epoch,
             runs=[(first, length) for first, length in outbox.runs],
             lease_s=outbox.lease_until_s - outbox.opened_s,
+            attempt=outbox.attempt,
         )
 
     async def renew(self, request: Renew) -> RenewReply:

@@ -77,7 +77,7 @@ class EngineEvents(Protocol):
     def on_landed(self, transfer_id: bytes) -> None:
         """The landing is complete and ours until `release`."""
 
-    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+    def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         """A watched landing failed, or an outbox that this engine fills or might be asked to.
 
         A worker answers for an outbox with `release` and does not write into it any more.
@@ -310,8 +310,8 @@ class EngineClient:
             match message:
                 case Landed(transfer_id):
                     self._call("on_landed", transfer_id)
-                case Failed(transfer_id, reason):
-                    self._call("on_failed", transfer_id, reason)
+                case Failed(transfer_id, reason, attempt):
+                    self._call("on_failed", transfer_id, reason, attempt)
                 case Refused(reason):
                     raise _Lost(f"the agent refused what we sent: {reason}")
                 case Welcome():

@@ -87,9 +87,12 @@ class OpenOutbox(msgspec.Struct, frozen=True):
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):
+    """`attempt`: how many times an outbox of this id has been opened, this one included."""
+
     arena_epoch: str
     runs: Runs
     lease_s: float
+    attempt: int
 
 
 class Await(msgspec.Struct, frozen=True):

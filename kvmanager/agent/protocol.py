@@ -122,10 +122,15 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The watched landing, or an outbox that this engine fills or might fill, came to nothing."""
+    """The watched landing, or an outbox that this engine fills or might fill, came to nothing.
+
+    `attempt`: which opening of the outbox, from 1; 0 for a landing. Where an engine dies before its
+    first byte, the same outbox may be opened again for another engine.
+    """
 
     transfer_id: TransferId
     reason: str
+    attempt: int = 0
 
 
 TransferMessage = Attach | Ready | PrefillEnd | Abort | Watch | Release

@@ -271,8 +271,8 @@ class NodeAgent:
                     self.io.ready(transfer_id, ranges)
                 case TellLanded(conn_id, transfer_id):
                     self._engines.send(conn_id, Landed(transfer_id))
-                case TellFailed(conn_id, transfer_id, reason):
-                    self._engines.send(conn_id, Failed(transfer_id, reason))
+                case TellFailed(conn_id, transfer_id, reason, attempt):
+                    self._engines.send(conn_id, Failed(transfer_id, reason, attempt))
                 case DropLanding(transfer_id, reason):
                     self.io.drop(transfer_id, reason)
                 case CancelOutbox(transfer_id, reason):

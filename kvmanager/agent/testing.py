@@ -217,7 +217,7 @@ class FakeEngine:
     def on_landed(self, transfer_id: bytes) -> None:
         self.events.put(("landed", transfer_id.hex()))
 
-    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+    def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         if self.releases_failed:
             self.client.release(transfer_id)
         self.events.put(("failed", transfer_id.hex(), reason))

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvmanager.agent.messages import OpenOutboxReply
+
 Role = Literal["prefill", "decode", "both"]
 """What an instance of a local PD cluster may be asked to do."""
 
@@ -102,17 +104,16 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def producer_params(
-    landing: Landing, *, arena_epoch: str, runs: Sequence[tuple[int, int]]
-) -> dict[str, Any]:
-    """The `kv_transfer_params` that make an engine fill the outbox at `runs` of its agent."""
+def producer_params(landing: Landing, outbox: OpenOutboxReply) -> dict[str, Any]:
+    """The `kv_transfer_params` that make an engine fill the outbox its agent opened."""
     return {
         "prfaas": {
             "role": "producer",
             "transfer_id": landing.transfer_id,
             "num_tokens": landing.num_tokens,
-            "arena_epoch": arena_epoch,
-            "runs": [list(run) for run in runs],
+            "arena_epoch": outbox.arena_epoch,
+            "runs": [list(run) for run in outbox.runs],
+            "attempt": outbox.attempt,
             "layout_fingerprint": landing.layout_fingerprint,
         }
     }

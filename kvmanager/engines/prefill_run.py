@@ -197,7 +197,7 @@ class PrefillRunner:
     async def _prefill(
         self, job: PrefillJob, place: Place, grant: OpenOutboxReply
     ) -> EnginePrefill:
-        params = producer_params(job.landing, arena_epoch=grant.arena_epoch, runs=grant.runs)
+        params = producer_params(job.landing, grant)
         try:
             return await place.http.prefill(
                 job.request_id,

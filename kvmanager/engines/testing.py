@@ -157,7 +157,7 @@ class FakeAgent:
         if len(self.outboxes) >= self.outbox_room:
             raise RpcError("NO_ROOM", "the arena is full")
         self.outboxes[request.transfer_id] = _Outbox(request.nbytes)
-        return OpenOutboxReply(arena_epoch="e1", runs=[(0, 1)], lease_s=request.lease_s)
+        return OpenOutboxReply(arena_epoch="e1", runs=[(0, 1)], lease_s=request.lease_s, attempt=1)
 
     async def _await(self, request: Await) -> TransferReport:
         outbox = self.outboxes.get(request.transfer_id)

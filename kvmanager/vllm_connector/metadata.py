@@ -9,12 +9,16 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TransferRef:
-    """One transfer and where its bytes lie in the arena of that epoch."""
+    """One transfer and where its bytes lie in the arena of that epoch.
+
+    attempt: which opening of a producer's outbox; 0 for a landing.
+    """
 
     transfer_id: bytes
     num_tokens: int
     arena_epoch: str
     runs: Runs
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """What a cluster front tells the connector about one request, inside vLLM's `kv_transfer_params`.
 
     {"prfaas": {"role": "producer", "transfer_id": ..., "num_tokens": n, "arena_epoch": ...,
-                "runs": [[first_block, count], ...], "layout_fingerprint": ...}}
+                "runs": [[first_block, count], ...], "attempt": ..., "layout_fingerprint": ...}}
 
-A consumer's parameters also carry the digest of the n tokens whose KVCache will land. Knows no
-engine objects.
+`attempt` is a producer's: which opening of the outbox this is for. A consumer carries the digest of
+the n tokens whose KVCache will land. Knows no engine objects.
 """
 
 from typing import Any
@@ -34,6 +34,8 @@ class TransferParams(msgspec.Struct, frozen=True, tag_field="role"):
 
 class ProducerParams(TransferParams, frozen=True, tag="producer"):
     """This engine prefills `num_tokens` tokens and hands their pages to its agent's outbox."""
+
+    attempt: int
 
 
 class ConsumerParams(TransferParams, frozen=True, tag="consumer"):

@@ -124,7 +124,7 @@ class SchedulerSide:
     def on_landed(self, transfer_id: bytes) -> None:
         self._change(transfer_id, LandingState.LANDED)
 
-    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+    def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
         self._change(transfer_id, LandingState.OVER)
 
@@ -155,7 +155,13 @@ class SchedulerSide:
             return
         if params is None:
             return
-        ref = TransferRef(params.id_bytes, params.num_tokens, params.arena_epoch, params.runs)
+        ref = TransferRef(
+            params.id_bytes,
+            params.num_tokens,
+            params.arena_epoch,
+            params.runs,
+            params.attempt if isinstance(params, ProducerParams) else 0,
+        )
         problem = self._mismatch(request, params)
         if problem:
             logger.error("request %s: %s; computing it here", request.request_id, problem)

@@ -60,7 +60,8 @@ class WorkerSide:
         self._sending = threading.Lock()
         # None: this worker gave the transfer up; later steps leave it alone.
         self._outgoing: dict[bytes, Outgoing | None] = {}
-        self._lost: dict[bytes, None] = {}
+        # The last attempt that failed before its first step, of transfers unknown here.
+        self._lost: dict[bytes, int] = {}
         self._stats = TransferStats()
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
@@ -108,21 +109,21 @@ class WorkerSide:
     def on_landed(self, transfer_id: bytes) -> None:
         """The scheduler's side acts on it."""
 
-    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+    def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         """An outbox is over without success: stop, and say so once no copy is under way."""
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
         with self._sending:
             if transfer_id in self._outgoing:
                 self._outgoing[transfer_id] = None
             else:
-                self._remember_lost(transfer_id)
+                self._remember_lost(transfer_id, attempt)
             if self._copier is not None:
                 self._copier.drain()
         self._client_or_raise.release(transfer_id)
 
-    def _remember_lost(self, transfer_id: bytes) -> None:
-        """Of an outbox that failed before its first step, if that is to be computed here at all."""
-        self._lost[transfer_id] = None
+    def _remember_lost(self, transfer_id: bytes, attempt: int) -> None:
+        """Its request, if this engine has one, must not begin to write."""
+        self._lost[transfer_id] = attempt
         if len(self._lost) > MAX_LOST:
             del self._lost[next(iter(self._lost))]
 
@@ -160,7 +161,7 @@ class WorkerSide:
         transfer_id = step.ref.transfer_id
         try:
             with self._sending:
-                if transfer_id in self._lost:
+                if self._lost.get(transfer_id, 0) >= step.ref.attempt:
                     return
                 if transfer_id not in self._outgoing:
                     self._outgoing[transfer_id] = self._open(step.ref)

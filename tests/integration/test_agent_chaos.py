@@ -93,7 +93,7 @@ class Producer(FakeEngine):
         self.client.ready(transfer_id, [(offset, min(size, NBYTES - offset))])
         return True
 
-    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+    def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         with self._writing:
             self._failed.add(transfer_id)
         self.client.release(transfer_id)

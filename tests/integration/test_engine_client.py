@@ -51,7 +51,7 @@ class Events:
     def on_landed(self, transfer_id: bytes) -> None:
         self._note("landed", transfer_id)
 
-    def on_failed(self, transfer_id: bytes, reason: str) -> None:
+    def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         self._note("failed", transfer_id, reason)
 
     def next(self, timeout_s: float = 5.0) -> tuple[object, ...]:

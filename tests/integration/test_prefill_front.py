@@ -125,6 +125,7 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
         "transfer_id": f"{1:032x}",
         "num_tokens": 8,
         "arena_epoch": "e1",
+        "attempt": 1,
         "runs": [[0, 1]],
         "layout_fingerprint": "ab" * 32,
     }

@@ -80,6 +80,8 @@ def request(role: str, num_prompt_tokens: int, **changes: Any) -> Any:
     }
     if role == "consumer":
         params["token_digest"] = token_digest(held).hex()
+    else:
+        params["attempt"] = 1
     return SimpleNamespace(
         request_id="r1",
         prompt_token_ids=tokens,
@@ -195,7 +197,7 @@ def test_without_a_landing_the_engine_computes_the_prompt(event: str) -> None:
     consumer = request("consumer", 71)
     side.on_new_request(consumer)
     if event == "failed":
-        side.on_failed(TRANSFER, "cancelled")
+        side.on_failed(TRANSFER, "cancelled", 0)
     elif event == "disconnected":
         side.on_landed(TRANSFER)
         side.on_disconnected()

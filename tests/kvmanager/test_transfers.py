@@ -260,8 +260,8 @@ class TestOutbox:
         assert effects == [
             CancelOutbox(TID, "client gone"),
             Ended((Kind.OUTBOX, TID)),
-            TellFailed(1, TID, "client gone"),
-            TellFailed(2, TID, "client gone"),
+            TellFailed(1, TID, "client gone", 1),
+            TellFailed(2, TID, "client gone", 1),
         ]
         table.release(1, TID, 2)
         table.outbox_ended(TID, "cancelled", 2)
@@ -289,7 +289,7 @@ class TestOutbox:
         table.attach(2, TID)
         effects = table.disconnected(1, 2)
         assert CancelOutbox(TID, "its engine is lost") in effects
-        assert TellFailed(2, TID, "its engine is lost") in effects
+        assert TellFailed(2, TID, "its engine is lost", 1) in effects
         assert table.outboxes[IDS[1]].state is State.OPEN
         table.process_gone(1)
         table.release(2, TID, 3)
@@ -301,15 +301,15 @@ class TestOutbox:
         table.open_outbox(outbox_spec(), 0)
         table.cancel(TID, "gone", 1)
         for effects in (table.attach(1, TID), table.ready(1, TID, [(0, 1)], 1)):
-            assert effects == [TellFailed(1, TID, "the transfer is over: cancelled (gone)")]
+            assert effects == [TellFailed(1, TID, "the transfer is over: cancelled (gone)", 1)]
 
     def test_sender_failure(self, table: TransferTable) -> None:
         outbox = table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID)
         assert table.outbox_ended(TID, "refused", 1) == [
             Ended(outbox.key),
-            TellFailed(1, TID, "refused"),
-            TellFailed(2, TID, "refused"),
+            TellFailed(1, TID, "refused", 1),
+            TellFailed(2, TID, "refused", 1),
         ]
         assert outbox.state is State.FAILED
 
