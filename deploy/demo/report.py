@@ -1,60 +1,81 @@
-"""The demo's table and its JSON file. Knows rows, not how they came about."""
+"""The demo's tables and its JSON file. Knows rows, not how they came about."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from deploy.demo.verdict import Row
 
-_PART_NAMES = {
-    "render": "render",
-    "reserve": "reserve",
-    "queue": "queue",
-    "prefill": "prefill",
-    "transfer_tail": "tail",
-    "load_and_first_step": "load+step",
-    "load_and_decode": "load+decode",
+_STYLE: dict[str, Any] = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}
+_PARTS = {
+    "render": ("render",),
+    "reserve": ("reserve",),
+    "queue": ("queue",),
+    "prefill": ("prefill",),
+    "tail": ("transfer_tail",),
+    "rest": ("load_and_first_step", "load_and_decode"),
 }
 
 
-def print_table(console: Console, rows: Sequence[Row]) -> None:
-    """One line a request, then the checks that failed."""
-    table = Table(title="Requests through the region", title_justify="left")
-    table.add_column("model", overflow="fold")
-    table.add_column("request", overflow="fold")
-    table.add_column("prompt\ntokens", justify="right")
-    table.add_column("route (reason)", overflow="fold")
-    table.add_column("KV moved\nMB", justify="right")
-    table.add_column("sent before\nprefill end", justify="right")
-    table.add_column("tail /\ntransfer", justify="right")
-    table.add_column("TTFT ms", justify="right")
-    table.add_column("its parts, ms", overflow="fold")
-    table.add_column("tokens\nequal")
-    for row in rows:
-        table.add_row(
-            row.model,
-            row.request,
-            str(row.num_prompt_tokens),
-            f"{row.route} ({row.reason})",
-            f"{row.transfer_bytes / 1e6:.2f}" if row.transfer_bytes else "-",
-            _percent(row.early_share),
-            _percent(row.tail_share),
-            f"{1e3 * row.ttft_s:.0f}",
-            ", ".join(
-                f"{_PART_NAMES.get(name, name)} {1e3 * seconds:.0f}"
-                for name, seconds in row.parts_s.items()
-                if name in _PART_NAMES
-            ),
-            "[green]yes[/]" if row.tokens_equal else "[red]NO[/]",
-        )
-    console.print(table)
+def print_tables(console: Console, model: str, rows: Sequence[Row]) -> None:
+    """Where each request went and what moved; where its time went; the checks that failed."""
+    console.print(_moves(model, rows))
+    console.print(_times(rows))
+    console.print(
+        "sent early: share of the KVCache that was on the wire before the prefill ended\n"
+        "tail: from the end of the prefill until the KVCache had landed\n"
+        "rest: loading and the first token; every token of an answer that is not streamed\n"
+    )
     for row in rows:
         for check in row.failed_checks:
             console.print(f"[red]failed[/] {row.model}, {row.request}: {check}")
+
+
+def _moves(model: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=f"{model}: requests through the region", title_justify="left", **_STYLE)
+    table.add_column("request", overflow="fold")
+    table.add_column("prompt\ntokens", justify="right")
+    table.add_column("route", overflow="fold")
+    table.add_column("reason", overflow="fold")
+    table.add_column("KV\nMB", justify="right")
+    table.add_column("sent\nearly", justify="right")
+    table.add_column("tokens\nequal")
+    for row in rows:
+        table.add_row(
+            row.request,
+            str(row.num_prompt_tokens),
+            row.route,
+            row.reason,
+            f"{row.transfer_bytes / 1e6:.1f}" if row.transfer_bytes else "-",
+            _percent(row.early_share),
+            "[green]yes[/]" if row.tokens_equal else "[red]NO[/]",
+        )
+    return table
+
+
+def _times(rows: Sequence[Row]) -> Table:
+    table = Table(title="time to first token and its parts, ms", title_justify="left", **_STYLE)
+    table.add_column("request", overflow="fold")
+    for heading in ("TTFT", *_PARTS, "tail /\ntransfer"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        parts = (
+            next((row.parts_s[name] for name in names if name in row.parts_s), None)
+            for names in _PARTS.values()
+        )
+        table.add_row(
+            row.request,
+            f"{1e3 * row.ttft_s:.0f}",
+            *("-" if part_s is None else f"{1e3 * part_s:.0f}" for part_s in parts),
+            _percent(row.tail_share),
+        )
+    return table
 
 
 def write_json(path: Path, rows: Sequence[Row], leftovers: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from deploy.demo.answers import Answer, ask_all
 from deploy.demo.leftovers import arenas, leftovers
 from deploy.demo.reference import decided_answers, plain_engine
 from deploy.demo.regions import demo_region
-from deploy.demo.report import print_table, write_json
+from deploy.demo.report import print_tables, write_json
 from deploy.demo.scenario import DemoRequest, demo_requests
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
@@ -64,7 +64,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     if rows is None:
         console.print("interrupted; " + ("see above" if left else "nothing is left behind"))
         return 130
-    print_table(console, rows)
+    for model in dict.fromkeys(row.model for row in rows):
+        print_tables(console, model, [row for row in rows if row.model == model])
     write_json(options.report_path, rows, left)
     num_failed = sum(bool(row.failed_checks) for row in rows)
     console.print(

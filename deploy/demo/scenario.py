@@ -85,15 +85,15 @@ def demo_requests() -> Sequence[DemoRequest]:
     story = text(3000, seed=5)
     alone = [
         DemoRequest("short", completion, 60, 1, False, "local", 0),
-        DemoRequest("short chat, streamed", chat, 200, 2, True, "local", 1),
+        DemoRequest("short chat, stream", chat, 200, 2, True, "local", 1),
         DemoRequest("long", completion, 2600, 3, False, far, 2),
-        DemoRequest("long, streamed", completion, 5000, 4, True, far, 3),
-        DemoRequest("long chat, streamed", chat, 4000, 5, True, far, 4, prefix=story),
-        DemoRequest("shares 3,000 tokens", chat, 4900, 6, True, far, 5, prefix=story),
+        DemoRequest("long, stream", completion, 5000, 4, True, far, 3),
+        DemoRequest("long chat, stream", chat, 4000, 5, True, far, 4, prefix=story),
+        DemoRequest("shares 3,000", chat, 4900, 6, True, far, 5, prefix=story),
     ]
     together = [
         DemoRequest(
-            f"one of six at once, {length}",
+            f"6 at once, {length}",
             completion,
             length,
             20 + index,

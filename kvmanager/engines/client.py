@@ -5,7 +5,6 @@ business. Foreign errors end here: callers see EngineUnreachable and EngineRefus
 """
 
 import re
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -39,11 +38,10 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnginePrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says after a prefill: tokens in the prompt, of these cached, HTTP time."""
+    """What an engine says after a prefill: tokens in the prompt, and how many were cached."""
 
     num_prompt_tokens: int
     cached_tokens: int
-    duration_s: float
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +143,6 @@ class EngineHttp:
         headers = {"Content-Type": "application/json"}
         if traceparent:
             headers["traceparent"] = traceparent
-        started_s = time.monotonic()
         data = msgspec.json.encode(body)
         async with self._request(
             "POST", "/v1/completions", timeout_s, data=data, headers=headers
@@ -159,7 +156,6 @@ class EngineHttp:
         return EnginePrefill(
             num_prompt_tokens=usage.prompt_tokens,
             cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
-            duration_s=time.monotonic() - started_s,
         )
 
     @asynccontextmanager

@@ -53,9 +53,9 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill leg that ended with every byte verified at the landing.
 
-    `queue_s` is time in the front's queue, `prefill_s` the engine's HTTP time, `transfer_tail_s`
-    the time from the end of the prefill to the receiver's confirmation, `transfer_s` that from the
-    first byte on the wire to the same.
+    `queue_s` is time in the front's queue, `prefill_s` from then to the end of the engine's last
+    forward pass, `transfer_tail_s` from there to the receiver's confirmation, `transfer_s` from
+    the first byte on the wire to the same.
     `sent_share_at_prefill_end` (0..1) is the share of bytes on the wire when the prefill ended.
     `cached_tokens` is what the engine's prefix cache spared it. `num_attempts` counts instances
     tried.

@@ -113,7 +113,8 @@ class PrefillRunner:
         landed = False
         try:
             grant = await self._opened(opening)
-            prefill, report = await self._fill(job, place, grant)
+            started_s = time.monotonic()
+            prefill, report, landed_s = await self._fill(job, place, grant)
             landed = True
         finally:
             if not landed:
@@ -121,7 +122,7 @@ class PrefillRunner:
         return PrefillResult(
             instance=place.instance,
             queue_s=queue_s,
-            prefill_s=prefill.duration_s,
+            prefill_s=max(0.0, landed_s - started_s - report.prefill_end_to_complete_s),
             transfer_tail_s=report.prefill_end_to_complete_s,
             transfer_s=report.first_sent_to_complete_s,
             nbytes=report.nbytes,
@@ -157,7 +158,7 @@ class PrefillRunner:
 
     async def _fill(
         self, job: PrefillJob, place: Place, grant: OpenOutboxReply
-    ) -> tuple[EnginePrefill, TransferReport]:
+    ) -> tuple[EnginePrefill, TransferReport, float]:
         prefill = asyncio.create_task(self._prefill(job, place, grant))
         transfer = asyncio.create_task(self._landed(job, place, prefill))
         renewing = asyncio.create_task(self._keep_lease(job, place))
@@ -183,8 +184,10 @@ class PrefillRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ended(
-        self, prefill: asyncio.Task[EnginePrefill], transfer: asyncio.Task[TransferReport]
-    ) -> tuple[EnginePrefill, TransferReport]:
+        self,
+        prefill: asyncio.Task[EnginePrefill],
+        transfer: asyncio.Task[tuple[TransferReport, float]],
+    ) -> tuple[EnginePrefill, TransferReport, float]:
         await asyncio.wait({prefill, transfer}, return_when=asyncio.FIRST_COMPLETED)
         if transfer.done() and transfer.exception() is not None:
             # The engine's own failure, if there is one, explains more.
@@ -192,7 +195,8 @@ class PrefillRunner:
             if prefill.done():
                 prefill.result()
             transfer.result()
-        return await prefill, await transfer
+        report, landed_s = await transfer
+        return await prefill, report, landed_s
 
     async def _prefill(
         self, job: PrefillJob, place: Place, grant: OpenOutboxReply
@@ -221,8 +225,11 @@ class PrefillRunner:
 
     async def _landed(
         self, job: PrefillJob, place: Place, prefill: asyncio.Task[EnginePrefill]
-    ) -> TransferReport:
-        """Wait until the transfer is complete; raises AttemptFailed when it ends otherwise."""
+    ) -> tuple[TransferReport, float]:
+        """Wait until the transfer is complete, and say when (monotonic seconds).
+
+        Raises AttemptFailed when it ends otherwise.
+        """
         config = self._config
         acked_bytes, progress_s = -1, time.monotonic()
         while True:
@@ -233,7 +240,7 @@ class PrefillRunner:
             except RpcError as error:
                 _agent_trouble("lost sight of the transfer", error)
             if report.state == "complete":
-                return report
+                return report, time.monotonic()
             if report.state != "open":
                 raise AttemptFailed("transfer_failed", f"{report.state}: {report.error}")
             if report.acked_bytes != acked_bytes or not prefill.done():
