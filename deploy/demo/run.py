@@ -98,7 +98,7 @@ async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Co
     async with _status(console, "starting a plain engine to compare with") as say:
         async with plain_engine(model, path, run_dir / "plain", say) as url:
             requests, expected = await decided_answers(
-                url, name, demo_requests(), partial(_show, console, "plain engine")
+                url, model, demo_requests(), partial(_show, console, "plain engine")
             )
     view = progress_view(console, as_json=False)
     region = RunningRegion(demo_region(model, path), run_dir / "region", on_progress=view.show)

@@ -1,6 +1,6 @@
 """What breaks between two clusters of real engines costs time, never a wrong or half answer.
 
-The link is slow (40 Mbit/s), so that a 5,000-token prompt's 11 MB are under way for two seconds:
+The link is slow (40 Mbit/s), so that a 5,000-token prompt's 22 MB are under way for four seconds:
 faults hit in the middle. Each test asks for a prompt of its own, so that no cache helps.
 """
 
@@ -103,7 +103,7 @@ async def shared(
     path = model_dir(models_dir, WINDOW)
     run_dir = tmp_path_factory.mktemp("f")
     asked, expected = await expected_answers(path, WINDOW, list(PROMPTS.values()), run_dir)
-    spec = region_spec(path, WINDOW, link={"rate": "40Mbit", "rtt": "20ms"}, landing_gib=20 / 1024)
+    spec = region_spec(path, WINDOW, link={"rate": "40Mbit", "rtt": "20ms"}, landing_gib=32 / 1024)
     async with running(spec, run_dir / "region") as region:
         yield Faulty(region, {request.name: request for request in asked}, expected)
 

@@ -73,7 +73,7 @@ async def expected_answers(
 ) -> tuple[list[DemoRequest], dict[str, Answer]]:
     """What one plain engine, without our connector, answers; see `decided_answers`."""
     async with plain_engine(MODELS[name], path, log_dir) as url:
-        return await decided_answers(url, name, requests, lambda request, answer: None)
+        return await decided_answers(url, MODELS[name], requests, lambda request, answer: None)
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
