@@ -48,6 +48,7 @@ format: setup
 	@$(BIN)/ruff format .
 
 bench: setup
+	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/bench.txt
 	@$(BIN)/python -m tests.bench $(BENCH_ARGS)
 
 clean:

@@ -91,7 +91,10 @@ class RunningRegion:
         config: LaunchConfig | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         environment: Mapping[str, str] | None = None,
+        adapt: Callable[[PlannedProcess], PlannedProcess] = lambda planned: planned,
     ) -> None:
+        """`adapt` may change a process before it starts: its command, its environment."""
+        self._adapt = adapt
         self._wanted = region
         self._root = run_dir
         self._config = config or LaunchConfig()
@@ -194,6 +197,19 @@ class RunningRegion:
         self._phase = "running"
         self._write_state()
 
+    async def wait_settled(self, timeout_s: float) -> None:
+        """Wait until the gateway's fronts, which probe by themselves, find every instance usable.
+
+        RegionStartFailed, with what they miss, when time is over.
+        """
+        assert self._prober is not None, "the region is not started"
+        deadline_s = time.monotonic() + timeout_s
+        while (trouble := await self._prober.region_trouble(self.gateway_url)) is not None:
+            if time.monotonic() > deadline_s:
+                raise RegionStartFailed(f"the gateway runs, but {trouble}")
+            self._report(self.gateway, "waiting for the fronts", trouble)
+            await asyncio.sleep(0.1)
+
     async def stop(self) -> None:
         """Stop everything, gateway first. Goes on to the end even if cancelled. Idempotent."""
         stopping = asyncio.ensure_future(self._stop())
@@ -230,14 +246,14 @@ class RunningRegion:
         self._prober = Prober(self._session, tls)
         assert self._planner is not None
         for item in self._planner.processes():
-            self._processes[item.name] = self._supervised(item, self._prober)
+            self._processes[item.name] = self._supervised(self._adapt(item), self._prober)
         self._write_state()
         for kinds in _STAGES:
             stage = [item for item in self._processes.values() if item.kind in kinds]
             for process in stage:
                 process.start()
             await self._wait_healthy(stage)
-        await self._wait_settled(self._prober)
+        await self.wait_settled(self._config.settle_timeout_s)
 
     def _supervised(self, item: PlannedProcess, prober: Prober) -> RunningProcess:
         config = self._config
@@ -268,15 +284,6 @@ class RunningRegion:
         except* EngineStartFailed as failures:
             first = failures.exceptions[0]
             raise RegionStartFailed(str(first)) from first
-
-    async def _wait_settled(self, prober: Prober) -> None:
-        """The gateway's fronts probe by themselves; wait until they see what we see."""
-        deadline_s = time.monotonic() + self._config.settle_timeout_s
-        while (trouble := await prober.region_trouble(self.gateway_url)) is not None:
-            if time.monotonic() > deadline_s:
-                raise RegionStartFailed(f"the gateway runs, but {trouble}")
-            self._report(self.gateway, "waiting for the fronts", trouble)
-            await asyncio.sleep(0.1)
 
     async def _stop(self) -> None:
         self._phase = "stopping"

@@ -116,6 +116,7 @@ async def faulty(shared: Faulty) -> AsyncIterator[Faulty]:
     shared.region.relay().heal()
     for process in shared.region.processes:
         await process.wait_restarted(180)
+    await shared.region.wait_settled(60)
     await everything_is_given_back(shared.region)
 
 

@@ -1,0 +1,37 @@
+"""`make bench`: run the measurements, all or those named, and keep their raw numbers.
+
+BENCH_ARGS="gateway --seconds 5" hands the rest to one of them. Results go to bench-results/.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHES = ("transport", "gateway", "e2e")
+RESULTS = Path("bench-results")
+
+
+def main(argv: list[str]) -> int:
+    names, extra = (argv[:1], argv[1:]) if argv else (list(BENCHES), [])
+    unknown = [name for name in names if name not in BENCHES]
+    if unknown or "--help" in names:
+        print(f"usage: make bench BENCH_ARGS='[{'|'.join(BENCHES)}] [its options, or --help]'")
+        return 2
+    RESULTS.mkdir(exist_ok=True)
+    failed = []
+    for name in names:
+        script = Path(__file__).with_name(f"bench_{name}.py")
+        kept = RESULTS / f"{name}.json"
+        print(f"== {name}", flush=True)
+        command = [sys.executable, str(script), "--json", str(kept), *extra]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(name)
+        elif kept.exists():
+            print(f"raw numbers: {kept}\n", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

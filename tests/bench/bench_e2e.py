@@ -1,0 +1,383 @@
+"""Time to first token of a prompt prefilled at one site and decoded at another: ours and NIXL's.
+
+Run as root: python tests/bench/bench_e2e.py [--json FILE] [--gbps 0.2 1 5] [--rtt-ms 20]. Two
+network namespaces are the sites; the link between them has the given rates and delay (see wan.py).
+For each system in turn one prefill engine and one decode engine are started, both of the same tiny
+model, and the same prompts are sent one at a time, each of them new to every cache. The client is
+at the decode site. Ours goes through the gateway; NIXL's two legs are sent straight to the engines.
+"alone" is the prefill engine answering by itself across the link: no hand-off at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from wan import FAR, NEAR, Wan, wan
+
+from deploy.demo.scenario import text
+from deploy.demo.tiny_models import build_model
+from deploy.demo.tiny_specs import MODELS, TinyModel
+from deploy.region.launcher import RunningRegion
+from deploy.region.plan import PlannedProcess
+from deploy.region.spec import RegionSpec
+from kvmanager.engines.command import EngineSpec
+from kvmanager.engines.supervisor import Supervisor, engine_process
+
+MODEL = "mimo-v2-bench"
+CHUNK_TOKENS = 1024
+OUTPUT_TOKENS = 4
+START_TIMEOUT_S = 300.0
+NIXL_PORTS = {"prefill": 25600, "decode": 25700}
+ENGINE_PORTS = {"prefill": 25001, "decode": 25002}
+
+Ask = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One prompt. `wire_bytes` and `prefill_s` are known of ours only."""
+
+    system: str
+    gbps: float
+    num_tokens: int
+    ttft_s: float
+    text: str
+    wire_bytes: int = 0
+    prefill_s: float = 0.0
+
+
+async def stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> tuple[float, str, str]:
+    """Seconds to the first token, the whole text and the request id; raises on a bad answer."""
+    started_s = time.perf_counter()
+    first_s = 0.0
+    words = []
+    wanted = {**body, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
+    async with session.post(f"{url}/v1/completions", json=wanted) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{url}: {response.status} {await response.text()}")
+        async for line in response.content:
+            if not line.startswith(b"data:") or b"[DONE]" in line:
+                continue
+            choice = json.loads(line[5:])["choices"][0]
+            if choice["text"]:
+                first_s = first_s or time.perf_counter() - started_s
+                words.append(choice["text"])
+        request_id = response.headers.get("x-request-id", "")
+    if not first_s:
+        raise RuntimeError(f"{url}: no token came")
+    return first_s, "".join(words), request_id
+
+
+def engine(role: str, model: TinyModel, path: Path, **changes: Any) -> EngineSpec:
+    """What both systems' engines share."""
+    return EngineSpec(
+        instance=role,
+        model=str(path),
+        served_name=MODEL,
+        host=FAR if role == "prefill" else NEAR,
+        port=ENGINE_PORTS[role],
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        kv_space_gib=1,
+        enforce_eager=True,
+        **changes,
+    )
+
+
+@asynccontextmanager
+async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
+    """Two engines with vLLM's NixlConnector, UCX over TCP."""
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        supervisors = []
+        for role in ("prefill", "decode"):
+            spec = engine(
+                role,
+                model,
+                path,
+                args=(*model.engine_args, "--kv-transfer-config", json.dumps(config)),
+                env={
+                    "UCX_TLS": "tcp",
+                    "VLLM_NIXL_SIDE_CHANNEL_HOST": FAR if role == "prefill" else NEAR,
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_PORTS[role]),
+                },
+            )
+            process = engine_process(spec, logs)
+            if role == "prefill":
+                process = replace(process, argv=link.at_far_site(list(process.argv)))
+            supervisor = Supervisor(process, _is_healthy(session, spec.url))
+            supervisor.start()
+            stack.push_async_callback(supervisor.stop)
+            supervisors.append(supervisor)
+        for supervisor in supervisors:
+            await supervisor.wait_healthy(START_TIMEOUT_S, None)
+
+        async def ask(prompt: str) -> tuple[float, str, int, float]:
+            started_s = time.perf_counter()
+            body: dict[str, Any] = {"model": MODEL, "prompt": prompt}
+            asked = {"do_remote_decode": True, "do_remote_prefill": False}
+            first_leg = {**body, "max_tokens": 1, "temperature": 0, "kv_transfer_params": asked}
+            async with session.post(
+                f"{_url('prefill')}/v1/completions", json=first_leg
+            ) as response:
+                answer = await response.json()
+            params = answer["kv_transfer_params"]
+            prefill_s = time.perf_counter() - started_s
+            second_leg = {**body, "kv_transfer_params": params}
+            first_s, words, _ = await stream(session, _url("decode"), second_leg)
+            return prefill_s + first_s, words, 0, prefill_s
+
+        yield ask
+
+
+@asynccontextmanager
+async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
+    """A region of a prefill cluster at the far site and a PD cluster and the gateway here."""
+
+    def at_its_site(planned: PlannedProcess) -> PlannedProcess:
+        if planned.name not in ("agent.far", "prefill"):
+            return planned
+        argv = link.at_far_site(list(planned.process.argv))
+        return replace(planned, process=replace(planned.process, argv=argv))
+
+    async with (
+        aiohttp.ClientSession() as session,
+        RunningRegion(_region(model, path), logs / "region", adapt=at_its_site) as region,
+    ):
+
+        async def ask(prompt: str) -> tuple[float, str, int, float]:
+            body = {"model": MODEL, "prompt": prompt}
+            first_s, words, request_id = await stream(session, region.gateway_url, body)
+            record = await _record(session, region.gateway_url, request_id)
+            return first_s, words, record["transfer_bytes"], record["parts"]["prefill_s"]
+
+        yield ask
+
+
+async def _record(
+    session: aiohttp.ClientSession, gateway_url: str, request_id: str
+) -> dict[str, Any]:
+    """The request's record, once its prefill leg is in it; RuntimeError if it was not offloaded."""
+    for _ in range(100):
+        async with session.get(f"{gateway_url}/prfaas/requests/{request_id}") as response:
+            record: dict[str, Any] = await response.json()
+        if record["parts"].get("prefill_s") is not None:
+            return record
+        await asyncio.sleep(0.02)
+    raise RuntimeError(f"not prefilled at the other site: {record}")
+
+
+def _region(model: TinyModel, path: Path) -> RegionSpec:
+    far_agent = {"arena_gib": 0.5}
+    near_agent = {"arena_gib": 0.5}
+    spec = {
+        "name": "bench",
+        "gateway": {"port": 0, "threshold_tokens": 100},
+        "models": [
+            {
+                "name": MODEL,
+                "path": str(path),
+                "dtype": model.dtype,
+                "max_model_len": model.max_model_len,
+                "max_num_batched_tokens": CHUNK_TOKENS,
+                "kv_space_gib": 1,
+                "enforce_eager": True,
+                "args": model.engine_args,
+            }
+        ],
+        "clusters": [
+            {
+                "name": "far",
+                "kind": "prefill",
+                "nodes": [
+                    {
+                        "name": "far",
+                        "host": FAR,
+                        "agent": far_agent,
+                        "instances": [{"name": "prefill", "port": ENGINE_PORTS["prefill"]}],
+                    }
+                ],
+            },
+            {
+                "name": "near",
+                "kind": "pd",
+                "nodes": [
+                    {
+                        "name": "near",
+                        "host": NEAR,
+                        "agent": near_agent,
+                        "instances": [{"name": "decode", "port": ENGINE_PORTS["decode"]}],
+                    }
+                ],
+            },
+        ],
+        "links": [{"from": "far", "to": "near"}],
+        "security": {"trusted_network": True},
+    }
+    return RegionSpec.model_validate(spec)
+
+
+def _url(role: str) -> str:
+    return f"http://{FAR if role == 'prefill' else NEAR}:{ENGINE_PORTS[role]}"
+
+
+def _is_healthy(session: aiohttp.ClientSession, url: str) -> Any:
+    async def is_healthy() -> bool:
+        async with session.get(f"{url}/health") as response:
+            return bool(response.status == 200)
+
+    return is_healthy
+
+
+SYSTEMS = {"prfaas": prfaas, "nixl": nixl}
+
+
+async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
+    """Every system, rate and length; progress on stderr."""
+    model = MODELS[MODEL]
+    measured: list[Measured] = []
+    with tempfile.TemporaryDirectory(prefix="prfaas-bench-") as folder:
+        path = build_model(model, Path(folder)).path
+        for round_number in range(arguments.rounds):
+            for name in arguments.systems:
+                _say(f"round {round_number + 1}: starting {name}")
+                link.set_rate(10.0)
+                logs = Path(arguments.logs or folder) / f"{name}-{round_number}"
+                logs.mkdir(parents=True, exist_ok=True)
+                async with SYSTEMS[name](link, model, path, logs) as ask:
+                    for attempt in range(3):
+                        await ask(text(2000, seed=90_000_000 + attempt))
+                    measured += await _measure_one(arguments, link, name, round_number, ask)
+    return measured
+
+
+async def _measure_one(
+    arguments: argparse.Namespace, link: Wan, name: str, round_number: int, ask: Ask
+) -> list[Measured]:
+    measured = []
+    async with aiohttp.ClientSession() as session:
+        for gbps in arguments.gbps:
+            link.set_rate(gbps)
+            for num_tokens in arguments.tokens:
+                for repeat in range(arguments.repeats):
+                    seed = num_tokens + 100_000 * repeat + 10_000_000 * round_number
+                    prompt = text(num_tokens, seed=seed + int(1e9 * gbps) % 999_983)
+                    ttft_s, words, nbytes, prefill_s = await ask(prompt)
+                    measured.append(
+                        Measured(name, gbps, num_tokens, ttft_s, words, nbytes, prefill_s)
+                    )
+                ttfts = [item.ttft_s for item in measured[-arguments.repeats :]]
+                _say(
+                    f"  {name}, {gbps:g} Gbit/s, {num_tokens} tokens:"
+                    f" {1e3 * statistics.median(ttfts):.0f} ms"
+                )
+        for num_tokens in arguments.tokens:
+            for repeat in range(arguments.repeats):
+                body = {"model": MODEL, "prompt": text(num_tokens, seed=7_000_000 + repeat)}
+                body["prompt"] = f"{name}{round_number}" + body["prompt"]
+                first_s, _, _ = await stream(session, _url("prefill"), body)
+                measured.append(Measured(f"alone ({name})", 0.0, num_tokens, first_s, ""))
+    return measured
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def summarise(measured: list[Measured]) -> dict[str, Any]:
+    """Medians by rate and length, their ratio, and whether both gave the same text."""
+    cells = []
+    for gbps, num_tokens in sorted({(m.gbps, m.num_tokens) for m in measured if m.gbps}):
+        of = {
+            name: [
+                m for m in measured if (m.system, m.gbps, m.num_tokens) == (name, gbps, num_tokens)
+            ]
+            for name in SYSTEMS
+        }
+        cell: dict[str, Any] = {"gbps": gbps, "num_tokens": num_tokens}
+        for name, items in of.items():
+            if items:
+                cell[f"{name}_ttft_ms"] = round(
+                    1e3 * statistics.median(item.ttft_s for item in items), 1
+                )
+        for name in SYSTEMS:
+            alone = [
+                m.ttft_s
+                for m in measured
+                if m.system == f"alone ({name})" and m.num_tokens == num_tokens
+            ]
+            if alone:
+                cell[f"alone_{name}_ms"] = round(1e3 * statistics.median(alone), 1)
+        if all(of.values()):
+            cell["ratio"] = round(cell["prfaas_ttft_ms"] / cell["nixl_ttft_ms"], 3)
+            cell["same_text"] = sum(
+                a.text == b.text for a, b in zip(of["prfaas"], of["nixl"], strict=True)
+            )
+        if of["prfaas"]:
+            cell["emitted_gbps"] = round(
+                statistics.median(8e-9 * m.wire_bytes / m.prefill_s for m in of["prfaas"]), 3
+            )
+        cells.append(cell)
+    ratios: dict[float, float] = {}
+    for gbps in sorted({cell["gbps"] for cell in cells}):
+        found = [cell["ratio"] for cell in cells if cell["gbps"] == gbps and "ratio" in cell]
+        if found:
+            ratios[gbps] = round(statistics.median(found), 3)
+    return {"cells": cells, "median_ratio_by_gbps": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gbps", type=float, nargs="+", default=[0.2, 1.0, 5.0])
+    parser.add_argument("--rtt-ms", type=float, default=20.0)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 4000, 8000])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="every system once a round")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--logs", type=Path, help="keep the logs here")
+    parser.add_argument("--json", type=Path, help="write the result and the raw numbers here")
+    arguments = parser.parse_args()
+    with wan(arguments.rtt_ms / 1e3) as link:
+        measured = asyncio.run(measure(arguments, link))
+    result = summarise(measured) | {
+        "rtt_ms": arguments.rtt_ms,
+        "model": MODEL,
+        "cpus": os.cpu_count(),
+        "raw": [asdict(item) for item in measured],
+    }
+    columns = ("gbps", "num_tokens", "prfaas_ttft_ms", "nixl_ttft_ms", "ratio", "alone_prfaas_ms")
+    columns += ("alone_nixl_ms", "emitted_gbps", "same_text")
+    print("  ".join(columns))
+    for cell in result["cells"]:
+        print("  ".join(f"{cell.get(column, '-')!s:>{len(column)}}" for column in columns))
+    for gbps, ratio in result["median_ratio_by_gbps"].items():
+        print(f"{gbps:g} Gbit/s: median ratio {ratio} (goal at 1 Gbit/s: at most 0.75)")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
