@@ -30,6 +30,8 @@ async def plain_engine(
     path: Path,
     log_dir: Path,
     progress: Callable[[str], None] | None = None,
+    *,
+    tensor_parallel_size: int = 1,
 ) -> AsyncIterator[str]:
     """Start the engine, give its URL, stop it. Raises EngineStartFailed with its last log lines."""
     log_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - once, before anything runs
@@ -40,6 +42,7 @@ async def plain_engine(
         port=_free_port(),
         dtype=model.dtype,
         max_model_len=model.max_model_len,
+        tensor_parallel_size=tensor_parallel_size,
         kv_space_gib=1,
         enforce_eager=True,
         args=model.engine_args,

@@ -1,5 +1,6 @@
 """The demo's region as a `RegionSpec`: two clusters and an emulated link on this machine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,14 @@ def demo_region(
     tensor_parallel_size: int = 1,
     gateway_port: int = 0,
     landing_gib: float = 0.25,
+    local_prefill: bool = True,
+    engine_args: Sequence[str] = (),
 ) -> RegionSpec:
-    """A prefill cluster of one engine, a PD cluster of two, and a link of 1 Gbit/s and 20 ms."""
+    """A prefill cluster of one engine, a PD cluster of two, and a link of 1 Gbit/s and 20 ms.
+
+    Without `local_prefill` the PD cluster has its decode engine only.
+    """
+    prefill_instances = [{"name": "b1-prefill", "role": "prefill"}] if local_prefill else []
     spec: dict[str, Any] = {
         "name": model.name,
         "gateway": {"port": gateway_port, "threshold_tokens": threshold_tokens},
@@ -34,7 +41,7 @@ def demo_region(
                 "prefix_caching": prefix_caching,
                 "tensor_parallel_size": tensor_parallel_size,
                 "enforce_eager": True,
-                "args": model.engine_args,
+                "args": (*model.engine_args, *engine_args),
             }
         ],
         "clusters": [
@@ -57,7 +64,7 @@ def demo_region(
                         "name": "b1",
                         "agent": {"arena_gib": 0.5, "landing_gib": landing_gib},
                         "instances": [
-                            {"name": "b1-prefill", "role": "prefill"},
+                            *prefill_instances,
                             {"name": "b1-decode", "role": "decode"},
                         ],
                     }

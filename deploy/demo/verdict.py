@@ -62,7 +62,7 @@ def judge(
         parts_s=parts,
         tokens_equal=bool(answer.token_ids) and answer.token_ids == expected.token_ids,
     )
-    row.failed_checks = _failed_checks(row, request, answer, expected)
+    row.failed_checks = _failed_checks(row, request, answer, expected, record.get("cached_tokens"))
     return row
 
 
@@ -72,7 +72,9 @@ def _tail_share(record: Mapping[str, Any]) -> float | None:
     return tail_s / duration_s if duration_s and tail_s is not None else None
 
 
-def _failed_checks(row: Row, request: DemoRequest, answer: Answer, expected: Answer) -> list[str]:
+def _failed_checks(
+    row: Row, request: DemoRequest, answer: Answer, expected: Answer, cached_tokens: int | None
+) -> list[str]:
     failed = []
     if answer.error:
         failed.append(f"no whole answer: {answer.error}")
@@ -86,7 +88,8 @@ def _failed_checks(row: Row, request: DemoRequest, answer: Answer, expected: Ans
         return failed
     if not row.transfer_bytes:
         failed.append("no KVCache was transferred")
-    if row.num_prompt_tokens < MIN_CHUNKS * CHUNK_TOKENS or not request.alone:
+    num_computed = row.num_prompt_tokens - (cached_tokens or 0)
+    if num_computed < MIN_CHUNKS * CHUNK_TOKENS or not request.alone:
         return failed  # the shares are promised for a prompt of several chunks on an idle link
     if row.early_share is None or row.early_share < MIN_EARLY_SHARE:
         failed.append(f"share sent before prefill ended {row.early_share}, not {MIN_EARLY_SHARE}")

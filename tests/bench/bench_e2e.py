@@ -29,7 +29,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from wan import FAR, NEAR, Wan, wan
+from wan import DEVICE, FAR, NEAR, Wan, wan
 
 from deploy.demo.scenario import text
 from deploy.demo.tiny_models import build_model
@@ -77,7 +77,10 @@ async def stream(
         async for line in response.content:
             if not line.startswith(b"data:") or b"[DONE]" in line:
                 continue
-            choice = json.loads(line[5:])["choices"][0]
+            event = json.loads(line[5:])
+            if "choices" not in event:
+                raise RuntimeError(f"{url}: {event}")
+            choice = event["choices"][0]
             if choice["text"]:
                 first_s = first_s or time.perf_counter() - started_s
                 words.append(choice["text"])
@@ -107,7 +110,12 @@ def engine(role: str, model: TinyModel, path: Path, **changes: Any) -> EngineSpe
 @asynccontextmanager
 async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
     """Two engines with vLLM's NixlConnector, UCX over TCP."""
-    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"num_threads": int(__import__("os").environ.get("NT", "1"))},
+    }
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         supervisors = []
@@ -119,13 +127,14 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
                 args=(*model.engine_args, "--kv-transfer-config", json.dumps(config)),
                 env={
                     "UCX_TLS": "tcp",
+                    "UCX_NET_DEVICES": DEVICE,
                     "VLLM_NIXL_SIDE_CHANNEL_HOST": FAR if role == "prefill" else NEAR,
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_PORTS[role]),
                 },
             )
             process = engine_process(spec, logs)
-            if role == "prefill":
-                process = replace(process, argv=link.at_far_site(list(process.argv)))
+            site = link.far if role == "prefill" else link.near
+            process = replace(process, argv=link.at_site(site, process.argv))
             supervisor = Supervisor(process, _is_healthy(session, spec.url))
             supervisor.start()
             stack.push_async_callback(supervisor.stop)
@@ -158,7 +167,7 @@ async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIt
     def at_its_site(planned: PlannedProcess) -> PlannedProcess:
         if planned.name not in ("agent.far", "prefill"):
             return planned
-        argv = link.at_far_site(list(planned.process.argv))
+        argv = link.at_site(link.far, planned.process.argv)
         return replace(planned, process=replace(planned.process, argv=argv))
 
     async with (
@@ -181,11 +190,12 @@ async def _record(
     """The request's record, once its prefill leg is in it; RuntimeError if it was not offloaded."""
     for _ in range(100):
         async with session.get(f"{gateway_url}/prfaas/requests/{request_id}") as response:
-            record: dict[str, Any] = await response.json()
-        if record["parts"].get("prefill_s") is not None:
-            return record
+            answer = await response.json()
+        for record in answer.get("requests", ()):
+            if record["is_settled"] and record["parts"]["prefill_s"] is not None:
+                return dict(record)
         await asyncio.sleep(0.02)
-    raise RuntimeError(f"not prefilled at the other site: {record}")
+    raise RuntimeError(f"not prefilled at the other site: {answer}")
 
 
 def _region(model: TinyModel, path: Path) -> RegionSpec:

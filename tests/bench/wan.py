@@ -18,13 +18,16 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 NEAR, FAR = "10.77.0.2", "10.77.0.1"
 """Addresses of the site this process moves to (decode) and of the other one (prefill)."""
+
+DEVICE = "wan0"
+"""The link's network device at either site."""
 
 MTU = 32_000
 """Bytes. Large, so that a forwarder in Python keeps up with 5 Gbit/s."""
@@ -38,8 +41,9 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True, slots=True)
 class Wan:
-    """The link. `far`: name of the other site's network namespace."""
+    """The link. `near`, `far`: names of the sites' network namespaces."""
 
+    near: str
     far: str
     _gbps: Synchronized[float]
     rtt_s: float
@@ -48,9 +52,9 @@ class Wan:
         """Gbit/s of IP packets in each direction, from now on."""
         self._gbps.value = gbps
 
-    def at_far_site(self, argv: list[str]) -> list[str]:
-        """The command that runs `argv` at the other site."""
-        return ["ip", "netns", "exec", self.far, *argv]
+    def at_site(self, site: str, argv: Sequence[str]) -> list[str]:
+        """The command that runs `argv` at that site, with that site's /sys (UCX reads it)."""
+        return ["ip", "netns", "exec", site, *argv]
 
 
 @contextlib.contextmanager
@@ -75,7 +79,7 @@ def wan(rtt_s: float) -> Iterator[Wan]:
         forwarder = context.Process(target=_forward_both, args=(*devices, gbps, rtt_s / 2))
         forwarder.start()
         _enter(near)
-        yield Wan(far, gbps, rtt_s)
+        yield Wan(near, far, gbps, rtt_s)
     finally:
         if forwarder is not None:
             forwarder.terminate()
@@ -99,9 +103,11 @@ def _tun(namespace: str, address: str) -> int:
     name = struct.unpack("16s16x", fcntl.ioctl(device, _TUNSETIFF, request))[0].rstrip(b"\0")
     link = name.decode()
     _run("ip", "link", "set", link, "netns", namespace)
-    _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", link)
+    _run("ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+    _run("ip", "-n", namespace, "link", "set", link, "name", DEVICE)
+    _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", DEVICE)
     queue = ("txqueuelen", "5000")
-    _run("ip", "-n", namespace, "link", "set", link, "up", "mtu", str(MTU), *queue)
+    _run("ip", "-n", namespace, "link", "set", DEVICE, "up", "mtu", str(MTU), *queue)
     _run("ip", "-n", namespace, "link", "set", "lo", "up")
     return device
 

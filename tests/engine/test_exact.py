@@ -1,9 +1,12 @@
 """Greedy tokens through a region equal those of one plain engine, whatever the cache holds."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from engine_region import (
@@ -18,9 +21,11 @@ from engine_region import (
     region_spec,
     running,
 )
+from handoff import Handoff
 
 from deploy.demo.answers import Answer
-from deploy.demo.scenario import DemoRequest, text
+from deploy.demo.scenario import CHUNK_TOKENS, DemoRequest, text
+from deploy.demo.verdict import MAX_TAIL_SHARE, MIN_EARLY_SHARE
 from deploy.region.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -69,7 +74,7 @@ class Served:
     expected: dict[str, Answer]
 
 
-_expected: dict[str, tuple[list[DemoRequest], dict[str, Answer]]] = {}
+_expected: dict[str, asyncio.Task[tuple[list[DemoRequest], dict[str, Answer]]]] = {}
 
 
 @pytest_asyncio.fixture(
@@ -85,10 +90,18 @@ async def served(
     path = model_dir(models_dir, name)
     run_dir = tmp_path_factory.mktemp("r")
     if name not in _expected:
-        _expected[name] = await expected_answers(path, name, requests(), run_dir)
-    asked, expected = _expected[name]
-    spec = region_spec(path, name, prefix_caching=prefix_caching, threshold_tokens=THRESHOLD_TOKENS)
+        _expected[name] = asyncio.create_task(
+            expected_answers(path, name, requests(), tmp_path_factory.mktemp("p"))
+        )
+    spec = region_spec(
+        path,
+        name,
+        prefix_caching=prefix_caching,
+        threshold_tokens=THRESHOLD_TOKENS,
+        local_prefill=prefix_caching,
+    )
     async with running(spec, run_dir / "region") as region:
+        asked, expected = await _expected[name]
         yield Served(name, prefix_caching, region, asked, expected)
 
 
@@ -113,4 +126,37 @@ async def test_tokens_equal_a_plain_engines(served: Served) -> None:
         if num_tokens > THRESHOLD_TOKENS:
             assert record["route"] == "prefill_cluster", record
         assert record.get("prefill_error", "") == "", record
+    assert_layer_wise([listed[answers[request.name].request_id] for request in asked])
+    if served.prefix_caching:
+        await assert_pages_are_bit_identical(region, name)
     await everything_is_given_back(region)
+
+
+def assert_layer_wise(found: Sequence[dict[str, Any]]) -> None:
+    """Prompts of several chunks, alone on the link, were under way while they were prefilled."""
+    long = [r for r in found if r["num_prompt_tokens"] >= 8 * CHUNK_TOKENS]
+    for record in long[:1]:  # the later ones share the link
+        assert record["sent_share_at_prefill_end"] >= MIN_EARLY_SHARE, record
+        assert record["parts"]["transfer_tail_s"] <= MAX_TAIL_SHARE * record["transfer_s"], record
+
+
+async def assert_pages_are_bit_identical(region: RunningRegion, model: str) -> None:
+    """What a decode engine loaded is what the prefill engine has.
+
+    The decode engine, its cache now filled from a landing, is made to send the same prefix on, as
+    the prefill engine is; both compute the same few tokens after it. Any byte that was lost or
+    misplaced on the way through two arenas, the link and the pages shows.
+    """
+    num_cached, num_tokens = 1024, 1152  # multiples of every block size here
+    token_ids = list(text(num_tokens, seed=4242).encode())  # a token is a byte
+    async with aiohttp.ClientSession() as session:
+        handoff = Handoff(region, model, session)
+        first = await handoff.land("a1-prefill", "a1", token_ids[:num_cached])
+        await handoff.load("b1-decode", first, token_ids[: num_cached + 1])
+        sent = await handoff.land("a1-prefill", "a1", token_ids)
+        sent_on = await handoff.land("b1-decode", "b1", token_ids)
+        assert sent_on.result.cached_tokens == num_cached
+        assert sent.data == sent_on.data
+        for landed in (sent, sent_on):
+            await handoff.drop(landed)
+        await handoff.close()

@@ -102,9 +102,12 @@ async def shared(
 ) -> AsyncIterator[Faulty]:
     path = model_dir(models_dir, WINDOW)
     run_dir = tmp_path_factory.mktemp("f")
-    asked, expected = await expected_answers(path, WINDOW, list(PROMPTS.values()), run_dir)
+    expecting = asyncio.create_task(
+        expected_answers(path, WINDOW, list(PROMPTS.values()), tmp_path_factory.mktemp("p"))
+    )
     spec = region_spec(path, WINDOW, link={"rate": "40Mbit", "rtt": "20ms"}, landing_gib=32 / 1024)
     async with running(spec, run_dir / "region") as region:
+        asked, expected = await expecting
         yield Faulty(region, {request.name: request for request in asked}, expected)
 
 

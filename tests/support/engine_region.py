@@ -69,10 +69,17 @@ async def records(region: RunningRegion) -> dict[str, dict[str, Any]]:
 
 
 async def expected_answers(
-    path: Path, name: str, requests: Sequence[DemoRequest], log_dir: Path
+    path: Path,
+    name: str,
+    requests: Sequence[DemoRequest],
+    log_dir: Path,
+    *,
+    tensor_parallel_size: int = 1,
 ) -> tuple[list[DemoRequest], dict[str, Answer]]:
     """What one plain engine, without our connector, answers; see `decided_answers`."""
-    async with plain_engine(MODELS[name], path, log_dir) as url:
+    async with plain_engine(
+        MODELS[name], path, log_dir, tensor_parallel_size=tensor_parallel_size
+    ) as url:
         return await decided_answers(url, MODELS[name], requests, lambda request, answer: None)
 
 
@@ -103,8 +110,8 @@ async def everything_is_given_back(region: RunningRegion, timeout_s: float = 60.
         return all(state.landing_bytes == state.outbox_bytes == 0 for state in states)
 
     async def engines_are_empty() -> bool:
-        instances = ("a1-prefill", "b1-prefill", "b1-decode")
-        return all([await kv_usage(region, instance) == 0.0 for instance in instances])
+        engines = [process.name for process in region.processes if process.kind == "engine"]
+        return all([await kv_usage(region, instance) == 0.0 for instance in engines])
 
     await until(arenas_are_empty, "arenas are empty", timeout_s)
     await until(engines_are_empty, "engines are empty", timeout_s)

@@ -1,0 +1,96 @@
+"""One hand-off by hand, so that a test sees the bytes: prefill here, land there, load there."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from deploy.region.launcher import RunningRegion
+from kvmanager.agent.messages import ReserveReply
+from kvmanager.arena import Arena
+from kvmanager.engines.agent_control import AgentControl
+from kvmanager.engines.client import EngineHttp
+from kvmanager.engines.jobs import Landing, PrefillJob, PrefillResult, consumer_params
+from kvmanager.engines.prefill_run import Place, PrefillRunner
+from kvmanager.hashing import token_digest
+
+TIMEOUT_S = 60.0
+ARENA_DIR = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """KVCache in the receiving agent's arena. `data`: all of its bytes, in transfer order."""
+
+    landing: Landing
+    reply: ReserveReply
+    result: PrefillResult
+    data: bytes
+
+
+class Handoff:
+    """Hand-offs from any instance of a region to its receiving node."""
+
+    def __init__(self, region: RunningRegion, model: str, session: aiohttp.ClientSession) -> None:
+        self._region = region
+        self._model = model
+        self._session = session
+        self._receiver = AgentControl(region.agent_control("b1"))
+        self._runner = PrefillRunner()
+
+    async def close(self) -> None:
+        await self._runner.close()
+        await self._receiver.close()
+
+    async def land(self, instance: str, node: str, token_ids: Sequence[int]) -> Landed:
+        """Let the instance prefill these tokens and send them to the receiving node."""
+        digest = token_digest(token_ids).hex()
+        reply = await self._receiver.reserve(len(token_ids), digest, 60.0, timeout_s=TIMEOUT_S)
+        landing = Landing(
+            transfer_id=reply.transfer_id,
+            token=reply.token,
+            nbytes=reply.nbytes,
+            num_tokens=len(token_ids),
+            host=reply.host,
+            port=reply.port,
+            layout_fingerprint=reply.layout_fingerprint,
+            token_digest=digest,
+        )
+        agent = AgentControl(self._region.agent_control(node))
+        try:
+            place = Place(instance, self._http(instance), agent, asyncio.Event(), self._model)
+            job = PrefillJob(
+                request_id=f"by-hand-{reply.transfer_id[:8]}",
+                prompt_token_ids=token_ids,
+                landing=landing,
+            )
+            result = await self._runner.run(job, place)
+        finally:
+            await agent.close()
+        return Landed(landing, reply, result, await self._bytes(reply))
+
+    async def load(self, instance: str, landed: Landed, token_ids: Sequence[int]) -> None:
+        """Let the instance decode a token after loading what landed."""
+        params = consumer_params(
+            landed.landing, arena_epoch=landed.reply.arena_epoch, runs=landed.reply.runs
+        )
+        await self._http(instance).prefill("by-hand", token_ids, params, model=self._model)
+
+    async def drop(self, landed: Landed) -> None:
+        """Free a landing that nobody will load."""
+        await self._receiver.cancel(landed.landing.transfer_id, "the test is over", TIMEOUT_S)
+
+    def _http(self, instance: str) -> EngineHttp:
+        return EngineHttp(self._region.engine(instance).address, self._session)
+
+    async def _bytes(self, reply: ReserveReply) -> bytes:
+        status = await self._receiver.status(TIMEOUT_S)
+        path = ARENA_DIR / f"prfaas-{reply.arena_epoch}.arena"
+        arena = Arena.attach(path, status.arena_bytes, status.block_bytes)
+        try:
+            space = arena.view(reply.runs, reply.nbytes)
+            return b"".join(space.views(0, reply.nbytes))
+        finally:
+            arena.close()
