@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 
 from deploy.demo.answers import REQUEST_TIMEOUT_S, Answer, ask
+from deploy.demo.regions import rank_environment
 from deploy.demo.scenario import DemoRequest
 from deploy.demo.tiny_specs import TinyModel
 from kvmanager.engines.command import EngineSpec
@@ -43,6 +44,7 @@ async def plain_engine(
         dtype=model.dtype,
         max_model_len=model.max_model_len,
         tensor_parallel_size=tensor_parallel_size,
+        env=rank_environment(tensor_parallel_size),
         kv_space_gib=1,
         enforce_eager=True,
         args=model.engine_args,

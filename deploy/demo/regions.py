@@ -9,6 +9,11 @@ from deploy.demo.tiny_specs import TinyModel
 from deploy.region.spec import RegionSpec
 
 
+def rank_environment(tensor_parallel_size: int) -> dict[str, str]:
+    """Several ranks share this machine's cores: one computing thread each."""
+    return {"OMP_NUM_THREADS": "1"} if tensor_parallel_size > 1 else {}
+
+
 def demo_region(
     model: TinyModel,
     path: Path,
@@ -42,6 +47,7 @@ def demo_region(
                 "tensor_parallel_size": tensor_parallel_size,
                 "enforce_eager": True,
                 "args": (*model.engine_args, *engine_args),
+                "env": rank_environment(tensor_parallel_size),
             }
         ],
         "clusters": [

@@ -7,7 +7,6 @@ engine waits there, and computes the prompt itself as soon as it hears that noth
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -256,11 +255,13 @@ class PrefillRunner:
         config = self._config
         while True:
             await asyncio.sleep(config.lease_s / 3)
-            # A lost lease shows as the end of the transfer, which `_landed` reports.
-            with contextlib.suppress(RpcError):
+            try:
                 await place.agent.renew(
                     job.landing.transfer_id, config.lease_s, config.rpc_timeout_s
                 )
+            except RpcError as error:
+                # A lost lease shows as the end of the transfer, which `_landed` reports.
+                logger.warning("outbox %s not renewed: %s", job.landing.transfer_id, error)
 
     async def _discard(
         self, job: PrefillJob, place: Place, opening: asyncio.Task[OpenOutboxReply]
