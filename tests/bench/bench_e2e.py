@@ -6,6 +6,12 @@ For each system in turn one prefill engine and one decode engine are started, bo
 model, and the same prompts are sent one at a time, each of them new to every cache. The client is
 at the decode site. Ours goes through the gateway; NIXL's two legs are sent straight to the engines.
 "alone" is the prefill engine answering by itself across the link: no hand-off at all.
+
+NIXL's settings: kv_producer and kv_consumer, the connector's default threads, UCX over TCP on the
+link's device alone, UCX's locks as mutexes, and NUMA nodes hidden from its engines. On loopback 9
+hand-offs of 9 came through with the last two; with neither, one of the first five hung. On a CPU
+the connector pins its worker's main thread to a node's last core, the same core for both engines
+here, and UCX's default locks spin. Which of the two is needed was not told apart.
 """
 
 from __future__ import annotations
@@ -46,6 +52,10 @@ OUTPUT_TOKENS = 4
 START_TIMEOUT_S = 300.0
 NIXL_PORTS = {"prefill": 25600, "decode": 25700}
 ENGINE_PORTS = {"prefill": 25001, "decode": 25002}
+
+HIDE_NUMA = 'mount -t tmpfs none /sys/devices/system/node && exec "$@"'
+WITHOUT_NUMA = ("sh", "-c", HIDE_NUMA, "sh")
+"""Runs a command that finds no NUMA nodes; `ip netns exec` gives it mounts of its own."""
 
 Ask = Callable[[str], Any]
 
@@ -110,16 +120,15 @@ def engine(role: str, model: TinyModel, path: Path, **changes: Any) -> EngineSpe
 @asynccontextmanager
 async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
     """Two engines with vLLM's NixlConnector, UCX over TCP."""
-    config = {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_both",
-        "kv_buffer_device": "cpu",
-        "kv_connector_extra_config": {"num_threads": int(__import__("os").environ.get("NT", "1"))},
-    }
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         supervisors = []
-        for role in ("prefill", "decode"):
+        for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+            config = {
+                "kv_connector": "NixlConnector",
+                "kv_role": kv_role,
+                "kv_buffer_device": "cpu",
+            }
             spec = engine(
                 role,
                 model,
@@ -128,13 +137,15 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
                 env={
                     "UCX_TLS": "tcp",
                     "UCX_NET_DEVICES": DEVICE,
+                    "UCX_USE_MT_MUTEX": "y",
                     "VLLM_NIXL_SIDE_CHANNEL_HOST": FAR if role == "prefill" else NEAR,
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_PORTS[role]),
                 },
             )
             process = engine_process(spec, logs)
             site = link.far if role == "prefill" else link.near
-            process = replace(process, argv=link.at_site(site, process.argv))
+            argv = link.at_site(site, [*WITHOUT_NUMA, *process.argv])
+            process = replace(process, argv=argv)
             supervisor = Supervisor(process, _is_healthy(session, spec.url))
             supervisor.start()
             stack.push_async_callback(supervisor.stop)
