@@ -10,8 +10,14 @@ from deploy.region.spec import RegionSpec
 
 
 def rank_environment(tensor_parallel_size: int) -> dict[str, str]:
-    """Several ranks share this machine's cores: one computing thread each."""
-    return {"OMP_NUM_THREADS": "1"} if tensor_parallel_size > 1 else {}
+    """Several ranks share this machine's cores: one computing thread each.
+
+    vLLM's parallel embedding is compiled at the first request, eager mode or not, which takes the
+    two ranks most of a minute here; the environment says that it should not be.
+    """
+    if tensor_parallel_size == 1:
+        return {}
+    return {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def demo_region(

@@ -1,58 +1,67 @@
-"""Two tensor-parallel ranks on each side, and so few KV blocks that requests are preempted.
+"""Two tensor-parallel ranks: each sends its share, and each finds its share again.
 
-Tensor parallelism changes the rounding, so the plain engine to compare with has two ranks as well.
+One engine of two ranks is both ends (two such engines are more than a small machine can run): it
+answers a prompt by itself, prefills it for a landing, and answers it again from what landed.
 """
 
-import asyncio
 from pathlib import Path
 
+import aiohttp
 import pytest
 from engine_region import (
     WINDOW,
-    ask_region,
+    agent_status,
     engine_metrics,
-    everything_is_given_back,
-    expected_answers,
     model_dir,
     prompt,
-    records,
     region_spec,
     running,
 )
+from handoff import Handoff
+
+from deploy.region.spec import RegionInstance, RegionSpec
+from kvmanager.engines.jobs import consumer_params
 
 pytestmark = pytest.mark.asyncio
 
-FEW_BLOCKS = ("--num-gpu-blocks-override", "300")
-"""Blocks of 32 tokens; a prompt of 2,000 tokens takes up to three times 63 of them."""
+
+async def test_two_ranks(models_dir: Path, tmp_path: Path) -> None:
+    spec = _one_engine(model_dir(models_dir, WINDOW))
+    async with running(spec, tmp_path / "r") as region, aiohttp.ClientSession() as session:
+        handoff = Handoff(region, WINDOW, session)
+        url = f"{region.engine('both').address}/v1/completions"
+
+        async def tokens(body: dict[str, object]) -> list[int]:
+            async with session.post(url, json=body) as response:
+                answer = await response.json()
+            assert response.status == 200, answer
+            return list(answer["choices"][0]["token_ids"])
+
+        loaded = 0
+        for length in (256, 1100, 3001):
+            request = prompt(f"{length}", length, 300 + length)
+            body = request.body(WINDOW)
+            expected = await tokens(body)
+            token_ids = list(request.prompt.encode())  # a token is a byte
+            landed = await handoff.land("both", "b1", token_ids[:-1])
+            params = consumer_params(
+                landed.landing, arena_epoch=landed.reply.arena_epoch, runs=landed.reply.runs
+            )
+            assert await tokens(body | {"kv_transfer_params": params}) == expected, length
+            loaded += length - 1
+        await handoff.close()
+        metrics = await engine_metrics(region, "both")
+        assert metrics["vllm:external_prefix_cache_hits_total"] == loaded
+        status = await agent_status(region, "b1")
+        assert [engine.tp_size for engine in status.engines] == [2]
+        assert status.landing_bytes == status.outbox_bytes == 0
 
 
-async def test_two_ranks_and_preempted_requests(
-    models_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = model_dir(models_dir, WINDOW)
-    asked = [
-        prompt(f"{index}", 2000, 300 + index, wave=0 if index == 0 else 1) for index in range(5)
-    ]
-    expecting = asyncio.create_task(
-        expected_answers(path, WINDOW, asked, tmp_path_factory.mktemp("p"), tensor_parallel_size=2)
+def _one_engine(path: Path) -> RegionSpec:
+    spec = region_spec(path, WINDOW, tensor_parallel_size=2, prefix_caching=False)
+    cluster = spec.pd_cluster
+    node = cluster.nodes[0].model_copy(
+        update={"instances": (RegionInstance(name="both", role="both"),)}
     )
-    spec = region_spec(
-        path,
-        WINDOW,
-        tensor_parallel_size=2,
-        local_prefill=False,
-        engine_args=FEW_BLOCKS,
-    )
-    async with running(spec, tmp_path_factory.mktemp("r") / "region") as region:
-        asked, expected = await expecting
-        answers = await ask_region(region, WINDOW, asked)
-        listed = await records(region)
-        for request in asked:
-            answer = answers[request.name]
-            assert not answer.error, answer.error
-            assert answer.token_ids == expected[request.name].token_ids, request.name
-            record = listed[answer.request_id]
-            assert record["route"] == "prefill_cluster", str(record)
-        metrics = await engine_metrics(region, "a1-prefill")
-        assert metrics["vllm:num_preemptions_total"] > 0, "the blocks were not few enough"
-        await everything_is_given_back(region)
+    alone = cluster.model_copy(update={"nodes": (node,)})
+    return spec.model_copy(update={"clusters": (alone,), "links": ()})
