@@ -1,6 +1,5 @@
 """The demo's region as a `RegionSpec`: two clusters and an emulated link on this machine."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ def demo_region(
     gateway_port: int = 0,
     landing_gib: float = 0.25,
     local_prefill: bool = True,
-    engine_args: Sequence[str] = (),
 ) -> RegionSpec:
     """A prefill cluster of one engine, a PD cluster of two, and a link of 1 Gbit/s and 20 ms.
 
@@ -52,7 +50,7 @@ def demo_region(
                 "prefix_caching": prefix_caching,
                 "tensor_parallel_size": tensor_parallel_size,
                 "enforce_eager": True,
-                "args": (*model.engine_args, *engine_args),
+                "args": model.engine_args,
                 "env": rank_environment(tensor_parallel_size),
             }
         ],
