@@ -5,4 +5,6 @@ import typer
 from kvmanager.agent.cli import agent_command
 
 if __name__ == "__main__":
-    typer.run(agent_command)
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command()(agent_command)
+    app()
