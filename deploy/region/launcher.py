@@ -23,7 +23,7 @@ import psutil
 
 from deploy.emulator.control import RelayControl
 from deploy.region.checks import check_region
-from deploy.region.loading import RegionError
+from deploy.region.loading import RegionError, missing_models
 from deploy.region.plan import Kind, PlannedProcess, Planner, gateway_url
 from deploy.region.ports import ResolvedRegion, join_address, resolve_ports, taken_ports
 from deploy.region.probes import Prober
@@ -230,7 +230,9 @@ class RunningRegion:
             process.kill_now()
 
     def _prepare(self) -> None:
-        problems = check_region(self._wanted) or taken_ports(self._wanted)
+        problems = (
+            check_region(self._wanted) or missing_models(self._wanted) or taken_ports(self._wanted)
+        )
         if problems:
             raise RegionError(f"region {self._wanted.name}", problems)
         self._lock = RunLock(self._root)

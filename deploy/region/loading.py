@@ -170,6 +170,18 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((model for model in found if model is not None), None)
 
 
+def missing_models(region: RegionSpec) -> list[Problem]:
+    """The models whose path is a directory that this machine does not have."""
+    return [
+        Problem(
+            ("models", index, "path"),
+            f"there is no {model.path} here; a relative path starts at the region file's directory",
+        )
+        for index, model in enumerate(region.models)
+        if Path(model.path).is_absolute() and not Path(model.path).is_dir()
+    ]
+
+
 def _line(root: yaml.Node | None, path: KeyPath) -> int | None:
     """The line of the deepest part of `path` that the file has."""
     line: int | None = None

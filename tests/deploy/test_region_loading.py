@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.region.checks import check_region
-from deploy.region.loading import RegionError, load_region, parse_region
+from deploy.region.loading import RegionError, load_region, missing_models, parse_region
 from deploy.region.spec import RegionSpec, region_schema, role_of
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
@@ -159,3 +159,11 @@ def test_the_schema_describes_the_file() -> None:
     link = schema["$defs"]["LinkSpec"]
     assert set(link["required"]) == {"from", "to"}
     assert link["additionalProperties"] is False
+
+
+def test_a_model_that_is_not_here_is_named(tmp_path: Path) -> None:
+    (problem,) = missing_models(load_region(EXAMPLE, VARIABLES))
+    assert problem.where == "models[0].path"
+    assert "/models/tiny" in problem.message
+    assert missing_models(load_region(EXAMPLE, {"MODEL": str(tmp_path)})) == []
+    assert missing_models(load_region(EXAMPLE, {"MODEL": "org/name-on-a-hub"})) == []
