@@ -194,8 +194,8 @@ class PrefillRunner:
             if prefill.done():
                 prefill.result()
             transfer.result()
-        report, landed_s = await transfer
-        return await prefill, report, landed_s
+        done = await prefill
+        return done, *(await transfer)
 
     async def _prefill(
         self, job: PrefillJob, place: Place, grant: OpenOutboxReply

@@ -31,6 +31,7 @@ from deploy.region.launcher import RunningRegion
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 THRESHOLD_TOKENS = 100
+ALL_AT_ONCE_TOKENS = 16384
 LENGTHS = (1, 255, 256, 257, 1000, 1500, 5000)
 SHARED = text(1300, seed=77)
 AGAIN = " again"
@@ -69,6 +70,7 @@ class Served:
 
     model: str
     prefix_caching: bool
+    chunk_tokens: int
     region: RunningRegion
     asked: list[DemoRequest]
     expected: dict[str, Answer]
@@ -93,16 +95,22 @@ async def served(
         _expected[name] = asyncio.create_task(
             expected_answers(path, name, requests(), tmp_path_factory.mktemp("p"))
         )
+    chunk_tokens = CHUNK_TOKENS
+    if name == RECURRENT and not prefix_caching:
+        # Without blocks to align to, a batch of several prompts splits them anywhere, and another
+        # split rounds the bfloat16 recurrence otherwise, in a plain engine as well.
+        chunk_tokens = ALL_AT_ONCE_TOKENS
     spec = region_spec(
         path,
         name,
+        chunk_tokens=chunk_tokens,
         prefix_caching=prefix_caching,
         threshold_tokens=THRESHOLD_TOKENS,
         local_prefill=prefix_caching,
     )
     async with running(spec, run_dir / "region") as region:
         asked, expected = await _expected[name]
-        yield Served(name, prefix_caching, region, asked, expected)
+        yield Served(name, prefix_caching, chunk_tokens, region, asked, expected)
 
 
 async def test_tokens_equal_a_plain_engines(served: Served) -> None:
@@ -126,7 +134,8 @@ async def test_tokens_equal_a_plain_engines(served: Served) -> None:
         if num_tokens > THRESHOLD_TOKENS:
             assert record["route"] == "prefill_cluster", record
         assert record.get("prefill_error", "") == "", record
-    assert_layer_wise([listed[answers[request.name].request_id] for request in asked])
+    if served.chunk_tokens == CHUNK_TOKENS:
+        assert_layer_wise([listed[answers[request.name].request_id] for request in asked])
     if served.prefix_caching:
         await assert_pages_are_bit_identical(region, name)
     await everything_is_given_back(region)
