@@ -86,7 +86,8 @@ def demo_requests() -> Sequence[DemoRequest]:
     alone = [
         DemoRequest("short", completion, 60, 1, False, "local", 0),
         DemoRequest("short chat, stream", chat, 200, 2, True, "local", 1),
-        DemoRequest("long", completion, 2600, 3, False, far, 2),
+        # The first to cross the link opens its connections: its shares are shown, not judged.
+        DemoRequest("long, new link", completion, 2600, 3, False, far, 2, alone=False),
         DemoRequest("long, stream", completion, 5000, 4, True, far, 3),
         DemoRequest("long chat, stream", chat, 4000, 5, True, far, 4, prefix=story),
         DemoRequest("shares 3,000", chat, 4900, 6, True, far, 5, prefix=story),

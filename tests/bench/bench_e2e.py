@@ -316,7 +316,10 @@ async def _measure_one(
                 )
         for num_tokens in arguments.tokens:
             for repeat in range(arguments.repeats):
-                body = {"model": MODEL, "prompt": text(num_tokens, seed=7_000_000 + 10 * num_tokens + repeat)}
+                body = {
+                    "model": MODEL,
+                    "prompt": text(num_tokens, seed=7_000_000 + 10 * num_tokens + repeat),
+                }
                 body["prompt"] = f"{name}{round_number}" + body["prompt"]
                 first_s, _, _ = await stream(session, _url("prefill"), body)
                 measured.append(Measured(f"alone ({name})", 0.0, num_tokens, first_s, ""))
