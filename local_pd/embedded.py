@@ -14,10 +14,10 @@ from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
 from kvmanager.engines.jobs import (
     ClusterReport,
-    Landing,
     PrefillJob,
     PrefillResult,
     consumer_params,
+    reserved_landing,
 )
 from kvmanager.engines.ownership import Cleanups
 from kvmanager.engines.prefill_run import PrefillRunner, RunnerConfig
@@ -219,16 +219,7 @@ class EmbeddedPdCluster:
             ),
             undo,
         )
-        landing = Landing(
-            transfer_id=reply.transfer_id,
-            token=reply.token,
-            nbytes=reply.nbytes,
-            num_tokens=num_tokens,
-            host=reply.host,
-            port=reply.port,
-            layout_fingerprint=reply.layout_fingerprint,
-            token_digest=token_digest,
-        )
+        landing = reserved_landing(reply, num_tokens, token_digest)
         if config.keep_leases:
             self._leases.hold(
                 reply.transfer_id,

@@ -8,9 +8,9 @@ from pathlib import Path
 import aiohttp
 
 from deploy.demo.answers import REQUEST_TIMEOUT_S, Answer, ask
-from deploy.demo.regions import rank_environment
 from deploy.demo.scenario import DemoRequest
 from deploy.demo.tiny_specs import TinyModel
+from kvmanager.engines.client import EngineHttp
 from kvmanager.engines.command import EngineSpec
 from kvmanager.engines.supervisor import Supervisor, engine_process
 
@@ -31,8 +31,6 @@ async def plain_engine(
     path: Path,
     log_dir: Path,
     progress: Callable[[str], None] | None = None,
-    *,
-    tensor_parallel_size: int = 1,
 ) -> AsyncIterator[str]:
     """Start the engine, give its URL, stop it. Raises EngineStartFailed with its last log lines."""
     log_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - once, before anything runs
@@ -43,19 +41,12 @@ async def plain_engine(
         port=_free_port(),
         dtype=model.dtype,
         max_model_len=model.max_model_len,
-        tensor_parallel_size=tensor_parallel_size,
-        env=rank_environment(tensor_parallel_size),
         kv_space_gib=1,
         enforce_eager=True,
         args=model.engine_args,
     )
-
-    async def is_healthy() -> bool:
-        async with session.get(f"{spec.url}/health") as response:
-            return response.status == 200
-
     async with aiohttp.ClientSession() as session:
-        supervisor = Supervisor(engine_process(spec, log_dir), is_healthy)
+        supervisor = Supervisor(engine_process(spec, log_dir), EngineHttp(spec.url, session).health)
         supervisor.start()
         try:
             await supervisor.wait_healthy(START_TIMEOUT_S, progress)

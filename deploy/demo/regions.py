@@ -8,7 +8,7 @@ from deploy.demo.tiny_specs import TinyModel
 from deploy.region.spec import RegionSpec
 
 
-def rank_environment(tensor_parallel_size: int) -> dict[str, str]:
+def _rank_environment(tensor_parallel_size: int) -> dict[str, str]:
     """Several ranks share this machine's cores: one computing thread each.
 
     vLLM's parallel embedding is compiled at the first request, eager mode or not, which takes the
@@ -52,7 +52,7 @@ def demo_region(
                 "tensor_parallel_size": tensor_parallel_size,
                 "enforce_eager": True,
                 "args": model.engine_args,
-                "env": rank_environment(tensor_parallel_size),
+                "env": _rank_environment(tensor_parallel_size),
             }
         ],
         "clusters": [

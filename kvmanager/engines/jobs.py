@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvmanager.agent.messages import OpenOutboxReply
+from kvmanager.agent.messages import OpenOutboxReply, ReserveReply
 
 Role = Literal["prefill", "decode", "both"]
 """What an instance of a local PD cluster may be asked to do."""
@@ -102,6 +102,20 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     running_tokens: int = 0
     reason: str = ""
+
+
+def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) -> Landing:
+    """The landing that an agent granted for these tokens."""
+    return Landing(
+        transfer_id=reply.transfer_id,
+        token=reply.token,
+        nbytes=reply.nbytes,
+        num_tokens=num_tokens,
+        host=reply.host,
+        port=reply.port,
+        layout_fingerprint=reply.layout_fingerprint,
+        token_digest=token_digest,
+    )
 
 
 def producer_params(landing: Landing, outbox: OpenOutboxReply) -> dict[str, Any]:

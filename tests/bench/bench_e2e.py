@@ -43,6 +43,7 @@ from deploy.demo.tiny_specs import MODELS, TinyModel
 from deploy.region.launcher import RunningRegion
 from deploy.region.plan import PlannedProcess
 from deploy.region.spec import RegionSpec
+from kvmanager.engines.client import EngineHttp
 from kvmanager.engines.command import EngineSpec
 from kvmanager.engines.supervisor import Supervisor, engine_process
 
@@ -101,7 +102,7 @@ async def stream(
 
 
 def engine(role: str, model: TinyModel, path: Path, **changes: Any) -> EngineSpec:
-    """What both systems' engines share."""
+    """One of NIXL's engines, with the settings that `_region` gives to ours."""
     return EngineSpec(
         instance=role,
         model=str(path),
@@ -146,7 +147,7 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
             site = link.far if role == "prefill" else link.near
             argv = link.at_site(site, [*WITHOUT_NUMA, *process.argv])
             process = replace(process, argv=argv)
-            supervisor = Supervisor(process, _is_healthy(session, spec.url))
+            supervisor = Supervisor(process, EngineHttp(spec.url, session).health)
             supervisor.start()
             stack.push_async_callback(supervisor.stop)
             supervisors.append(supervisor)
@@ -210,8 +211,7 @@ async def _record(
 
 
 def _region(model: TinyModel, path: Path) -> RegionSpec:
-    far_agent = {"arena_gib": 0.5}
-    near_agent = {"arena_gib": 0.5}
+    agent = {"arena_gib": 0.5}
     spec = {
         "name": "bench",
         "gateway": {"port": 0, "threshold_tokens": 100},
@@ -236,7 +236,7 @@ def _region(model: TinyModel, path: Path) -> RegionSpec:
                     {
                         "name": "far",
                         "host": FAR,
-                        "agent": far_agent,
+                        "agent": agent,
                         "instances": [{"name": "prefill", "port": ENGINE_PORTS["prefill"]}],
                     }
                 ],
@@ -248,7 +248,7 @@ def _region(model: TinyModel, path: Path) -> RegionSpec:
                     {
                         "name": "near",
                         "host": NEAR,
-                        "agent": near_agent,
+                        "agent": agent,
                         "instances": [{"name": "decode", "port": ENGINE_PORTS["decode"]}],
                     }
                 ],
@@ -262,14 +262,6 @@ def _region(model: TinyModel, path: Path) -> RegionSpec:
 
 def _url(role: str) -> str:
     return f"http://{FAR if role == 'prefill' else NEAR}:{ENGINE_PORTS[role]}"
-
-
-def _is_healthy(session: aiohttp.ClientSession, url: str) -> Any:
-    async def is_healthy() -> bool:
-        async with session.get(f"{url}/health") as response:
-            return bool(response.status == 200)
-
-    return is_healthy
 
 
 SYSTEMS = {"prfaas": prfaas, "nixl": nixl}

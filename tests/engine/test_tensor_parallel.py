@@ -20,7 +20,6 @@ from engine_region import (
 from handoff import Handoff
 
 from deploy.region.spec import RegionInstance, RegionSpec
-from kvmanager.engines.jobs import consumer_params
 
 pytestmark = pytest.mark.asyncio
 
@@ -44,10 +43,8 @@ async def test_two_ranks(models_dir: Path, tmp_path: Path) -> None:
             expected = await tokens(body)
             token_ids = list(request.prompt.encode())  # a token is a byte
             landed = await handoff.land("both", "b1", token_ids[:-1])
-            params = consumer_params(
-                landed.landing, arena_epoch=landed.reply.arena_epoch, runs=landed.reply.runs
-            )
-            assert await tokens(body | {"kv_transfer_params": params}) == expected, length
+            loading = body | {"kv_transfer_params": landed.consumer_params}
+            assert await tokens(loading) == expected, length
             loaded += length - 1
         await handoff.close()
         metrics = await engine_metrics(region, "both")

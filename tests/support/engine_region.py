@@ -69,17 +69,10 @@ async def records(region: RunningRegion) -> dict[str, dict[str, Any]]:
 
 
 async def expected_answers(
-    path: Path,
-    name: str,
-    requests: Sequence[DemoRequest],
-    log_dir: Path,
-    *,
-    tensor_parallel_size: int = 1,
+    path: Path, name: str, requests: Sequence[DemoRequest], log_dir: Path
 ) -> tuple[list[DemoRequest], dict[str, Answer]]:
     """What one plain engine, without our connector, answers; see `decided_answers`."""
-    async with plain_engine(
-        MODELS[name], path, log_dir, tensor_parallel_size=tensor_parallel_size
-    ) as url:
+    async with plain_engine(MODELS[name], path, log_dir) as url:
         return await decided_answers(url, MODELS[name], requests, lambda request, answer: None)
 
 

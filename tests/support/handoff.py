@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -12,7 +13,13 @@ from kvmanager.agent.messages import ReserveReply
 from kvmanager.arena import Arena
 from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.client import EngineHttp
-from kvmanager.engines.jobs import Landing, PrefillJob, PrefillResult, consumer_params
+from kvmanager.engines.jobs import (
+    Landing,
+    PrefillJob,
+    PrefillResult,
+    consumer_params,
+    reserved_landing,
+)
 from kvmanager.engines.prefill_run import Place, PrefillRunner
 from kvmanager.hashing import token_digest
 
@@ -28,6 +35,13 @@ class Landed:
     reply: ReserveReply
     result: PrefillResult
     data: bytes
+
+    @property
+    def consumer_params(self) -> dict[str, Any]:
+        """What makes an engine load it."""
+        return consumer_params(
+            self.landing, arena_epoch=self.reply.arena_epoch, runs=self.reply.runs
+        )
 
 
 class Handoff:
@@ -48,16 +62,7 @@ class Handoff:
         """Let the instance prefill these tokens and send them to the receiving node."""
         digest = token_digest(token_ids).hex()
         reply = await self._receiver.reserve(len(token_ids), digest, 60.0, timeout_s=TIMEOUT_S)
-        landing = Landing(
-            transfer_id=reply.transfer_id,
-            token=reply.token,
-            nbytes=reply.nbytes,
-            num_tokens=len(token_ids),
-            host=reply.host,
-            port=reply.port,
-            layout_fingerprint=reply.layout_fingerprint,
-            token_digest=digest,
-        )
+        landing = reserved_landing(reply, len(token_ids), digest)
         agent = AgentControl(self._region.agent_control(node))
         try:
             place = Place(instance, self._http(instance), agent, asyncio.Event(), self._model)
@@ -73,10 +78,9 @@ class Handoff:
 
     async def load(self, instance: str, landed: Landed, token_ids: Sequence[int]) -> None:
         """Let the instance decode a token after loading what landed."""
-        params = consumer_params(
-            landed.landing, arena_epoch=landed.reply.arena_epoch, runs=landed.reply.runs
+        await self._http(instance).prefill(
+            "by-hand", token_ids, landed.consumer_params, model=self._model
         )
-        await self._http(instance).prefill("by-hand", token_ids, params, model=self._model)
 
     async def drop(self, landed: Landed) -> None:
         """Free a landing that nobody will load."""
