@@ -46,9 +46,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
-IDLE_WAIT_S = 0.004
-"""How long a scheduling pass with nothing to compute waits for a landing. vLLM polls a connector
-that is not ready once a millisecond; this keeps a waiting engine near zero CPU."""
+IDLE_WAIT_SHARE = 9.0
+MIN_IDLE_WAIT_S = 0.004
+MAX_IDLE_WAIT_S = 0.025
+"""vLLM polls a connector that is not ready without a pause. A scheduling pass with nothing to
+compute therefore waits for the landing, and the longer the longer a pass takes: a waiting engine
+takes about a tenth of a core from whoever prefills beside it, on slow machines too. The maximum is
+what a new request may have to wait for."""
 
 
 class LandingState(Enum):
@@ -101,6 +105,7 @@ class SchedulerSide:
         self._lock = threading.Lock()
         self._landing_changed = threading.Event()
         self._engine_is_idle = False
+        self._pass_began_s = 0.0
         self._producers: dict[str, Producer] = {}
         self._consumers: dict[str, Consumer] = {}
         self._request_of: dict[bytes, str] = {}
@@ -238,7 +243,9 @@ class SchedulerSide:
         """At most once per scheduling pass that follows one without any work."""
         if self._engine_is_idle:
             self._engine_is_idle = False
-            self._landing_changed.wait(IDLE_WAIT_S)
+            pass_s = time.monotonic() - self._pass_began_s
+            wait_s = min(max(MIN_IDLE_WAIT_S, IDLE_WAIT_SHARE * pass_s), MAX_IDLE_WAIT_S)
+            self._landing_changed.wait(wait_s)
         self._landing_changed.clear()
 
     def update_state_after_alloc(
@@ -279,6 +286,7 @@ class SchedulerSide:
 
     def build_connector_meta(self, output: "SchedulerOutput") -> PrfaasMetadata:
         self._engine_is_idle = output.total_num_scheduled_tokens == 0
+        self._pass_began_s = time.monotonic()
         meta = PrfaasMetadata(loads=self._loads, ended=self._ended)
         self._loads, self._ended = [], []
         for request in output.scheduled_new_reqs:
