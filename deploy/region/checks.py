@@ -5,35 +5,11 @@ Sees one specification and nothing else: no files, no ports of this machine.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
+from deploy.problems import KeyPath, Problem, suggestion
 from deploy.region.spec import ClusterSpec, NodeSpec, RegionSpec, role_of
 from deploy.units import parse_rate
-
-Path = tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing wrong at `path` (keys and indices from the top); `message` includes the fix."""
-
-    path: Path
-    message: str
-    line: int | None = None
-
-    @property
-    def where(self) -> str:
-        """The path as one would write it: clusters[0].nodes[1].agent."""
-        text = ""
-        for part in self.path:
-            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-        return text or "(top level)"
-
-    def __str__(self) -> str:
-        line = "" if self.line is None else f" (line {self.line})"
-        return f"{self.where}{line}: {self.message}"
 
 
 def check_region(region: RegionSpec) -> list[Problem]:
@@ -47,16 +23,7 @@ def check_region(region: RegionSpec) -> list[Problem]:
     ]
 
 
-def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" for a near miss, else the known words."""
-    known = sorted(known)
-    near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; known here: {', '.join(known)}" if known else ""
-
-
-def _nodes(region: RegionSpec) -> Iterator[tuple[Path, ClusterSpec, NodeSpec]]:
+def _nodes(region: RegionSpec) -> Iterator[tuple[KeyPath, ClusterSpec, NodeSpec]]:
     for c, cluster in enumerate(region.clusters):
         for n, node in enumerate(cluster.nodes):
             yield ("clusters", c, "nodes", n), cluster, node
@@ -71,7 +38,7 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
         for path, _, node in _nodes(region)
         for i, item in enumerate(node.instances)
     ]
-    kinds: dict[str, list[tuple[Path, str]]] = {
+    kinds: dict[str, list[tuple[KeyPath, str]]] = {
         "cluster": [(path, name) for path, name in clusters],
         "model": [(path, name) for path, name in models],
         "node": nodes,
@@ -106,7 +73,7 @@ def _check_clusters(region: RegionSpec) -> Iterator[Problem]:
 
 
 def _check_node(
-    region: RegionSpec, path: Path, cluster: ClusterSpec, node: NodeSpec
+    region: RegionSpec, path: KeyPath, cluster: ClusterSpec, node: NodeSpec
 ) -> Iterator[Problem]:
     models = [model.name for model in region.models]
     for i, instance in enumerate(node.instances):
@@ -133,7 +100,7 @@ def _check_links(region: RegionSpec) -> Iterator[Problem]:
     kinds = {cluster.name: cluster.kind for cluster in region.clusters}
     linked: set[str] = set()
     for k, link in enumerate(region.links):
-        at: Path = ("links", k)
+        at: KeyPath = ("links", k)
         for key, name, kind in (("from", link.source, "prefill"), ("to", link.to, "pd")):
             if name not in kinds:
                 message = f"no cluster is called {name!r}{suggestion(name, kinds)}"
@@ -160,7 +127,7 @@ def _check_links(region: RegionSpec) -> Iterator[Problem]:
             yield Problem(("links",), message)
 
 
-def _check_emulation(at: Path, rate: str) -> Iterator[Problem]:
+def _check_emulation(at: KeyPath, rate: str) -> Iterator[Problem]:
     bytes_per_s = parse_rate(rate)
     if 0 < bytes_per_s < 125e3:
         message = f"{rate} is below 1 Mbit, which no KVCache survives; write at least 1Mbit"
@@ -191,7 +158,7 @@ def _check_ports(region: RegionSpec) -> Iterator[Problem]:
         taken.setdefault((host, port), where)
 
 
-def fixed_ports(region: RegionSpec) -> Iterator[tuple[Path, str, int]]:
+def fixed_ports(region: RegionSpec) -> Iterator[tuple[KeyPath, str, int]]:
     """Every port of the region with its path and host, 0 where any will do."""
     yield ("gateway", "port"), region.gateway.host, region.gateway.port
     for path, _, node in _nodes(region):

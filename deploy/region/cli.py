@@ -19,8 +19,8 @@ import psutil
 import typer
 from rich.console import Console
 
+from deploy.problems import FileError
 from deploy.region.file_cli import FileArgument, JsonOption, SetOption, fail, load_or_exit
-from deploy.region.loading import RegionError
 from deploy.region.rundir import (
     RegionState,
     RunDirectoryError,
@@ -61,7 +61,7 @@ def up_command(
     console = Console(stderr=as_json)
     try:
         started = asyncio.run(keep_up(region, root, console, as_json))
-    except RegionError as error:
+    except FileError as error:
         fail(str(error), 2)
     except (RegionStartFailed, RunDirectoryError, OSError) as error:
         fail(str(error), 1)

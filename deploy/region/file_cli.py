@@ -12,7 +12,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from deploy.region.loading import RegionError, load_region
+from deploy.problems import FileError
+from deploy.region.loading import load_region
 from deploy.region.spec import RegionSpec, region_schema
 
 region_app = typer.Typer(
@@ -53,7 +54,7 @@ def check_command(
     """
     try:
         region = load_region(file, dict(os.environ) | _variables(variables or []))
-    except RegionError as error:
+    except FileError as error:
         if not as_json:
             fail(str(error), 2)
         problems = [
@@ -75,7 +76,7 @@ def load_or_exit(file: Path, variables: list[str]) -> RegionSpec:
     """The region, or exit status 2 with every problem on stderr."""
     try:
         return load_region(file, dict(os.environ) | _variables(variables))
-    except RegionError as error:
+    except FileError as error:
         fail(str(error), 2)
 
 

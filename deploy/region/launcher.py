@@ -22,8 +22,9 @@ import aiohttp
 import psutil
 
 from deploy.emulator.control import RelayControl
+from deploy.problems import FileError
 from deploy.region.checks import check_region
-from deploy.region.loading import RegionError, missing_models
+from deploy.region.loading import missing_models
 from deploy.region.plan import Kind, PlannedProcess, Planner, gateway_url
 from deploy.region.ports import ResolvedRegion, join_address, resolve_ports, taken_ports
 from deploy.region.probes import Prober
@@ -185,7 +186,7 @@ class RunningRegion:
     async def start(self) -> None:
         """Start everything and return when the gateway serves and every instance is usable.
 
-        Raises RegionError (the specification, ports in use), RunDirectoryError, RegionStartFailed;
+        Raises FileError (the specification, ports in use), RunDirectoryError, RegionStartFailed;
         after any exception, cancellation included, everything is stopped again.
         """
         try:
@@ -234,7 +235,7 @@ class RunningRegion:
             check_region(self._wanted) or missing_models(self._wanted) or taken_ports(self._wanted)
         )
         if problems:
-            raise RegionError(f"region {self._wanted.name}", problems)
+            raise FileError(f"region {self._wanted.name}", problems)
         self._lock = RunLock(self._root)
         directory = self._directory = open_run_directory(self._root)
         self._resolved = resolve_ports(self._wanted)

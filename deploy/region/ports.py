@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from deploy.region.checks import Problem, fixed_ports
+from deploy.problems import Problem
+from deploy.region.checks import fixed_ports
 from deploy.region.spec import AgentSpec, ClusterSpec, EmulationSpec, LinkSpec, NodeSpec, RegionSpec
 
 # Below the range from which the kernel takes ports of outgoing connections, so that none of those

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.problems import FileError
 from deploy.region.checks import check_region
-from deploy.region.loading import RegionError, load_region, missing_models, parse_region
+from deploy.region.loading import load_region, missing_models, parse_region
 from deploy.region.spec import RegionSpec, region_schema, role_of
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
@@ -23,7 +24,7 @@ def with_change(old: str, new: str) -> str:
 
 
 def problems_of(text: str) -> dict[str, str]:
-    with pytest.raises(RegionError) as caught:
+    with pytest.raises(FileError) as caught:
         parse_region(text, VARIABLES)
     return {problem.where: problem.message for problem in caught.value.problems}
 
@@ -94,7 +95,7 @@ def test_a_missing_link_is_asked_for() -> None:
 
 def test_all_problems_come_at_once_with_lines() -> None:
     text = with_change("rate: 1Gbit", "rate: fast").replace("dtype:", "dtpye:")
-    with pytest.raises(RegionError) as caught:
+    with pytest.raises(FileError) as caught:
         parse_region(text, VARIABLES, source="region.yaml")
     first, *rest = str(caught.value).splitlines()
     assert first == "region.yaml: 2 problems"
@@ -112,7 +113,7 @@ def test_variables_are_filled_in() -> None:
     text = with_change("port: 8000", "port: ${PORT:-8123}")
     assert parse_region(text, VARIABLES).gateway.port == 8123
     assert parse_region(text, VARIABLES | {"PORT": "9000"}).gateway.port == 9000
-    with pytest.raises(RegionError, match=r"models\[0\].path.*MODEL is not set"):
+    with pytest.raises(FileError, match=r"models\[0\].path.*MODEL is not set"):
         parse_region(text, {})
 
 
@@ -133,11 +134,11 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 
 
 def test_broken_files_are_explained(tmp_path: Path) -> None:
-    with pytest.raises(RegionError, match="cannot be read"):
+    with pytest.raises(FileError, match="cannot be read"):
         load_region(tmp_path / "nothing.yaml", {})
-    with pytest.raises(RegionError, match=r"line 2.*not valid YAML"):
+    with pytest.raises(FileError, match=r"line 2.*not valid YAML"):
         parse_region("a: 1\nb: [", {})
-    with pytest.raises(RegionError, match="is a mapping"):
+    with pytest.raises(FileError, match="is a mapping"):
         parse_region("- a\n", {})
 
 

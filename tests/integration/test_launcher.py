@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from deploy.problems import FileError
 from deploy.region.launcher import LaunchConfig, Progress, RegionStartFailed, RunningRegion
-from deploy.region.loading import RegionError
 from deploy.region.rundir import RunDirectoryError, read_state
 from deploy.region.spec import RegionSpec
 from deploy.region.status import region_status
@@ -294,7 +294,7 @@ async def test_taken_ports_are_reported_before_anything_starts(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         region = RunningRegion(spec(dummy_vllm, gateway={"port": port}), run_dir)
-        with pytest.raises(RegionError, match=rf"gateway.port: port {port} is in use by") as caught:
+        with pytest.raises(FileError, match=rf"gateway.port: port {port} is in use by") as caught:
             await region.start()
     assert f"pid {os.getpid()}" in str(caught.value)
     assert read_state(run_dir) is None
@@ -303,7 +303,7 @@ async def test_taken_ports_are_reported_before_anything_starts(
 async def test_a_host_elsewhere_is_refused(dummy_vllm: Path, run_dir: Path) -> None:
     wrong = document(dummy_vllm)
     wrong["clusters"][0]["nodes"][0]["host"] = "192.0.2.1"
-    with pytest.raises(RegionError, match=r"cannot listen on 192\.0\.2\.1"):
+    with pytest.raises(FileError, match=r"cannot listen on 192\.0\.2\.1"):
         await RunningRegion(RegionSpec.model_validate(wrong), run_dir).start()
 
 
