@@ -209,9 +209,12 @@ class TransferTable:
         if outbox.spec.fingerprint != self._peers[conn_id].fingerprint:
             why_not = "the outbox has another KV layout"
             return [TellFailed(conn_id, transfer_id, why_not, outbox.attempt)]
+        instance = self._peers[conn_id].instance
+        if any(self._peers[other].instance != instance for other in outbox.attached):
+            why_not = "another engine fills this outbox"
+            return [TellFailed(conn_id, transfer_id, why_not, outbox.attempt)]
         outbox.attached.add(conn_id)
         self.custody.hold(outbox.key, conn_id)
-        instance = self._peers[conn_id].instance
         for other in self.custody.holders(outbox.key):
             if self._peers[other].instance != instance:
                 self.custody.let_go(outbox.key, other)

