@@ -84,9 +84,10 @@ def demo_requests() -> Sequence[DemoRequest]:
     far: Route = "prefill_cluster"
     story = text(3000, seed=5)
     # vLLM's workers spin for a second after each request. The short ones come after the long ones,
-    # so that on a small machine a judged transfer shares it only with the engines it is for.
+    # so that on a small machine a judged transfer shares it only with the engines it is for. The
+    # first to cross the link opens connections and touches memory: its shares are not judged.
     alone = [
-        DemoRequest("long", completion, 2600, 3, False, far, 0),
+        DemoRequest("long, new link", completion, 2600, 3, False, far, 0, alone=False),
         DemoRequest("long, stream", completion, 5000, 4, True, far, 1),
         DemoRequest("long chat, stream", chat, 4000, 5, True, far, 2, prefix=story),
         DemoRequest("shares 3,000", chat, 4900, 6, True, far, 3, prefix=story),
