@@ -51,6 +51,7 @@ MODEL = "mimo-v2-bench"
 CHUNK_TOKENS = 1024
 OUTPUT_TOKENS = 4
 START_TIMEOUT_S = 300.0
+MAX_STARTS = 4
 NIXL_PORTS = {"prefill": 25600, "decode": 25700}
 ENGINE_PORTS = {"prefill": 25001, "decode": 25002}
 
@@ -63,15 +64,19 @@ Ask = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One prompt. `wire_bytes` and `prefill_s` are known of ours only."""
+    """One prompt; `gbps` 0: on a prefill engine alone. `wire_bytes` and `prefill_s` are known of
+    ours only. With an `error` there is nothing else.
+    """
 
     system: str
     gbps: float
     num_tokens: int
-    ttft_s: float
-    text: str
+    prompt: str
+    ttft_s: float = 0.0
+    text: str = ""
     wire_bytes: int = 0
     prefill_s: float = 0.0
+    error: str = ""
 
 
 async def stream(
@@ -139,6 +144,7 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
                     "UCX_TLS": "tcp",
                     "UCX_NET_DEVICES": DEVICE,
                     "UCX_USE_MT_MUTEX": "y",
+                    "UCX_KEEPALIVE_INTERVAL": "inf",  # starved cores are not lost peers
                     "VLLM_NIXL_SIDE_CHANNEL_HOST": FAR if role == "prefill" else NEAR,
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_PORTS[role]),
                 },
@@ -268,53 +274,65 @@ SYSTEMS = {"prfaas": prfaas, "nixl": nixl}
 
 
 async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
-    """Every system, rate and length; progress on stderr."""
+    """Every system, rate and length; progress on stderr. A system that fails is started anew."""
     model = MODELS[MODEL]
     measured: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="prfaas-bench-") as folder:
         path = build_model(model, Path(folder)).path
         for round_number in range(arguments.rounds):
             for name in arguments.systems:
-                _say(f"round {round_number + 1}: starting {name}")
-                link.set_rate(10.0)
-                logs = Path(arguments.logs or folder) / f"{name}-{round_number}"
-                logs.mkdir(parents=True, exist_ok=True)
-                async with SYSTEMS[name](link, model, path, logs) as ask:
-                    for attempt in range(3):
-                        await ask(text(2000, seed=90_000_000 + attempt))
-                    measured += await _measure_one(arguments, link, name, round_number, ask)
+                todo = _prompts(arguments, name, round_number)
+                starts = 0
+                while todo and starts < MAX_STARTS:
+                    starts += 1
+                    _say(f"round {round_number + 1}: starting {name}")
+                    link.set_rate(10.0)
+                    logs = Path(arguments.logs or folder) / f"{name}-{round_number}-{starts}"
+                    logs.mkdir(parents=True, exist_ok=True)
+                    async with SYSTEMS[name](link, model, path, logs) as ask:
+                        for attempt in range(3):
+                            await ask(text(2000, seed=90_000_000 + attempt))
+                        measured += await _measure_one(link, name, todo, ask)
     return measured
 
 
-async def _measure_one(
-    arguments: argparse.Namespace, link: Wan, name: str, round_number: int, ask: Ask
-) -> list[Measured]:
-    measured = []
-    async with aiohttp.ClientSession() as session:
-        for gbps in arguments.gbps:
-            link.set_rate(gbps)
-            for num_tokens in arguments.tokens:
-                for repeat in range(arguments.repeats):
-                    seed = num_tokens + 100_000 * repeat + 10_000_000 * round_number
-                    prompt = text(num_tokens, seed=seed + int(1e9 * gbps) % 999_983)
-                    ttft_s, words, nbytes, prefill_s = await ask(prompt)
-                    measured.append(
-                        Measured(name, gbps, num_tokens, ttft_s, words, nbytes, prefill_s)
-                    )
-                ttfts = [item.ttft_s for item in measured[-arguments.repeats :]]
-                _say(
-                    f"  {name}, {gbps:g} Gbit/s, {num_tokens} tokens:"
-                    f" {1e3 * statistics.median(ttfts):.0f} ms"
-                )
+def _prompts(arguments: argparse.Namespace, name: str, round_number: int) -> list[Measured]:
+    """What to ask, in order: over the link at each rate, then the prefill engine alone."""
+    asked = []
+    for gbps in (*arguments.gbps, 0.0):
         for num_tokens in arguments.tokens:
             for repeat in range(arguments.repeats):
-                body = {
-                    "model": MODEL,
-                    "prompt": text(num_tokens, seed=7_000_000 + 10 * num_tokens + repeat),
-                }
-                body["prompt"] = f"{name}{round_number}" + body["prompt"]
-                first_s, _, _ = await stream(session, _url("prefill"), body)
-                measured.append(Measured(f"alone ({name})", 0.0, num_tokens, first_s, ""))
+                seed = num_tokens + 100_000 * repeat + 10_000_000 * round_number
+                prompt = text(num_tokens, seed=seed + int(1e9 * gbps) % 999_983)
+                asked.append(Measured(name, gbps, num_tokens, prompt))
+    return asked
+
+
+async def _measure_one(link: Wan, name: str, todo: list[Measured], ask: Ask) -> list[Measured]:
+    """Take from `todo` until it is empty or an answer fails."""
+    measured: list[Measured] = []
+    async with aiohttp.ClientSession() as session:
+        while todo:
+            item = todo.pop(0)
+            link.set_rate(item.gbps or 10.0)
+            try:
+                if item.gbps:
+                    ttft_s, words, nbytes, prefill_s = await ask(item.prompt)
+                    item = replace(
+                        item, ttft_s=ttft_s, text=words, wire_bytes=nbytes, prefill_s=prefill_s
+                    )
+                else:
+                    body = {"model": MODEL, "prompt": f"alone {item.prompt}"[: item.num_tokens]}
+                    ttft_s, _, _ = await stream(session, _url("prefill"), body)
+                    item = replace(item, ttft_s=ttft_s)
+            except (RuntimeError, aiohttp.ClientError) as error:
+                item = replace(item, error=str(error) or repr(error))
+            measured.append(item)
+            where = f"{item.gbps:g} Gbit/s" if item.gbps else "alone"
+            took = f"failed: {item.error[:200]}" if item.error else f"{1e3 * item.ttft_s:.0f} ms"
+            _say(f"  {name}, {where}, {item.num_tokens} tokens: {took}")
+            if item.error:
+                break
     return measured
 
 
@@ -324,44 +342,45 @@ def _say(line: str) -> None:
 
 def summarise(measured: list[Measured]) -> dict[str, Any]:
     """Medians by rate and length, their ratio, and whether both gave the same text."""
+    by_cell: dict[tuple[str, float, int], list[Measured]] = {}
+    for item in measured:
+        by_cell.setdefault((item.system, item.gbps, item.num_tokens), []).append(item)
     cells = []
     for gbps, num_tokens in sorted({(m.gbps, m.num_tokens) for m in measured if m.gbps}):
-        of = {
-            name: [
-                m for m in measured if (m.system, m.gbps, m.num_tokens) == (name, gbps, num_tokens)
-            ]
-            for name in SYSTEMS
-        }
         cell: dict[str, Any] = {"gbps": gbps, "num_tokens": num_tokens}
-        for name, items in of.items():
-            if items:
-                cell[f"{name}_ttft_ms"] = round(
-                    1e3 * statistics.median(item.ttft_s for item in items), 1
-                )
+        texts: dict[str, dict[str, str]] = {}
         for name in SYSTEMS:
-            alone = [
-                m.ttft_s
-                for m in measured
-                if m.system == f"alone ({name})" and m.num_tokens == num_tokens
-            ]
-            if alone:
-                cell[f"alone_{name}_ms"] = round(1e3 * statistics.median(alone), 1)
-        if all(of.values()):
-            cell["ratio"] = round(cell["prfaas_ttft_ms"] / cell["nixl_ttft_ms"], 3)
-            cell["same_text"] = sum(
-                a.text == b.text for a, b in zip(of["prfaas"], of["nixl"], strict=True)
-            )
-        if of["prfaas"]:
-            cell["emitted_gbps"] = round(
-                statistics.median(8e-9 * m.wire_bytes / m.prefill_s for m in of["prfaas"]), 3
-            )
+            tried = by_cell.get((name, gbps, num_tokens), [])
+            good = [item for item in tried if not item.error]
+            alone = by_cell.get((name, 0.0, num_tokens), [])
+            texts[name] = {item.prompt: item.text for item in good}
+            cell |= {
+                f"{name}_ttft_ms": _median_ms(good),
+                f"alone_{name}_ms": _median_ms([item for item in alone if not item.error]),
+                f"{name}_failed": len(tried) - len(good),
+            }
+        ours, theirs = cell["prfaas_ttft_ms"], cell["nixl_ttft_ms"]
+        cell["ratio"] = round(ours / theirs, 3) if ours and theirs else None
+        both = texts["prfaas"].keys() & texts["nixl"].keys()
+        equal = sum(texts["prfaas"][prompt] == texts["nixl"][prompt] for prompt in both)
+        cell["same_text"] = f"{equal}/{len(both)}"
+        emitted = [
+            8e-9 * item.wire_bytes / item.prefill_s
+            for item in by_cell.get(("prfaas", gbps, num_tokens), [])
+            if item.prefill_s
+        ]
+        cell["emitted_gbps"] = round(statistics.median(emitted), 3) if emitted else None
         cells.append(cell)
     ratios: dict[float, float] = {}
     for gbps in sorted({cell["gbps"] for cell in cells}):
-        found = [cell["ratio"] for cell in cells if cell["gbps"] == gbps and "ratio" in cell]
+        found = [cell["ratio"] for cell in cells if cell["gbps"] == gbps and cell["ratio"]]
         if found:
             ratios[gbps] = round(statistics.median(found), 3)
     return {"cells": cells, "median_ratio_by_gbps": ratios}
+
+
+def _median_ms(items: list[Measured]) -> float | None:
+    return round(1e3 * statistics.median(item.ttft_s for item in items), 1) if items else None
 
 
 def main() -> None:
@@ -383,10 +402,10 @@ def main() -> None:
         "rtt_ms": arguments.rtt_ms,
         "model": MODEL,
         "cpus": os.cpu_count(),
-        "raw": [asdict(item) for item in measured],
+        "raw": [{**asdict(item), "prompt": len(item.prompt)} for item in measured],
     }
     columns = ("gbps", "num_tokens", "prfaas_ttft_ms", "nixl_ttft_ms", "ratio", "alone_prfaas_ms")
-    columns += ("alone_nixl_ms", "emitted_gbps", "same_text")
+    columns += ("alone_nixl_ms", "emitted_gbps", "same_text", "prfaas_failed", "nixl_failed")
     print("  ".join(columns))
     for cell in result["cells"]:
         print("  ".join(f"{cell.get(column, '-')!s:>{len(column)}}" for column in columns))
