@@ -1,0 +1,191 @@
+"""The search: the grid against brute force and the linear program, corners, plans that are kept."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scheduler.curves import Curve
+from scheduler.lengths import EmpiricalLengths, LogNormalLengths
+from scheduler.load_study import highest_load_within, simulate_plan, study_load
+from scheduler.pair_search import best_of_pair, search_pair, threshold_grid
+from scheduler.plan import best_plan, threshold_plan
+from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.route_search import NoRouteError, search_routes
+from scheduler.throughput import Mode
+
+FAST = Curve.quadratic(0.39180, 4.2061e-5, 9.937e-11)
+SLOW = Curve.quadratic(0.4488, 1.3177e-4, 2.7035e-10)
+KV = KvSize(Curve.quadratic(1.8e8, 17280), 1.8e8)
+LENGTHS = LogNormalLengths(9.9, 1, 128, 131072)
+
+
+def pair(num_fast: int = 4, num_slow: int = 8, gbps: float = 100) -> Region:
+    return Region(
+        (PrefillCluster("far", num_fast, FAST, 30.0),) if num_fast else (),
+        (PdCluster("near", num_slow, SLOW, 20, 0.025, 10.0),),
+        (Link("far", "near", gbps * 1e9 / 8, 0.02, 0.01),) if num_fast else (),
+        KV,
+        Traffic(LENGTHS, 1024, 27_000),
+    )
+
+
+def several() -> Region:
+    one = pair()
+    return replace(
+        one,
+        prefill_clusters=(*one.prefill_clusters, PrefillCluster("third", 3, FAST.scaled(0.6))),
+        pd_clusters=(*one.pd_clusters, PdCluster("other", 6, SLOW.scaled(0.8), 24, 0.025)),
+        links=(
+            *one.links,
+            Link("far", "other", 3e9),
+            Link("third", "other", 1e8),
+        ),
+    )
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_search_finds_what_brute_force_finds(mode: Mode) -> None:
+    region = pair()
+    threshold, num_prefill, rps = best_of_pair(region, mode)
+    every = search_pair(region, mode, np.arange(100, 131_000, 25), np.arange(8))
+    assert rps >= every.system_rps.max()
+    assert rps == pytest.approx(every.system_rps.max(), rel=1e-3)
+    row, column = every.best
+    assert num_prefill == every.num_prefill[column]
+    assert threshold == pytest.approx(every.split.threshold_tokens[row], abs=50)
+
+
+@pytest.mark.parametrize("gbps", [1, 5, 100])
+def test_the_linear_program_agrees_with_the_grid(gbps: float) -> None:
+    region = pair(gbps=gbps)
+    found = search_routes(region)
+    assert found.system_rps == pytest.approx(best_of_pair(region, Mode.EXACT)[2], rel=1e-3)
+
+
+def test_the_balance_of_equation_7_holds_at_the_optimum() -> None:
+    plan = best_plan(pair(), Mode.PAPER)
+    assert {(part.kind, part.name) for part in plan.bottlenecks(Mode.PAPER)} == {
+        ("prefill", "far"),
+        ("prefill", "near"),
+    }
+
+
+def test_without_a_prefill_cluster_everything_stays() -> None:
+    plan = best_plan(pair(num_fast=0, num_slow=12), Mode.PAPER)
+    assert plan.offload_fraction == 0
+    assert plan.num_prefill == {"near": 9}
+    assert plan.system_rps(Mode.PAPER) == pytest.approx(2.11, rel=0.01)
+
+
+def test_naive_offloading_is_a_corner_that_is_chosen_where_it_is_best() -> None:
+    region = replace(pair(num_fast=40), traffic=Traffic(LENGTHS.scaled(0.2), 1024, 27_000))
+    plan = best_plan(region, Mode.EXACT)
+    assert plan.num_prefill == {"near": 0}
+    assert plan.offload_fraction == pytest.approx(1)
+    assert plan.threshold_tokens == 0
+
+
+def test_a_dead_slow_link_means_no_offloading() -> None:
+    plan = best_plan(pair(gbps=1e-6), Mode.EXACT)
+    alone = best_plan(pair(num_fast=0), Mode.EXACT)
+    assert plan.offload_fraction < 1e-6
+    assert plan.system_rps(Mode.EXACT) == pytest.approx(alone.system_rps(Mode.EXACT), rel=1e-3)
+
+
+def test_shared_instances_are_never_worse() -> None:
+    whole, shared = (best_plan(pair(), Mode.EXACT, whole=w) for w in (True, False))
+    assert shared.system_rps(Mode.EXACT) > whole.system_rps(Mode.EXACT)
+    assert shared.num_prefill["near"] != round(shared.num_prefill["near"])
+
+
+def test_several_clusters_use_what_they_have() -> None:
+    region = several()
+    plan = best_plan(region, Mode.EXACT)
+    assert plan.threshold_tokens is None
+    assert plan.assignment.flow.sum() == pytest.approx(1)
+    rps = plan.system_rps(Mode.EXACT)
+    for left_out in ("far", "third"):
+        fewer = replace(
+            region,
+            prefill_clusters=tuple(c for c in region.prefill_clusters if c.name != left_out),
+            links=tuple(k for k in region.links if k.source != left_out),
+        )
+        assert best_plan(fewer, Mode.EXACT).system_rps(Mode.EXACT) < rps
+    shares = {r.name: plan.assignment.share(i) for i, r in enumerate(plan.assignment.routes)}
+    assert shares["third to other"] > 0
+    relaxed = search_routes(region, whole=False)
+    assert relaxed.system_rps >= rps * (1 - 1e-6)
+
+
+def test_no_instance_at_all_is_an_error() -> None:
+    with pytest.raises(NoRouteError, match="no PD cluster has an instance"):
+        search_routes(pair(num_slow=0))
+
+
+def test_todays_plan_in_another_region() -> None:
+    plan = best_plan(pair(), Mode.EXACT)
+    kept = plan.kept_in(pair(gbps=5))
+    assert kept.offload_fraction == pytest.approx(plan.offload_fraction)
+    best = best_plan(pair(gbps=5), Mode.EXACT).system_rps(Mode.EXACT)
+    assert kept.system_rps(Mode.EXACT) < 0.7 * best
+    shorter = replace(pair(), traffic=Traffic(LENGTHS.scaled(0.5), 1024, 27_000))
+    kept = plan.kept_in(shorter)
+    share = 1 - LENGTHS.moments_to([2 * (plan.threshold_tokens or 0)])[0, 0]
+    assert kept.offload_fraction == pytest.approx(share)
+    with pytest.raises(ValueError, match="other clusters or links"):
+        plan.kept_in(several())
+
+
+def test_routes_of_prompts_follow_the_threshold() -> None:
+    plan = threshold_plan(pair(), 20_000, 3)
+    tokens = np.array([128.0, 19_999, 20_000, 20_001, 131_072])
+    assert plan.routes_at(tokens, np.zeros(5)).tolist() == [0, 0, 0, 1, 1]
+    assert plan.routes_at(tokens, np.full(5, 0.999)).tolist() == [0, 0, 0, 1, 1]
+    assert plan.lengths_of(1) == [(20_000, 131_072)]
+
+
+def test_cost_counts_instances_and_egress() -> None:
+    plan = threshold_plan(pair(), 20_000, 3)
+    egress = plan.link_bytes_per_s(Mode.EXACT, 2.0)["far to near"]
+    per_request = KV.size.mean(LENGTHS) - KV.size.sum_to(LENGTHS, [20_000])[0]
+    assert egress == pytest.approx(2 * per_request)
+    expected = 4 * 30 + 8 * 10 + egress * 3600 / 1e9 * 0.01
+    assert plan.cost_per_hour(2.0) == pytest.approx(expected)
+
+
+def test_first_tokens_take_longer_under_load() -> None:
+    plan = best_plan(pair(), Mode.EXACT)
+    points = study_load(plan, (0.3, 0.7, 0.95), num_requests=8000)
+    assert points[0].ttft.p90_s < points[1].ttft.p90_s < points[2].ttft.p90_s
+    empty = plan.empty_ttft()
+    assert points[0].ttft.mean_s == pytest.approx(empty.mean_s, rel=0.25)
+    load = highest_load_within(plan, 6.0, num_requests=8000)
+    assert points[0].load < load < points[2].load
+    assert highest_load_within(plan, 0.5, num_requests=4000) == 0
+
+
+def test_a_simulated_plan_is_as_busy_as_the_model_says() -> None:
+    plan = best_plan(several(), Mode.EXACT)
+    rate_rps = 0.6 * plan.system_rps(Mode.EXACT)
+    found = simulate_plan(plan, rate_rps, num_requests=150_000)
+    used = {
+        (p.kind, p.name): p.need * rate_rps / p.capacity
+        for p in plan.resources(Mode.EXACT)
+        if p.capacity
+    }
+    names = ("far", "third", "near", "other")
+    for name, busy in zip(names, found.station_utilisation, strict=True):
+        assert busy == pytest.approx(used.get(("prefill", name), 0), abs=0.03)
+    for link, load in zip(several().links, found.links, strict=True):
+        assert load.utilisation == pytest.approx(used[("link", link.name)], abs=0.03)
+
+
+def test_few_distinct_lengths_are_planned_exactly() -> None:
+    region = replace(
+        pair(), traffic=Traffic(EmpiricalLengths.of([1000, 1000, 60_000]), 256, 21_000)
+    )
+    threshold, _, rps = best_of_pair(region, Mode.EXACT)
+    assert 0 <= threshold <= 60_000
+    assert rps == pytest.approx(search_routes(region).system_rps, rel=0.35)
+    assert len(threshold_grid(region)) >= 3
