@@ -46,6 +46,7 @@ _COMMANDS: dict[str, _Entry] = {
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),
     "pd": _Entry("local_pd.cli", "pd_command", "Run the front of a local PD cluster."),
     "agent": _Entry("kvmanager.agent.cli", "agent_command", "Run the node agent of this host."),
+    "plan": _Entry("deploy.plan.cli", "plan_app", "Plan threshold, instances, link and cost."),
     "emulate": _Entry("deploy.emulator.cli", "emulate_app", "Emulate a long link and its faults."),
     "demo": _Entry("deploy.demo.cli", "demo_command", "Run and check two regions of tiny models."),
     "version": _Entry("deploy.cli", "version_command", "Print the version."),

@@ -19,8 +19,9 @@ import psutil
 import typer
 from rich.console import Console
 
+from deploy.command_line import JsonOption, fail
 from deploy.problems import FileError
-from deploy.region.file_cli import FileArgument, JsonOption, SetOption, fail, load_or_exit
+from deploy.region.file_cli import FileArgument, SetOption, load_or_exit
 from deploy.region.rundir import (
     RegionState,
     RunDirectoryError,

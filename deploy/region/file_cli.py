@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from deploy.command_line import JsonOption, fail
 from deploy.problems import FileError
 from deploy.region.loading import load_region
 from deploy.region.spec import RegionSpec, region_schema
@@ -28,7 +29,6 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="fill ${NAME} in the file; repeatable"),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of tables")]
 
 
 @region_app.command("schema")
@@ -86,9 +86,3 @@ def _variables(words: list[str]) -> dict[str, str]:
         if not equals:
             raise typer.BadParameter(f"{name!r} is not NAME=VALUE", param_hint="--set")
     return {name: value for name, _, value in pairs}
-
-
-def fail(message: str, status: int) -> NoReturn:
-    """Say `message` on stderr and exit."""
-    typer.echo(message, err=True)
-    raise typer.Exit(status)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHES = ("transport", "gateway", "e2e")
+BENCHES = ("transport", "gateway", "plan", "e2e")
 RESULTS = Path("bench-results")
 
 

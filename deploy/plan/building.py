@@ -1,0 +1,242 @@
+"""Turns plan.yaml into the region that the planner works on.
+
+What does not fit together is a problem with its path, like a wrong value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from deploy.plan.profile_file import DecodeStep, EngineProfileFile, PrefillPoint
+from deploy.plan.spec import PdClusterSpec, PlanSpec, ProfileSpec, TraceSpec
+from deploy.plan.trace import load_trace
+from deploy.problems import FileError, KeyPath, Problem, suggestion
+from deploy.yaml_files import parse_yaml, read_text
+from kvmanager.hf_config import ModelKv, read_model_kv
+from scheduler.curves import Curve, FittedCurve, fit_quadratic, interpolate
+from scheduler.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens
+from scheduler.prefix_reuse import cached_tokens
+from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+
+Built = TypeVar("Built")
+
+EXPECTED = (
+    "a plan file is a mapping with the keys traffic, kv_cache, profiles, prefill_clusters, "
+    "pd_clusters, links, slo"
+)
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """A plan file, read and built."""
+
+    spec: PlanSpec
+    region: Region
+    fits: dict[str, FittedCurve]
+    """The prefill curves that were made from points, by profile name."""
+
+
+def load_plan(path: Path) -> PlanInput:
+    """Read a plan file; `FileError` with every problem found. Paths in it are relative to it."""
+    builders: list[_Builder] = []
+
+    def check(spec: PlanSpec) -> Sequence[Problem]:
+        builder = _Builder(spec, path.parent)
+        builders.append(builder)
+        return builder.problems
+
+    spec = parse_yaml(read_text(path), PlanSpec, source=str(path), expected=EXPECTED, check=check)
+    return PlanInput(spec, builders[-1].region, builders[-1].fits)
+
+
+class _Builder:
+    """Builds what it can and notes what is wrong; `region` is whole when `problems` is empty."""
+
+    def __init__(self, spec: PlanSpec, directory: Path) -> None:
+        self.problems: list[Problem] = []
+        self.fits: dict[str, FittedCurve] = {}
+        self._spec = spec
+        self._directory = directory
+        self._prefills: dict[str, Curve] = {}
+        self._steps: dict[str, Sequence[DecodeStep]] = {}
+        for name, profile in spec.profiles.items():
+            self._tried(("profiles", name), partial(self._read_profile, name, profile))
+        self._check_names()
+        kv = self._tried(("kv_cache",), self._kv)
+        traffic = self._tried(("traffic", "lengths"), self._traffic)
+        prefill_clusters = tuple(
+            PrefillCluster(c.name, c.instances, curve, c.price_per_instance_hour)
+            for i, c in enumerate(spec.prefill_clusters)
+            if (curve := self._prefill(c.profile, "prefill_clusters", i)) is not None
+        )
+        pd_clusters = tuple(
+            built
+            for i, c in enumerate(spec.pd_clusters)
+            if (built := self._pd_cluster(c, i)) is not None
+        )
+        links = tuple(Link(k.source, k.target, k.rate, k.rtt, k.price_per_gb) for k in spec.links)
+        if kv is not None and traffic is not None:
+            self.region = Region(prefill_clusters, pd_clusters, links, kv, traffic)
+
+    def _tried(self, path: KeyPath, build: Callable[[], Built]) -> Built | None:
+        """What `build` gives; None where it raises, which becomes a problem at `path`."""
+        try:
+            return build()
+        except (ValueError, FileError) as error:  # CurveError and ConfigError are ValueErrors
+            self._note(path, str(error))
+        return None
+
+    def _note(self, path: KeyPath, message: str) -> None:
+        self.problems.append(Problem(path, message))
+
+    def _path(self, path: Path) -> Path:
+        return self._directory / path.expanduser()
+
+    # Profiles.
+
+    def _read_profile(self, name: str, profile: ProfileSpec) -> None:
+        if profile.file is not None:
+            measured = EngineProfileFile.load(self._path(profile.file)).profile
+            self._fit(name, measured.prefill.points, profile.fit)
+            if measured.decode is not None:
+                self._steps[name] = measured.decode.steps
+        elif profile.prefill is not None:
+            if profile.prefill.coefficients is not None:
+                c = profile.prefill.coefficients
+                self._prefills[name] = Curve.quadratic(c.constant_s, c.s_per_token, c.s_per_token2)
+            else:
+                self._fit(name, profile.prefill.points or (), profile.prefill.fit)
+        if profile.decode is not None:
+            self._steps[name] = profile.decode.steps
+
+    def _fit(self, name: str, points: Sequence[PrefillPoint], method: str) -> None:
+        pairs = [(float(point.tokens), point.seconds) for point in points]
+        fitted = fit_quadratic(pairs) if method == "quadratic" else interpolate(pairs)
+        self.fits[name] = fitted
+        self._prefills[name] = fitted.curve
+
+    def _prefill(self, profile: str, *path: str | int) -> Curve | None:
+        if profile not in self._spec.profiles:
+            hint = suggestion(profile, self._spec.profiles)
+            self._note((*path, "profile"), f"no profile named {profile!r}{hint}")
+        return self._prefills.get(profile)
+
+    # Clusters.
+
+    def _pd_cluster(self, cluster: PdClusterSpec, index: int) -> PdCluster | None:
+        curve = self._prefill(cluster.profile, "pd_clusters", index)
+        if curve is None:
+            return None
+        steps = self._steps.get(cluster.profile, ())
+        path: KeyPath = ("pd_clusters", index, "profile")
+        if not steps:
+            self._note(path, f"profile {cluster.profile!r} has no decode steps; add decode.steps")
+            return None
+        wanted = self._spec.slo.tokens_per_s
+        fast = [s for s in steps if wanted is None or s.step_seconds <= 1 / wanted * (1 + 1e-9)]
+        if not fast:
+            best = min(steps, key=lambda step: step.step_seconds)
+            self._note(
+                ("slo", "tokens_per_s"),
+                f"{wanted:g} tokens/s need steps of {1000 / (wanted or 1):.4g} ms; the fastest of "
+                f"profile {cluster.profile!r} takes {best.step_seconds * 1000:.4g} ms "
+                f"(batch {best.batch_size}): ask for at most {1 / best.step_seconds:.4g} tokens/s, "
+                "or measure smaller batches",
+            )
+            return None
+        step = max(fast, key=lambda step: step.batch_size)
+        return PdCluster(
+            cluster.name,
+            cluster.instances,
+            curve,
+            step.batch_size,
+            step.step_seconds,
+            cluster.price_per_instance_hour,
+            cluster.decode_memory,
+        )
+
+    def _check_names(self) -> None:
+        spec = self._spec
+        sources = {cluster.name for cluster in spec.prefill_clusters}
+        targets = {cluster.name for cluster in spec.pd_clusters}
+        seen: set[str] = set()
+        for key, clusters in (
+            ("prefill_clusters", spec.prefill_clusters),
+            ("pd_clusters", spec.pd_clusters),
+        ):
+            for i, cluster in enumerate(clusters):
+                if cluster.name in seen:
+                    self._note((key, i, "name"), f"{cluster.name!r} is used twice")
+                seen.add(cluster.name)
+        if not any(cluster.instances for cluster in spec.pd_clusters):
+            self._note(("pd_clusters",), "no instance decodes: give one cluster at least 1")
+        linked: set[tuple[str, str]] = set()
+        for i, link in enumerate(spec.links):
+            if link.source not in sources:
+                hint = suggestion(link.source, sources)
+                self._note(("links", i, "from"), f"no prefill cluster {link.source!r}{hint}")
+            if link.target not in targets:
+                hint = suggestion(link.target, targets)
+                self._note(("links", i, "to"), f"no PD cluster {link.target!r}{hint}")
+            if (link.source, link.target) in linked:
+                self._note(("links", i), f"a second link from {link.source} to {link.target}")
+            linked.add((link.source, link.target))
+        for i, cluster in enumerate(spec.prefill_clusters):
+            if not any(source == cluster.name for source, _ in linked):
+                self._note(
+                    ("prefill_clusters", i), f"{cluster.name!r} has no link: add one from it"
+                )
+
+    # What is served.
+
+    def _kv(self) -> KvSize:
+        kv = self._spec.kv_cache
+        if kv.model_config_file is None:
+            fixed, per_token = kv.fixed_bytes or 0.0, kv.bytes_per_token or 0.0
+            return KvSize(Curve.quadratic(fixed, per_token), fixed)
+        config = json.loads(read_text(self._path(kv.model_config_file)))
+        return kv_size_of(read_model_kv(config, dtype=kv.dtype))
+
+    def _traffic(self) -> Traffic:
+        traffic, lengths = self._spec.traffic, self._spec.traffic.lengths
+        if lengths.trace is not None:
+            return self._traced(lengths.trace, traffic.output_tokens)
+        whole: Lengths
+        if lengths.log_normal is not None:
+            n = lengths.log_normal
+            whole = LogNormalLengths(n.mu, n.sigma, n.min_tokens, n.max_tokens)
+        else:
+            bins = lengths.histogram or ()
+            whole = EmpiricalLengths.of([b.tokens for b in bins], [b.weight for b in bins])
+        uncached = whole.scaled(1 - traffic.hit_ratio)
+        return Traffic(uncached, traffic.output_tokens or 1.0, mean_tokens(whole))
+
+    def _traced(self, trace: TraceSpec, output_tokens: float | None) -> Traffic:
+        prompts = load_trace(self._path(trace.file))
+        size = trace.block_tokens
+        blocks = None if trace.cache_tokens is None else int(trace.cache_tokens / size)
+        cached = cached_tokens(prompts, size, blocks)
+        uncached = [p.input_tokens - c for p, c in zip(prompts, cached, strict=True)]
+        return Traffic(
+            EmpiricalLengths.of(uncached),
+            output_tokens or sum(p.output_tokens for p in prompts) / len(prompts),
+            sum(p.input_tokens for p in prompts) / len(prompts),
+        )
+
+
+def kv_size_of(model: ModelKv) -> KvSize:
+    """The KVCache of a model as a curve: windows stop growing at their length."""
+    knots = sorted({0.0, *(float(layer.window_tokens) for layer in model.layers)})
+    pieces = []
+    for start in knots:
+        base = model.bytes_for(int(start))
+        slope = model.bytes_for(int(start) + 1) - base
+        pieces.append((base - slope * start, slope, 0.0))
+    return KvSize(Curve(np.array(pieces), np.array(knots)), model.fixed_bytes)

@@ -1,0 +1,226 @@
+"""`prfaas plan`: does cross-site prefill pay, with which threshold, split and link?
+
+Reads files and prints; what is slow to import is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deploy.command_line import JsonOption, fail
+from deploy.plan.kv_cli import kv_command
+from deploy.plan.profile_cli import profile_command
+
+if TYPE_CHECKING:
+    from deploy.plan.building import PlanInput
+
+_HELP = """Plan a region before buying it: threshold, instances, link, cost, time to first token.
+
+\b
+prfaas plan example > plan.yaml    a file to start from (the paper's case study)
+prfaas plan solve plan.yaml        the best plan for it, and what binds
+prfaas plan sweep plan.yaml --over link_gbps=1,2,5,10
+prfaas plan kv config.json         KVCache size of a model
+prfaas plan profile --url ENGINE   measure an engine for the file's `profiles`
+
+Numbers: k or K after a token count means 1000, Ki means 1024 (8k = 8000, 8Ki = 8192). Sizes are
+MiB = 2^20 bytes or MB = 10^6 bytes. Link rates are bits: 10Gbit is 10^10 bits a second.
+"""
+
+plan_app = typer.Typer(
+    help=_HELP, no_args_is_help=True, rich_markup_mode=None, add_completion=False
+)
+plan_app.command("kv")(kv_command)
+plan_app.command("profile")(profile_command)
+
+PlanArgument = Annotated[Path, typer.Argument(metavar="FILE", help="plan file, YAML")]
+SeedOption = Annotated[int, typer.Option(help="of the simulated requests")]
+RequestsOption = Annotated[
+    int, typer.Option("--requests", min=1000, help="simulated requests at each load")
+]
+
+
+@plan_app.command("example")
+def example_command() -> None:
+    """Print a plan file to start from: the paper's case study, every key explained."""
+    typer.echo((Path(__file__).parent / "examples" / "case-study.yaml").read_text(), nl=False)
+
+
+@plan_app.command("case-study")
+def case_study_command(as_json: JsonOption = False) -> None:
+    """The paper's three deployments (its Table 6), worked out here, beside its own numbers."""
+    from deploy.plan.case_study import case_study, deployments
+    from scheduler.throughput import Mode
+
+    paper, exact = case_study(Mode.PAPER), case_study(Mode.EXACT)
+    found = deployments(Mode.PAPER)
+    printed = {d.key: d.printed for d in found}
+    if as_json:
+        _print_json(
+            {
+                key: {**row, "exact": exact[key], "paper_prints": printed[key]}
+                for key, row in paper.items()
+            }
+        )
+        return
+    from deploy.plan.tables import print_case_study
+
+    titles = {d.key: d.title for d in found}
+    print_case_study(_console(), paper, exact, printed, titles)
+
+
+@plan_app.command("solve")
+def solve_command(
+    file: PlanArgument,
+    as_json: JsonOption = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="also the best threshold of every division")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="pictures; .png, .svg or .html")
+    ] = None,
+    num_requests: RequestsOption = 100_000,
+    seed: SeedOption = 1,
+) -> None:
+    """The plan with the highest throughput: who prefills what, what binds, TTFT, cost.
+
+    \b
+    Exit status 0: a plan was found, 1: a goal of the file (rate_rps, slo.ttft_p90) is not met,
+    2: the file is wrong.
+    """
+    plan_input = _load(file)
+    from deploy.plan.solving import Goals, search_table, solve
+    from scheduler.plan import is_pair
+    from scheduler.route_search import NoRouteError
+
+    spec, region = plan_input.spec, plan_input.region
+    if plot is not None:
+        _check_plot(plot)
+    if search and not is_pair(region):
+        fail("--search needs one PD cluster and at most one prefill cluster", 2)
+    try:
+        solution = solve(
+            region,
+            Goals(spec.traffic.rate_rps, spec.slo.ttft_p90),
+            whole=spec.instances == "whole",
+            currency=spec.currency,
+            num_requests=num_requests,
+            seed=seed,
+        )
+    except NoRouteError as error:
+        fail(f"{file}: {error}", 2)
+    document = solution.document
+    if plan_input.fits:
+        document["profiles"] = {
+            name: {
+                "method": fit.method,
+                "tokens": fit.tokens.tolist(),
+                "measured_s": fit.values.tolist(),
+                "residuals": fit.residuals.tolist(),
+            }
+            for name, fit in plan_input.fits.items()
+        }
+    rows = search_table(region) if search else []
+    if search:
+        document["search"] = rows
+    if plot is not None:
+        from deploy.plan.plots import write_plots
+
+        write_plots(plot, solution)
+        typer.echo(f"wrote {plot}", err=True)
+    if as_json:
+        _print_json(document)
+    else:
+        from deploy.plan.tables import print_search, print_solution
+
+        console = _console()
+        print_solution(console, document, plan_input.fits)
+        if search:
+            print_search(console, rows)
+    if not all(goal["met"] for goal in document["goals"].values()):
+        raise typer.Exit(1)
+
+
+@plan_app.command("sweep")
+def sweep_command(
+    file: PlanArgument,
+    over: Annotated[
+        list[str],
+        typer.Option(metavar="NAME=VALUES", help="1,2,5 or FIRST:LAST:STEP; repeatable"),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Re-solve while something changes, and the loss if today's plan stayed as it is.
+
+    \b
+    NAME is one of
+      link_gbps          rate of every link, Gbit/s
+      hit_ratio          cached share of every prompt (replaces the file's)
+      output_tokens      mean output length
+      prefill_instances  instances of every prefill cluster
+      pd_instances       instances of every PD cluster
+    With several --over, every combination.
+    """
+    from deploy.plan.values import parse_over
+
+    try:
+        ranges = dict(parse_over(text) for text in over)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--over") from error
+    plan_input = _load(file)
+    from deploy.plan.solving import SWEEPABLE, sweep
+    from deploy.problems import suggestion
+
+    for name in ranges:
+        if name not in SWEEPABLE:
+            fail(f"--over {name}: unknown{suggestion(name, SWEEPABLE)}", 2)
+    spec = plan_input.spec
+    if "hit_ratio" in ranges and spec.traffic.lengths.trace is not None:
+        fail("--over hit_ratio: a trace's hits follow from its cache_tokens; change that", 2)
+    try:
+        rows = sweep(
+            plan_input.region,
+            ranges,
+            hit_ratio=spec.traffic.hit_ratio,
+            whole=spec.instances == "whole",
+        )
+    except ValueError as error:
+        fail(f"--over: {error}", 2)
+    if as_json:
+        _print_json(rows)
+        return
+    from deploy.plan.tables import print_sweep
+
+    print_sweep(_console(), list(ranges), rows)
+
+
+def _load(file: Path) -> PlanInput:
+    from deploy.plan.building import load_plan
+    from deploy.problems import FileError
+
+    try:
+        return load_plan(file)
+    except FileError as error:
+        fail(str(error), 2)
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix not in (".png", ".svg", ".html"):
+        fail(f"--plot {path}: the name must end in .png, .svg or .html", 2)
+    if not path.parent.is_dir():
+        fail(f"--plot {path}: there is no directory {path.parent}", 2)
+
+
+def _print_json(value: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()

@@ -1,0 +1,200 @@
+"""`prfaas plan kv`: KVCache size by kind of layer, from a Hugging Face config.json.
+
+Turns arguments into calls and errors into exit statuses: 1 when --verify finds that vLLM disagrees
+or cannot say, 2 for the arguments or the file. What the command needs is imported by it, so that
+its help appears at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from deploy.plan.kv_report import LengthRow
+    from deploy.plan.kv_verify import Verification
+    from kvmanager.hf_config import ModelKv
+
+_DEFAULT_LENGTHS = "1Ki,8Ki,32Ki,128Ki"
+
+_Number = TypeVar("_Number", int, float)
+
+
+def kv_command(
+    model_config: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL_CONFIG", help="config.json, or the directory that has it"),
+    ],
+    lengths: Annotated[
+        str,
+        typer.Option(metavar="TOKENS,...", help="prompt lengths; Ki is 1024 tokens, k or K 1000"),
+    ] = _DEFAULT_LENGTHS,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto: the config's; bfloat16, float16, float32: the whole model's; fp8: one byte "
+            "a value in attention layers"
+        ),
+    ] = "auto",
+    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks of an instance")] = 1,
+    mamba_cache_dtype: Annotated[
+        str, typer.Option(help="recurrent states: auto, float32, bfloat16, float16; as vLLM's")
+    ] = "auto",
+    mamba_ssm_cache_dtype: Annotated[
+        str, typer.Option(help="recurrent states without the convolution's; as vLLM's")
+    ] = "auto",
+    prefill_s: Annotated[
+        str,
+        typer.Option(
+            metavar="SECONDS,...",
+            help="prefill time of each length: adds Phi, the KVCache that one instance makes",
+        ),
+    ] = "",
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs that prefill: adds their egress")] = 0,
+    gpus_per_instance: Annotated[int, typer.Option(min=1, help="GPUs of one instance")] = 8,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="compare every layer with what vLLM would allocate")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables")] = False,
+) -> None:
+    """Show how much KVCache a model makes, by kind of layer and by prompt length.
+
+    Reads the model's config.json and nothing else: no weights, no GPU. Sizes are what a transfer
+    moves, without padding: the sum over tensor-parallel ranks, MLA once. With prefill times it
+    shows Phi, the size by the time, and with --gpus the egress of that many GPUs that prefill
+    without a pause. --verify builds the model in the installed vLLM, without weights.
+
+    \b
+    prfaas plan kv config.json
+    prfaas plan kv config.json --prefill-s 0.44,0.72,1.84,7.40 --gpus 32
+    prfaas plan kv /models/qwen3-next --dtype fp8 --tp 4 --verify
+    """
+    from deploy.plan.tokens import parse_tokens
+
+    counts = _numbers(lengths, "--lengths", parse_tokens)
+    times_s = _numbers(prefill_s, "--prefill-s", _seconds) if prefill_s else []
+    _check_arguments(counts, times_s, gpus)
+    ends = _Ends(model_config, as_json)
+    options = {
+        "dtype": dtype,
+        "tp_size": tp,
+        "mamba_cache_dtype": mamba_cache_dtype,
+        "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype,
+    }
+    model = _read_model(ends, options)
+    verification = _verify(ends, options) if verify else None
+
+    from deploy.plan.kv_report import length_rows
+
+    rows = length_rows(model, counts, times_s, gpus / gpus_per_instance or None)
+    ends.show(model, rows, verification)
+    if verification is not None and not verification.ok:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Where the config comes from, and where results and errors go."""
+
+    path: Path
+    as_json: bool
+
+    @property
+    def file(self) -> Path:
+        return self.path / "config.json" if self.path.is_dir() else self.path
+
+    def show(
+        self, model: ModelKv, rows: list[LengthRow], verification: Verification | None
+    ) -> None:
+        """Tables or JSON on stdout."""
+        from deploy.plan.kv_report import document
+
+        if self.as_json:
+            result = {"ok": True, "file": str(self.file)} | document(model, rows)
+            if verification is not None:
+                result["verification"] = verification.as_json()
+            typer.echo(json.dumps(result))
+            return
+        from rich.console import Console
+
+        from deploy.plan.kv_view import headline, kinds_table, lengths_table
+
+        console = Console()
+        console.print(headline(model), highlight=False, markup=False)
+        for note in model.assumed:
+            text = f"assumed: {note} (the file leaves it out)"
+            console.print(text, highlight=False, markup=False)
+        console.print(kinds_table(model))
+        console.print(lengths_table(model, rows))
+        if verification is not None:
+            console.print(verification.words(), highlight=False, markup=False)
+
+    def fail(self, message: str) -> NoReturn:
+        """Say what is wrong with the file and exit."""
+        if self.as_json:
+            typer.echo(json.dumps({"ok": False, "file": str(self.file), "error": message}))
+        else:
+            typer.echo(f"{self.file}: {message}", err=True)
+        raise typer.Exit(2)
+
+
+def _read_model(ends: _Ends, options: dict[str, Any]) -> ModelKv:
+    from kvmanager.hf_config import ConfigError, read_model_kv
+
+    try:
+        config = json.loads(ends.file.read_text(encoding="utf-8"))
+    except OSError as error:
+        ends.fail(f"cannot be read: {error.strerror}; give a model's config.json")
+    except ValueError as error:
+        ends.fail(f"not JSON: {error}; give a model's config.json")
+    if not isinstance(config, dict):
+        ends.fail("not a JSON object; give a model's config.json")
+    try:
+        return read_model_kv(config, **options)
+    except ConfigError as error:
+        ends.fail(str(error))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _verify(ends: _Ends, options: dict[str, Any]) -> Verification:
+    """Compares at one rank: more would need as many processes."""
+    from deploy.plan.kv_verify import verify
+
+    return verify(
+        ends.file,
+        _read_model(ends, options | {"tp_size": 1}),
+        mamba_cache=options["mamba_cache_dtype"],
+        mamba_ssm_cache=options["mamba_ssm_cache_dtype"],
+    )
+
+
+def _check_arguments(counts: list[int], times_s: list[float], gpus: int) -> None:
+    if times_s and len(times_s) != len(counts):
+        raise typer.BadParameter(
+            f"{len(times_s)} times for {len(counts)} lengths", param_hint="--prefill-s"
+        )
+    if gpus and not times_s:
+        raise typer.BadParameter("egress needs --prefill-s", param_hint="--gpus")
+
+
+def _numbers(text: str, option: str, parse: Callable[[str], _Number]) -> list[_Number]:
+    try:
+        return [parse(word) for word in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{text!r} is not a time in seconds above zero; write 0.44,1.84")
+    return value

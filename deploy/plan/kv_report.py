@@ -1,0 +1,129 @@
+"""What `prfaas plan kv` says: sizes by kind of layer and by prompt length, and what a link carries.
+
+Pure; knows neither files nor terminals. Phi_kv(l) = S_kv(l) / T_prefill(l) is the paper's KV
+throughput of one instance (equation 1), N/P times it the egress of N GPUs in instances of P GPUs
+that prefill without a pause (equation 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvmanager.hf_config import LayerKv, ModelKv
+from kvmanager.layout import KVKind
+
+_GBIT_PER_BYTE = 8e-9
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRow:
+    """One prompt length. Without a prefill time there is no throughput, without GPUs no egress."""
+
+    num_tokens: int
+    kv_bytes: int
+    rank_kv_bytes: int
+    kind_bytes: dict[KVKind, int]
+    prefill_s: float | None = None
+    kv_gbit_per_s: float | None = None
+    egress_gbit_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KindRow:
+    """The layers that are of one kind and equally large. Bytes are those of all of them."""
+
+    kind: KVKind
+    num_layers: int
+    window_tokens: int
+    bytes_per_token: int
+    fixed_bytes: int
+
+
+def length_rows(
+    model: ModelKv,
+    lengths: Sequence[int],
+    prefill_s: Sequence[float] = (),
+    num_instances: float | None = None,
+) -> list[LengthRow]:
+    """One row for each length; `prefill_s` is empty or as long as `lengths`."""
+    rows = []
+    for index, num_tokens in enumerate(lengths):
+        kv_bytes = model.bytes_for(num_tokens)
+        time_s = prefill_s[index] if prefill_s else None
+        rate = None if time_s is None else kv_bytes * _GBIT_PER_BYTE / time_s
+        egress = None if rate is None or num_instances is None else rate * num_instances
+        rows.append(
+            LengthRow(
+                num_tokens=num_tokens,
+                kv_bytes=kv_bytes,
+                rank_kv_bytes=model.rank_bytes_for(num_tokens),
+                kind_bytes=model.bytes_by_kind(num_tokens),
+                prefill_s=time_s,
+                kv_gbit_per_s=rate,
+                egress_gbit_per_s=egress,
+            )
+        )
+    return rows
+
+
+def kind_rows(model: ModelKv) -> list[KindRow]:
+    """Layers of the same kind, window and size together, in the order of `KVKind`."""
+    groups: dict[tuple[int, int, int, int], list[LayerKv]] = {}
+    order = list(KVKind)
+    for layer in model.layers:
+        size = (layer.window_tokens, layer.bytes_per_token, layer.fixed_bytes)
+        groups.setdefault((order.index(layer.kind), *size), []).append(layer)
+    return [
+        KindRow(
+            kind=layers[0].kind,
+            num_layers=len(layers),
+            window_tokens=layers[0].window_tokens,
+            bytes_per_token=sum(layer.bytes_per_token for layer in layers),
+            fixed_bytes=sum(layer.fixed_bytes for layer in layers),
+        )
+        for _, layers in sorted(groups.items())
+    ]
+
+
+def document(model: ModelKv, rows: Sequence[LengthRow]) -> dict[str, Any]:
+    """What `--json` prints, without what the command itself knows."""
+    return {
+        "model": model.name,
+        "dtype": model.dtype,
+        "kv_dtype": model.kv_dtype,
+        "tp_size": model.tp_size,
+        "num_layers": model.num_layers,
+        "assumed": list(model.assumed),
+        "bytes_per_token": model.bytes_per_token,
+        "rank_bytes_per_token": model.rank_bytes_per_token,
+        "fixed_bytes": model.fixed_bytes,
+        "rank_fixed_bytes": model.rank_fixed_bytes,
+        "kinds": [
+            {
+                "kind": row.kind.value,
+                "num_layers": row.num_layers,
+                "window_tokens": row.window_tokens,
+                "bytes_per_token": row.bytes_per_token,
+                "fixed_bytes": row.fixed_bytes,
+            }
+            for row in kind_rows(model)
+        ],
+        "lengths": [_length(row) for row in rows],
+    }
+
+
+def _length(row: LengthRow) -> dict[str, Any]:
+    item: dict[str, Any] = {
+        "num_tokens": row.num_tokens,
+        "kv_bytes": row.kv_bytes,
+        "rank_kv_bytes": row.rank_kv_bytes,
+        "kind_bytes": {kind.value: size for kind, size in row.kind_bytes.items()},
+    }
+    optional = {
+        "prefill_s": row.prefill_s,
+        "kv_gbit_per_s": row.kv_gbit_per_s,
+        "egress_gbit_per_s": row.egress_gbit_per_s,
+    }
+    return item | {name: value for name, value in optional.items() if value is not None}

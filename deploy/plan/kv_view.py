@@ -1,0 +1,104 @@
+"""The tables of `prfaas plan kv`. Knows rows, not how they came about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from deploy.plan.kv_report import KindRow, LengthRow, kind_rows
+from deploy.plan.tokens import format_tokens
+from kvmanager.hf_config import ModelKv
+from kvmanager.layout import KVKind
+
+_STYLE: dict[str, Any] = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}
+_KIND_NAMES = {
+    KVKind.FULL: "full attention",
+    KVKind.MLA: "MLA",
+    KVKind.WINDOW: "sliding window",
+    KVKind.RECURRENT: "recurrent state",
+}
+
+
+def headline(model: ModelKv) -> str:
+    """One line: which model, kept how."""
+    cached = len(model.layers)
+    plural = "s" if model.tp_size > 1 else ""
+    return (
+        f"{model.name}: {model.num_layers} layers, {cached} with a cache; {model.dtype}, "
+        f"KV {model.kv_dtype}; {model.tp_size} tensor-parallel rank{plural}"
+    )
+
+
+def kinds_table(model: ModelKv) -> Table:
+    """What each kind of layer keeps, all layers and ranks together."""
+    table = Table(title="KVCache by kind of layer", title_justify="left", **_STYLE)
+    table.add_column("kind", overflow="fold")
+    table.add_column("layers", justify="right")
+    table.add_column("B/token", justify="right")
+    table.add_column("kept for", overflow="fold")
+    table.add_column("fixed\nMiB", justify="right")
+    for row in kind_rows(model):
+        table.add_row(
+            _KIND_NAMES[row.kind],
+            str(row.num_layers),
+            f"{row.bytes_per_token:,}" if row.bytes_per_token else "-",
+            _kept_for(row),
+            f"{row.fixed_bytes / 2**20:,.2f}" if row.fixed_bytes else "-",
+        )
+    return table
+
+
+def lengths_table(model: ModelKv, rows: Sequence[LengthRow]) -> Table:
+    """KVCache, and what it asks of a link, for each prompt length."""
+    table = Table(title="KVCache of one prompt, to transfer", title_justify="left", **_STYLE)
+    table.add_column("tokens", justify="right")
+    kinds = list(model.num_layers_by_kind())
+    if len(kinds) > 1:
+        for kind in kinds:
+            table.add_column(f"{_KIND_NAMES[kind].split()[-1]}\nMiB", justify="right")
+    table.add_column("total\nMiB", justify="right", style="bold")
+    if model.tp_size > 1:
+        table.add_column("on a rank\nMiB", justify="right")
+    rates = _rate_columns(rows)
+    for heading in rates:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [row.kind_bytes[kind] for kind in kinds] if len(kinds) > 1 else []
+        cells.append(row.kv_bytes)
+        if model.tp_size > 1:
+            cells.append(row.rank_kv_bytes)
+        table.add_row(
+            format_tokens(row.num_tokens),
+            *(f"{size / 2**20:,.1f}" for size in cells),
+            *(_number(getattr(row, name)) for name in rates.values()),
+        )
+    return table
+
+
+def _rate_columns(rows: Sequence[LengthRow]) -> dict[str, str]:
+    """Headings of the columns that have values, with the fields they show."""
+    columns = {
+        "prefill\ns": "prefill_s",
+        "Phi\nGbit/s": "kv_gbit_per_s",
+        "egress\nGbit/s": "egress_gbit_per_s",
+    }
+    return {
+        heading: name
+        for heading, name in columns.items()
+        if any(getattr(row, name) is not None for row in rows)
+    }
+
+
+def _kept_for(row: KindRow) -> str:
+    if row.kind is KVKind.RECURRENT:
+        return "one state"
+    if row.kind is KVKind.WINDOW:
+        return f"the last {row.window_tokens:,} tokens"
+    return "every token"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"

@@ -1,0 +1,256 @@
+"""`prfaas plan profile`: measures a running engine and writes its profile.
+
+Turns arguments into calls and errors into exit statuses: 2 for the arguments, the engine or the
+file, 130 for Ctrl-C. What the command needs is imported by it, so that its help appears at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from deploy.plan.profile_engine import ServedModel
+    from deploy.plan.profile_file import EngineProfileFile, KvCacheSize
+    from deploy.plan.profile_stats import Measured
+    from deploy.plan.profile_view import ProgressView
+    from deploy.plan.profiling import ProfilePlan, Wishes
+
+_LONG_TOKENS = 10**9
+"""Longer than any window."""
+
+
+def profile_command(
+    url: Annotated[str, typer.Option(help="base URL of one vLLM engine")],
+    model: Annotated[str, typer.Option(help="served model; not needed if there is one")] = "",
+    api_key: Annotated[str, typer.Option(envvar="VLLM_API_KEY", help="the engine's key")] = "",
+    lengths: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKENS,...",
+            help="prompts to prefill, such as 1Ki,4Ki,32Ki (Ki: 1024, k: 1000); default: powers "
+            "of two from 256 up to what the engine takes, at most 10",
+        ),
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="samples of each length")] = 5,
+    batch_sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="N,...", help="streams that decode at once; default: 1,4,16 as far as they fit"
+        ),
+    ] = "",
+    output_tokens: Annotated[int, typer.Option(min=16, help="tokens of each stream")] = 64,
+    decode_context: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKENS", help="prompt of each stream; steps slow down with it; default: 1Ki"
+        ),
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="the model's Hugging Face config.json: adds KVCache sizes to the file"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="the file to write")] = Path("profile.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="replace an existing file")] = False,
+    keep_partial: Annotated[
+        bool, typer.Option("--keep-partial", help="write what there is when cut short")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables")] = False,
+) -> None:
+    """Measure prefill times and decode steps of a running engine, for `prfaas plan solve`.
+
+    Sends prompts of random tokens, one at a time, then streams that decode together. The engine
+    must be idle and serve nobody else meanwhile. Ctrl-C stops at once and writes nothing, unless
+    --keep-partial is given.
+
+    \b
+    prfaas plan profile --url http://127.0.0.1:8000
+    prfaas plan profile --url http://gpu1:8000 --lengths 1Ki,8Ki,32Ki,128Ki --out h200.yaml
+    """
+    from deploy.plan.profiling import Wishes
+
+    context = _numbers(decode_context, "--decode-context", _tokens)
+    if len(context) > 1:
+        raise typer.BadParameter("one number, please", param_hint="--decode-context")
+    wishes = Wishes(
+        lengths=_numbers(lengths, "--lengths", _tokens),
+        repeats=repeats,
+        batch_sizes=_numbers(batch_sizes, "--batch-sizes", _count),
+        output_tokens=output_tokens,
+        context_tokens=context[0] if context else None,
+    )
+    ends = _Ends(out, as_json)
+    ends.check_target(force)
+    job = _new_job(url, api_key, model, wishes)
+    kv_cache = _kv_cache(config, ends)
+    reason, status = _run(job)
+    if reason and not (keep_partial and job.measured.prefill):
+        ends.fail(f"{reason}; nothing was written", status)
+    file = _file(job, kv_cache, complete=not reason)
+    ends.write(file)
+    if reason:
+        ends.fail(f"{reason}; {out} has what was measured before", status)
+    ends.show(file)
+
+
+@dataclass(slots=True)
+class _Job:
+    """One measuring. `model` and `plan` are known once the engine has answered."""
+
+    url: str
+    api_key: str
+    wanted_model: str
+    wishes: Wishes
+    measured: Measured
+    started: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+    model: ServedModel | None = None
+    plan: ProfilePlan | None = None
+
+
+def _new_job(url: str, api_key: str, model: str, wishes: Wishes) -> _Job:
+    from deploy.plan.profile_stats import Measured
+
+    return _Job(url, api_key, model, wishes, Measured())
+
+
+def _run(job: _Job) -> tuple[str, int]:
+    """Measure; why it was cut short, empty if it was not, and the exit status."""
+    from rich.console import Console
+
+    from deploy.plan.profile_engine import ProfilingError
+    from deploy.plan.profile_view import ProgressView
+
+    try:
+        with ProgressView(Console(stderr=True)) as view:
+            asyncio.run(_measure(job, view))
+    except KeyboardInterrupt:
+        return "interrupted", 130
+    except ProfilingError as error:
+        return str(error), 2
+    return "", 0
+
+
+async def _measure(job: _Job, view: ProgressView) -> None:
+    from deploy.plan.profile_engine import ProfiledEngine
+    from deploy.plan.profiling import make_plan, measure
+    from kvmanager.engines.client import open_session
+
+    async with open_session() as session:
+        engine = ProfiledEngine(job.url, session, job.api_key)
+        job.model = await engine.served_model(job.wanted_model)
+        kv_tokens = (await engine.counters()).kv_tokens
+        job.plan = make_plan(job.wishes, job.model.max_model_len, kv_tokens)
+        view.begin(job.plan.total_work)
+        await measure(engine, job.model, job.plan, job.measured, view.show, random.Random())
+
+
+def _file(job: _Job, kv_cache: KvCacheSize | None, *, complete: bool) -> EngineProfileFile:
+    from deploy.plan.profile_engine import base_url
+    from deploy.plan.profile_file import EngineProfileFile, Provenance
+    from deploy.plan.profile_stats import build_profile
+
+    assert job.model is not None
+    assert job.plan is not None
+    provenance = Provenance(
+        url=base_url(job.url),
+        model=job.model.name,
+        vllm_version=job.model.vllm_version,
+        date=job.started,
+        repeats=job.plan.repeats,
+        complete=complete,
+    )
+    profile = build_profile(job.measured, job.plan.setup, provenance, kv_cache)
+    return EngineProfileFile(profile=profile)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Where results and errors go."""
+
+    out: Path
+    as_json: bool
+
+    def check_target(self, force: bool) -> None:
+        """Before anything is measured: could the result be written?"""
+        if self.out.is_dir() or not self.out.absolute().parent.is_dir():
+            self.fail(f"{self.out} cannot be written: give --out a file in an existing folder", 2)
+        if self.out.exists() and not force:
+            self.fail(f"{self.out} exists; --force replaces it, --out names another", 2)
+
+    def write(self, file: EngineProfileFile) -> None:
+        """Write the file, whole or not at all."""
+        try:
+            file.dump(self.out)
+        except OSError as error:
+            self.fail(f"{self.out} cannot be written: {error}", 2)
+
+    def show(self, file: EngineProfileFile) -> None:
+        """The file's numbers on stdout."""
+        if self.as_json:
+            typer.echo(json.dumps({"ok": True, "file": str(self.out)} | file.as_json()))
+            return
+        from rich.console import Console
+
+        from deploy.plan.profile_view import tables
+
+        console = Console()
+        for table in tables(file.profile):
+            console.print(table)
+        notes = file.profile.provenance.notes if file.profile.provenance else ()
+        for line in (*(f"- {note}" for note in notes), f"wrote {self.out}"):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def fail(self, message: str, status: int) -> NoReturn:
+        """Say what went wrong and exit."""
+        if self.as_json:
+            typer.echo(json.dumps({"ok": False, "error": message}))
+        else:
+            typer.echo(message, err=True)
+        raise typer.Exit(status)
+
+
+def _kv_cache(config: Path | None, ends: _Ends) -> KvCacheSize | None:
+    """The sizes by the model's config; window layers count as full, as they are in long prompts."""
+    if config is None:
+        return None
+    from deploy.plan.profile_file import KvCacheSize
+    from kvmanager.hf_config import read_model_kv
+
+    path = config / "config.json" if config.is_dir() else config
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("not the config.json of a model: no JSON object")
+        kv = read_model_kv(values)
+    except (OSError, ValueError) as error:
+        ends.fail(f"--config {path}: {error}", 2)
+    fixed_bytes = kv.bytes_for(_LONG_TOKENS) - _LONG_TOKENS * kv.bytes_per_token
+    return KvCacheSize(fixed_bytes=fixed_bytes, bytes_per_token=kv.bytes_per_token)
+
+
+def _numbers(text: str, option: str, parse: Callable[[str], int]) -> tuple[int, ...]:
+    """The numbers of a comma-separated list."""
+    try:
+        return tuple(parse(word.strip()) for word in text.split(",") if word.strip())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def _tokens(word: str) -> int:
+    from deploy.plan.tokens import parse_tokens
+
+    return parse_tokens(word)
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise ValueError(f"{word!r} is not a number of streams; write 1,4,16")
+    return int(word)

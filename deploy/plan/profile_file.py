@@ -1,0 +1,158 @@
+"""The file with an engine's profile: prefill times, decode steps, and where they come from.
+
+`prfaas plan profile` writes it and `prfaas plan solve` reads it; most fields may be left out of one
+written by hand. Does not know how the numbers are measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from deploy.plan.tokens import parse_tokens
+from deploy.units import parse_duration, parse_size
+from deploy.yaml_files import parse_yaml, read_text
+
+EXPECTED = "a profile file is a mapping with the key profile; `prfaas plan profile` writes one"
+
+_HEADER = """\
+# One engine's speed, for `prfaas plan solve`; written by `prfaas plan profile`.
+# Times are seconds. A prefill's `seconds` is the median and `spread_seconds` the range of its
+# samples, by `clock`; `client_seconds` includes HTTP. A decode step is the time for a token of one
+# stream while `batch_size` streams run, the median over spans of a few tokens; its spread is from
+# the 10th to the 90th percentile.
+"""
+
+
+def _spelled(parse: Callable[[str], float]) -> BeforeValidator:
+    """Numbers as they are; text as `parse` reads it."""
+    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
+
+
+Seconds = Annotated[float, _spelled(parse_duration), Field(gt=0, allow_inf_nan=False)]
+SpreadSeconds = Annotated[float, _spelled(parse_duration), Field(ge=0, allow_inf_nan=False)]
+Tokens = Annotated[int, _spelled(parse_tokens), Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, _spelled(parse_size), Field(ge=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PrefillPoint(_Part):
+    """T_prefill at one length: an otherwise idle engine, nothing of the prompt cached."""
+
+    tokens: Tokens
+    seconds: Seconds
+    spread_seconds: SpreadSeconds | None = None
+    client_seconds: Seconds | None = None
+    samples: Count | None = None
+
+
+class PrefillProfile(_Part):
+    """T_prefill(l). `clock`: whose `seconds` are, the engine's metrics' or its HTTP client's."""
+
+    clock: Literal["engine", "client"] | None = None
+    points: Annotated[tuple[PrefillPoint, ...], Field(min_length=1)]
+
+    @field_validator("points")
+    @classmethod
+    def _distinct(cls, points: tuple[PrefillPoint, ...]) -> tuple[PrefillPoint, ...]:
+        lengths = [point.tokens for point in points]
+        twice = sorted({tokens for tokens in lengths if lengths.count(tokens) > 1})
+        if twice:
+            raise ValueError(f"two points for {twice[0]} tokens; keep one")
+        return tuple(sorted(points, key=lambda point: point.tokens))
+
+
+class DecodeStep(_Part):
+    """Seconds from one token to the next of a stream while `batch_size` streams decode."""
+
+    batch_size: Count
+    step_seconds: Seconds
+    spread_seconds: SpreadSeconds | None = None
+    samples: Count | None = None
+
+
+class DecodeProfile(_Part):
+    """Decode steps after prompts of `context_tokens`, over `output_tokens` tokens."""
+
+    context_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+    steps: Annotated[tuple[DecodeStep, ...], Field(min_length=1)]
+
+    @field_validator("steps")
+    @classmethod
+    def _distinct(cls, steps: tuple[DecodeStep, ...]) -> tuple[DecodeStep, ...]:
+        sizes = [step.batch_size for step in steps]
+        twice = sorted({size for size in sizes if sizes.count(size) > 1})
+        if twice:
+            raise ValueError(f"two steps for a batch of {twice[0]}; keep one")
+        return tuple(sorted(steps, key=lambda step: step.batch_size))
+
+
+class KvCacheSize(_Part):
+    """S_kv(l) = fixed_bytes + bytes_per_token * l, of one request. Written like 64KiB or 65536."""
+
+    fixed_bytes: Size
+    bytes_per_token: Size
+
+
+class Provenance(_Part):
+    """Where the numbers come from. `complete` is false if the measuring was cut short."""
+
+    url: str
+    model: str
+    vllm_version: str = "unknown"
+    date: datetime
+    repeats: Count
+    complete: bool = True
+    notes: tuple[str, ...] = ()
+
+
+class EngineProfile(_Part):
+    """What one instance can do."""
+
+    prefill: PrefillProfile
+    decode: DecodeProfile | None = None
+    kv_cache: KvCacheSize | None = None
+    provenance: Provenance | None = None
+
+
+class EngineProfileFile(_Part):
+    """The whole file."""
+
+    profile: EngineProfile
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read and check `path`. Raises `FileError` with every problem, its line and field."""
+        return parse_yaml(read_text(path), cls, source=str(path), expected=EXPECTED)
+
+    def as_json(self) -> dict[str, Any]:
+        """The file as plain values, what is unknown left out."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def dump(self, path: Path) -> None:
+        """Write `path` whole or not at all; an existing file is replaced. Raises `OSError`."""
+        text = _HEADER + yaml.safe_dump(
+            self.as_json(), sort_keys=False, allow_unicode=True, width=100
+        )
+        # Beside the target, so that the last step is a rename within one file system.
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with unfinished.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise

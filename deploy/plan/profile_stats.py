@@ -1,0 +1,233 @@
+"""From raw samples to the profile: medians, spreads, and what looks wrong with them.
+
+Every sample counts: none is dropped as an outlier, and what makes a number doubtful becomes a note
+in the profile. Pure; does not know where samples come from. Times are seconds on any one clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from deploy.plan.profile_file import (
+    DecodeProfile,
+    DecodeStep,
+    EngineProfile,
+    KvCacheSize,
+    PrefillPoint,
+    PrefillProfile,
+    Provenance,
+)
+
+MIN_STEPS = 8
+"""Steps are timed over so many tokens at least; fewer with all streams decoding are no measurement.
+
+A busy client reads tokens in bursts. From one token to the next it would then see either nothing or
+a multiple of the step; over eight tokens the burst hardly matters."""
+
+_WIDE_SPREAD = 0.25
+_CLOCKS_DIFFER = 0.25
+_FASTER_WHEN_FULLER = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSample:
+    """One prefill of `tokens`: until the client had its answer, and by the engine's metrics."""
+
+    tokens: int
+    client_s: float
+    engine_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """A stream: at `at_s[i]` it had `num_tokens[i]` tokens. Both ascend; not empty."""
+
+    at_s: tuple[float, ...]
+    num_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSample:
+    """Streams that decoded together.
+
+    `engine_mean_s`: the engine's mean time between tokens over the whole run, its start included.
+    """
+
+    streams: tuple[TokenTimes, ...]
+    engine_mean_s: float | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.streams)
+
+    @property
+    def client_mean_s(self) -> float | None:
+        """As `engine_mean_s`, but as the tokens arrived."""
+        taken_s = sum(stream.at_s[-1] - stream.at_s[0] for stream in self.streams)
+        gaps = sum(stream.num_tokens[-1] - stream.num_tokens[0] for stream in self.streams)
+        return taken_s / gaps if gaps else None
+
+
+@dataclass(slots=True)
+class Measured:
+    """What was measured so far, in whole samples; the measuring shell appends to it."""
+
+    prefill: list[PrefillSample] = field(default_factory=list)
+    decode: list[DecodeSample] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSetup:
+    """What each decoding stream was asked for."""
+
+    context_tokens: int
+    output_tokens: int
+
+
+def build_profile(
+    measured: Measured,
+    setup: DecodeSetup,
+    provenance: Provenance,
+    kv_cache: KvCacheSize | None = None,
+) -> EngineProfile:
+    """The profile of all samples; notes of the measuring and of the numbers join the provenance's.
+
+    Raises ValueError without any prefill sample.
+    """
+    if not measured.prefill:
+        raise ValueError("no prefill was measured")
+    prefill = prefill_profile(measured.prefill)
+    steps = [step for sample in measured.decode if (step := decode_step(sample)) is not None]
+    decode = None
+    if steps:
+        decode = DecodeProfile(
+            context_tokens=setup.context_tokens,
+            output_tokens=setup.output_tokens,
+            steps=tuple(steps),
+        )
+    notes = (
+        *provenance.notes,
+        *measured.notes,
+        *doubts(prefill, decode),
+        *_slow_clients(measured.decode),
+    )
+    return EngineProfile(
+        prefill=prefill,
+        decode=decode,
+        kv_cache=kv_cache,
+        provenance=provenance.model_copy(update={"notes": notes}),
+    )
+
+
+def prefill_profile(samples: Sequence[PrefillSample]) -> PrefillProfile:
+    """A point for each length. The engine's clock counts if it timed every sample.
+
+    The engine times from the first scheduling to the first token: what a prefill keeps the instance
+    busy. Nothing is subtracted from the client's time, which adds HTTP, checks and queueing.
+    """
+    by_engine = all(sample.engine_s is not None for sample in samples)
+    by_length: dict[int, list[PrefillSample]] = {}
+    for sample in samples:
+        by_length.setdefault(sample.tokens, []).append(sample)
+    points = []
+    for tokens, group in sorted(by_length.items()):
+        client_s = [sample.client_s for sample in group]
+        engine_s = [sample.engine_s for sample in group if sample.engine_s is not None]
+        timed_s = engine_s if by_engine else client_s
+        points.append(
+            PrefillPoint(
+                tokens=tokens,
+                seconds=_rounded(statistics.median(timed_s)),
+                spread_seconds=_rounded(max(timed_s) - min(timed_s)),
+                client_seconds=_rounded(statistics.median(client_s)),
+                samples=len(group),
+            )
+        )
+    return PrefillProfile(clock="engine" if by_engine else "client", points=tuple(points))
+
+
+def decode_step(sample: DecodeSample) -> DecodeStep | None:
+    """The median time per token while all streams decoded; None if that was too short.
+
+    All decode from the last stream's first token to the first stream's last. The time is taken over
+    every span of `MIN_STEPS` tokens. With speculative decoding it is that of a token, not of a
+    step of the engine.
+    """
+    spans = list(_spans(sample.streams))
+    if len(spans) < sample.batch_size:
+        return None
+    deciles = statistics.quantiles(spans, n=10, method="inclusive") if len(spans) > 1 else spans
+    return DecodeStep(
+        batch_size=sample.batch_size,
+        step_seconds=_rounded(statistics.median(spans)),
+        spread_seconds=_rounded(max(deciles[-1] - deciles[0], 0.0)),
+        samples=len(spans),
+    )
+
+
+def doubts(prefill: PrefillProfile, decode: DecodeProfile | None) -> list[str]:
+    """What a reader of the numbers should know before trusting them."""
+    return [*_prefill_doubts(prefill.points), *_decode_doubts(decode.steps if decode else ())]
+
+
+def _prefill_doubts(points: Sequence[PrefillPoint]) -> Iterator[str]:
+    for before, after in itertools.pairwise(points):
+        if after.seconds < before.seconds:
+            yield (
+                f"prefill of {after.tokens} tokens took {after.seconds:.3g} s, less than the "
+                f"{before.seconds:.3g} s of {before.tokens}: measure again with more --repeats, "
+                "or leave one of the two lengths out"
+            )
+    for point in points:
+        if (point.spread_seconds or 0) > _WIDE_SPREAD * point.seconds:
+            yield (
+                f"prefill of {point.tokens} tokens: samples {point.spread_seconds:.3g} s apart "
+                f"around {point.seconds:.3g} s; does anything else use the machine?"
+            )
+
+
+def _decode_doubts(steps: Sequence[DecodeStep]) -> Iterator[str]:
+    for before, after in itertools.pairwise(steps):
+        if after.step_seconds < (1 - _FASTER_WHEN_FULLER) * before.step_seconds:
+            yield (
+                f"a decode step of {after.batch_size} streams took {after.step_seconds:.3g} s, "
+                f"less than the {before.step_seconds:.3g} s of {before.batch_size}: measure again"
+            )
+
+
+def _slow_clients(samples: Sequence[DecodeSample]) -> Iterator[str]:
+    for sample in samples:
+        engine_s, client_s = sample.engine_mean_s, sample.client_mean_s
+        if engine_s and client_s and abs(client_s - engine_s) > _CLOCKS_DIFFER * engine_s:
+            yield (
+                f"batch of {sample.batch_size}: tokens arrived every {client_s:.3g} s on average, "
+                f"the engine made one every {engine_s:.3g} s; is the client or the network slow?"
+            )
+
+
+def _spans(streams: Sequence[TokenTimes]) -> Iterator[float]:
+    """Seconds per token over spans of `MIN_STEPS` tokens, from every token that allows one."""
+    start_s = max(stream.at_s[0] for stream in streams)
+    end_s = min(stream.at_s[-1] for stream in streams)
+    for stream in streams:
+        arrivals = [
+            (at_s, num)
+            for at_s, num in zip(stream.at_s, stream.num_tokens, strict=True)
+            if start_s <= at_s <= end_s
+        ]
+        last = 0
+        for first_s, first_num in arrivals:
+            while last < len(arrivals) and arrivals[last][1] - first_num < MIN_STEPS:
+                last += 1
+            if last == len(arrivals):
+                break
+            last_s, last_num = arrivals[last]
+            yield (last_s - first_s) / (last_num - first_num)
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.6g}")

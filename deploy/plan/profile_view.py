@@ -1,0 +1,115 @@
+"""Shows a profile: how far its measuring is, and its numbers in tables.
+
+Knows terminals; starts nothing and reads no clock.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from deploy.plan.profile_file import EngineProfile
+    from deploy.plan.profiling import Progress
+
+
+class ProgressView:
+    """A bar with the time left on a terminal, a line for each step elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = ""
+        self._total = 0
+        self._bar = Bar(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            # One sample can take minutes.
+            speed_estimate_period=1800,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("asking the engine", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def begin(self, total_work: int) -> None:
+        """How much `Progress.work` there will be."""
+        self._total = total_work
+        self._bar.update(self._task, total=total_work)
+
+    def show(self, progress: Progress) -> None:
+        """What is done now."""
+        text = f"{progress.doing} {progress.detail}".rstrip()
+        self._bar.update(self._task, completed=progress.work, description=text)
+        if not self._console.is_terminal and progress.doing != self._last:
+            share = progress.work / max(self._total, 1)
+            self._console.print(f"{share:4.0%} {progress.doing}", highlight=False)
+        self._last = progress.doing
+
+
+def tables(profile: EngineProfile) -> list[Table]:
+    """Prefill times, and decode steps if there are any, with their units."""
+    prefill = Table(
+        title=f"prefill (median of samples, clock of the {profile.prefill.clock})",
+        title_justify="left",
+    )
+    for name in ("tokens", "seconds", "spread s", "client s", "tokens/s", "samples"):
+        prefill.add_column(name, justify="right")
+    for point in profile.prefill.points:
+        prefill.add_row(
+            str(point.tokens),
+            _number(point.seconds),
+            _number(point.spread_seconds),
+            _number(point.client_seconds),
+            f"{point.tokens / point.seconds:,.0f}",
+            str(point.samples or "-"),
+        )
+    if profile.decode is None:
+        return [prefill]
+    decode = Table(
+        title=f"decode (after {profile.decode.context_tokens} tokens of context)",
+        title_justify="left",
+    )
+    for name in ("streams", "step ms", "spread ms", "tokens/s in all", "samples"):
+        decode.add_column(name, justify="right")
+    for step in profile.decode.steps:
+        decode.add_row(
+            str(step.batch_size),
+            _number(step.step_seconds, 1e3),
+            _number(step.spread_seconds, 1e3),
+            f"{step.batch_size / step.step_seconds:,.1f}",
+            str(step.samples or "-"),
+        )
+    return [prefill, decode]
+
+
+def _number(seconds: float | None, scale: float = 1.0) -> str:
+    return "-" if seconds is None else f"{seconds * scale:.4g}"

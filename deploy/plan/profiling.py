@@ -1,0 +1,310 @@
+"""Measures an engine: single prefills of random tokens, then streams that decode together.
+
+What is measured is the engine as a service sees it: whole requests through its HTTP API, one kind
+at a time on an otherwise idle engine. A prefill's time comes from the engine's own metrics where
+they have it, beside the client's. No prompt shares a prefix with another (random tokens and a
+`cache_salt` of its own), so prefix caching cannot help; that it did not is checked, too. Somebody
+else's request before, during or after a sample is an error and never part of a result.
+
+Does not know files, terminals or the date; `profile_stats` makes numbers of the samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from deploy.plan.profile_engine import (
+    Counters,
+    EngineBusyError,
+    ProfiledEngine,
+    ProfilingError,
+    ServedModel,
+    Streamed,
+)
+from deploy.plan.profile_stats import (
+    MIN_STEPS,
+    DecodeSample,
+    DecodeSetup,
+    Measured,
+    PrefillSample,
+    decode_step,
+)
+
+DEFAULT_BATCH_SIZES: Final = (1, 4, 16)
+
+_PREFILL_S: Final = "vllm:request_prefill_time_seconds_sum"
+_FINISHED: Final = "vllm:request_prefill_time_seconds_count"
+_SUCCESSES: Final = "vllm:request_success_total"
+_COMPUTED_TOKENS: Final = "vllm:request_prefill_kv_computed_tokens_sum"
+_STEP_S: Final = "vllm:inter_token_latency_seconds_sum"
+_STEPS: Final = "vllm:inter_token_latency_seconds_count"
+_PREEMPTIONS: Final = "vllm:num_preemptions_total"
+
+_SHORTEST_TOKENS: Final = 256
+_MOST_LENGTHS: Final = 10
+_SETTLE_S: Final = 5.0
+_POLL_S: Final = 0.02
+_WARM_UP_TOKENS: Final = 8
+_STEP_WORK_TOKENS: Final = 200
+"""A decode step takes about as long as a prefill of so many tokens; only progress depends on it."""
+_FEWEST_TOKEN_IDS: Final = 16
+_SMALL_IDS: Final = tuple(range(256))
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilePlan:
+    """What to measure: prompt lengths, samples of each, and how many streams decode at once."""
+
+    lengths: tuple[int, ...]
+    repeats: int
+    batch_sizes: tuple[int, ...]
+    setup: DecodeSetup
+
+    @property
+    def total_work(self) -> int:
+        """All of it with its warm-ups, in prompt tokens."""
+        prefill = sum(self.lengths) * (1 + self.repeats)
+        return prefill + sum(map(self.decode_work, self.batch_sizes))
+
+    def decode_work(self, batch_size: int) -> int:
+        """A warm-up and a run of `batch_size` streams."""
+        steps = _WARM_UP_TOKENS + self.setup.output_tokens
+        return 2 * batch_size * self.setup.context_tokens + steps * _STEP_WORK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asked for; empty or None where the engine's limits decide."""
+
+    lengths: tuple[int, ...] = ()
+    repeats: int = 5
+    batch_sizes: tuple[int, ...] = ()
+    output_tokens: int = 64
+    context_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`work` tokens of `ProfilePlan.total_work` are behind us; `doing` is what comes now."""
+
+    work: int
+    doing: str
+    detail: str = ""
+
+
+def make_plan(wishes: Wishes, max_model_len: int, kv_tokens: int | None) -> ProfilePlan:
+    """`wishes` where there are any, else what fits an engine of these limits, in tokens.
+
+    `kv_tokens`: what its KVCache holds. Raises ProfilingError for wishes that cannot be.
+    """
+    lengths = tuple(sorted(set(wishes.lengths))) or default_lengths(max_model_len)
+    if not lengths or lengths[-1] > max_model_len - 1:
+        raise ProfilingError(
+            f"the engine takes {max_model_len} tokens, prompt and output together: "
+            f"no length can be above {max_model_len - 1}"
+        )
+    room = max_model_len - wishes.output_tokens
+    context = wishes.context_tokens or min(1024, max(room, 1))
+    if not 0 < context <= room:
+        raise ProfilingError(
+            f"{context} tokens of context and {wishes.output_tokens} of output are more than "
+            f"the {max_model_len} tokens the engine takes: choose a smaller --decode-context "
+            "or --output-tokens"
+        )
+    setup = DecodeSetup(context, wishes.output_tokens)
+    batch_sizes = tuple(sorted(set(wishes.batch_sizes)))
+    if not batch_sizes:
+        fitting = kv_tokens // (context + wishes.output_tokens) if kv_tokens else None
+        batch_sizes = tuple(n for n in DEFAULT_BATCH_SIZES if fitting is None or n <= fitting)
+    return ProfilePlan(lengths, wishes.repeats, batch_sizes or (1,), setup)
+
+
+def default_lengths(max_model_len: int) -> tuple[int, ...]:
+    """Powers of two from 256 and the longest prompt, at most 10: the shortest give way."""
+    longest = max_model_len - 2
+    powers = []
+    tokens = _SHORTEST_TOKENS
+    while tokens <= longest:
+        powers.append(tokens)
+        tokens *= 2
+    # Two lengths that nearly agree would only measure their noise.
+    if longest > 0 and (not powers or longest >= 1.25 * powers[-1]):
+        powers.append(longest)
+    return tuple(powers[-_MOST_LENGTHS:])
+
+
+async def measure(
+    engine: ProfiledEngine,
+    model: ServedModel,
+    plan: ProfilePlan,
+    measured: Measured,
+    on_progress: Callable[[Progress], None],
+    rng: random.Random,
+) -> None:
+    """Carry out `plan`; every sample joins `measured` when it is whole.
+
+    Raises ProfilingError, and EngineBusyError when the engine does not work for us alone. Can be
+    cancelled at any time: the engine then drops the request that is running.
+    """
+    run = _Run(engine, model.name, plan, measured, on_progress, rng)
+    await run.prepare()
+    for tokens in plan.lengths:
+        await run.prefills(tokens)
+    for batch_size in plan.batch_sizes:
+        if not await run.decodes(batch_size):
+            break
+    run.say("done")
+
+
+class _Run:
+    def __init__(
+        self,
+        engine: ProfiledEngine,
+        model: str,
+        plan: ProfilePlan,
+        measured: Measured,
+        on_progress: Callable[[Progress], None],
+        rng: random.Random,
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._plan = plan
+        self._measured = measured
+        self._on_progress = on_progress
+        self._rng = rng
+        self._token_ids: Sequence[int] = _SMALL_IDS
+        self._work = 0
+
+    async def prepare(self) -> None:
+        """Choose the tokens of prompts; see that nobody else uses the engine."""
+        ordinary = await self._engine.ordinary_tokens(self._model)
+        if len(ordinary) >= _FEWEST_TOKEN_IDS:
+            self._token_ids = ordinary
+            text = f"prompts are drawn from {len(ordinary)} of the tokenizer's ordinary tokens"
+        else:
+            text = "/tokenize gives no ordinary tokens, so prompts are drawn from the ids below 256"
+        self._measured.notes.append(text)
+        counters = await self._idle()
+        if counters.num_ranks > 1:
+            self._measured.notes.append(
+                f"the engine has {counters.num_ranks} data-parallel ranks; "
+                "batch sizes are over all of them together"
+            )
+
+    async def prefills(self, tokens: int) -> None:
+        """A warm-up and the samples of one length."""
+        for i in range(1 + self._plan.repeats):
+            self.say(f"prefill of {tokens} tokens", f"{i}/{self._plan.repeats}" if i else "warm-up")
+            measured = await self._prefill(tokens)
+            if i:
+                self._measured.prefill.append(measured)
+            self._work += tokens
+
+    async def decodes(self, batch_size: int) -> bool:
+        """A warm-up and the run of one batch size; False if they would not decode together."""
+        streams = f"{batch_size} stream{'s' if batch_size > 1 else ''}"
+        self.say(f"decode of {streams}", "warm-up")
+        await self._decode(batch_size, _WARM_UP_TOKENS)
+        self.say(f"decode of {streams}")
+        sample, num_preempted = await self._decode(batch_size, self._plan.setup.output_tokens)
+        self._work += self._plan.decode_work(batch_size)
+        why = ""
+        if num_preempted:
+            why = f"the engine preempted {num_preempted:g} of them, its KVCache is too small"
+        elif decode_step(sample) is None:
+            why = (
+                f"fewer than {MIN_STEPS} steps had them all: the engine runs fewer at a time "
+                "(--max-num-seqs, KVCache), or --output-tokens is too small"
+            )
+        if why:
+            self._measured.notes.append(
+                f"a batch of {batch_size} was not measured, nor any larger: {why}"
+            )
+            return False
+        self._measured.decode.append(sample)
+        return True
+
+    def say(self, doing: str, detail: str = "") -> None:
+        """Show how far the work is."""
+        self._on_progress(Progress(self._work, doing, detail))
+
+    async def _prefill(self, tokens: int) -> PrefillSample:
+        before = await self._idle()
+        answer = await self._stream(tokens, 1)
+        after = await self._settled(before, 1)
+        computed = after.since(before, _COMPUTED_TOKENS)
+        if computed is not None and computed != tokens:
+            raise ProfilingError(
+                f"{self._engine.url} computed {computed:g} tokens of a random prompt of {tokens}: "
+                "the rest came from some cache, so this is no prefill time"
+            )
+        engine_s = after.since(before, _PREFILL_S)
+        return PrefillSample(tokens, answer.ended_s - answer.started_s, engine_s)
+
+    async def _decode(self, batch_size: int, output_tokens: int) -> tuple[DecodeSample, float]:
+        """The streams' times, and how many of them were preempted."""
+        context = self._plan.setup.context_tokens
+        before = await self._idle()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._stream(context, output_tokens))
+                    for _ in range(batch_size)
+                ]
+        except ExceptionGroup as failed:
+            # The streams' errors tell the same story.
+            raise failed.exceptions[0] from None
+        after = await self._settled(before, batch_size)
+        steps, total_s = after.since(before, _STEPS), after.since(before, _STEP_S)
+        mean_s = total_s / steps if steps and total_s else None
+        sample = DecodeSample(tuple(task.result().tokens for task in tasks), mean_s)
+        return sample, after.since(before, _PREEMPTIONS) or 0
+
+    async def _stream(self, tokens: int, output_tokens: int) -> Streamed:
+        prompt = self._rng.choices(self._token_ids, k=tokens)
+        salt = f"{self._rng.getrandbits(128):032x}"
+        return await self._engine.stream(
+            self._model, prompt, output_tokens=output_tokens, cache_salt=salt
+        )
+
+    async def _idle(self) -> Counters:
+        """The counters of an engine without requests; it has a moment to finish what it had."""
+        deadline_s = time.monotonic() + _SETTLE_S
+        while True:
+            counters = await self._engine.counters()
+            if not counters.num_running and not counters.num_waiting:
+                return counters
+            if time.monotonic() > deadline_s:
+                raise EngineBusyError(
+                    f"{self._engine.url} is busy: {counters.num_running} requests running and "
+                    f"{counters.num_waiting} waiting, none of them ours; take it out of service "
+                    "while it is profiled"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _settled(self, before: Counters, num_ours: int) -> Counters:
+        """The counters when they include our requests, and nobody else's."""
+        deadline_s = time.monotonic() + _SETTLE_S
+        while True:
+            counters = await self._idle()
+            finished = counters.since(before, _FINISHED)
+            if finished is None:
+                finished = counters.since(before, _SUCCESSES)
+            if finished is None or finished == num_ours:
+                return counters
+            if finished > num_ours:
+                raise EngineBusyError(
+                    f"{self._engine.url} answered {finished - num_ours:g} requests of somebody "
+                    "else during a sample; take it out of service while it is profiled"
+                )
+            if time.monotonic() > deadline_s:
+                raise ProfilingError(
+                    f"{self._engine.url}/metrics counted {finished:g} of our {num_ours} requests: "
+                    "do several engines share this URL? Profile one of them"
+                )
+            await asyncio.sleep(_POLL_S)

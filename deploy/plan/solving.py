@@ -1,0 +1,342 @@
+"""What `prfaas plan solve` and `sweep` find, as plain values: the JSON that tables and plots show.
+
+Keys carry their units. Rates are requests/s of the whole region.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from scheduler.assignment import Resource
+from scheduler.load_study import LOADS, NUM_REQUESTS, LoadPoint, highest_load_within, study_load
+from scheduler.pair_search import search_pair, threshold_grid
+from scheduler.plan import Plan, best_plan, is_pair
+from scheduler.region_model import PdCluster, PrefillCluster, Region
+from scheduler.throughput import Mode
+
+GBIT_PER_S: Final = 1e9 / 8
+KIND_WORDS: Final = {
+    "prefill": "prefill instances of",
+    "link": "the link",
+    "decode": "decode instances of",
+}
+
+
+@dataclass(frozen=True)
+class Goals:
+    """What the user asks of a plan besides throughput; None: nothing."""
+
+    rate_rps: float | None = None
+    ttft_p90_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan and all that is reported of it."""
+
+    plan: Plan
+    paper_plan: Plan
+    """The best plan of the paper's mode; differs little."""
+    loads: Sequence[LoadPoint]
+    document: dict[str, Any]
+
+
+def solve(
+    region: Region,
+    goals: Goals,
+    *,
+    whole: bool = True,
+    currency: str = "USD",
+    num_requests: int = NUM_REQUESTS,
+    seed: int = 1,
+) -> Solution:
+    """The best plan, what it sustains, costs and means for first tokens, and whether it is enough.
+
+    Raises `route_search.NoRouteError` when nothing can be served.
+    """
+    plan = best_plan(region, Mode.EXACT, whole=whole)
+    paper_plan = best_plan(region, Mode.PAPER, whole=whole) if is_pair(region) else plan
+    loads = study_load(plan, LOADS, num_requests=num_requests, seed=seed)
+    capacity_rps = plan.system_rps(Mode.EXACT)
+    document: dict[str, Any] = {
+        "throughput_rps": capacity_rps,
+        "binding": binding_words(plan),
+        **_outline(plan),
+        "paper_mode": {
+            "throughput_rps": paper_plan.system_rps(Mode.PAPER),
+            **_outline(paper_plan),
+        },
+        "routes": _routes(plan),
+        "parts": [_part(part, capacity_rps) for part in plan.resources(Mode.EXACT)],
+        "ttft_empty": {"mean_s": plan.empty_ttft().mean_s, "p90_s": plan.empty_ttft().p90_s},
+        "ttft_under_load": [load_row(point) for point in loads],
+        "without_prefill_clusters": _alone(region, capacity_rps, whole=whole),
+        "cost": cost_of(plan, goals.rate_rps or capacity_rps, currency),
+        "goals": _goals(plan, goals, num_requests=num_requests, seed=seed),
+    }
+    return Solution(plan, paper_plan, loads, document)
+
+
+def binding_words(plan: Plan) -> str:
+    """What is full first, in words."""
+    parts = [f"{KIND_WORDS[part.kind]} {part.name}" for part in plan.bottlenecks(Mode.EXACT)]
+    *most, last = parts
+    subject = f"{', '.join(most)} and {last}" if most else last
+    verb = "are" if most or last.startswith(("prefill", "decode")) else "is"
+    return f"{subject} {verb} full first, at {plan.system_rps(Mode.EXACT):.3g} requests/s"
+
+
+def cost_of(plan: Plan, rate_rps: float, currency: str) -> dict[str, Any]:
+    """Cost at a rate. Tokens are those of whole prompts and of outputs."""
+    per_hour = plan.cost_per_hour(rate_rps)
+    traffic = plan.region.traffic
+    output_millions = rate_rps * 3600 * traffic.output_tokens / 1e6
+    all_millions = rate_rps * 3600 * (traffic.output_tokens + traffic.input_tokens) / 1e6
+    return {
+        "currency": currency,
+        "rate_rps": rate_rps,
+        "per_hour": per_hour,
+        "per_million_tokens": per_hour / all_millions if all_millions else None,
+        "per_million_output_tokens": per_hour / output_millions if output_millions else None,
+    }
+
+
+def load_row(point: LoadPoint) -> dict[str, float]:
+    """One line of TTFT under load."""
+    return {
+        "load": point.load,
+        "rate_rps": point.rate_rps,
+        "ttft_mean_s": point.ttft.mean_s,
+        "ttft_p50_s": point.ttft.p50_s,
+        "ttft_p90_s": point.ttft.p90_s,
+        "ttft_p99_s": point.ttft.p99_s,
+        "queue_p90_s": point.queue.p90_s,
+        "transfer_tail_p90_s": point.tail.p90_s,
+        "slot_wait_p90_s": point.slot_wait.p90_s,
+    }
+
+
+def _outline(plan: Plan) -> dict[str, Any]:
+    return {
+        "threshold_tokens": plan.threshold_tokens,
+        "offload_fraction": plan.offload_fraction,
+        "mean_offloaded_tokens": plan.mean_offloaded_tokens,
+        "splits": [
+            {
+                "pd_cluster": pd.name,
+                "num_prefill": plan.num_prefill[pd.name],
+                "num_decode": pd.num_instances - plan.num_prefill[pd.name],
+            }
+            for pd in plan.region.pd_clusters
+        ],
+    }
+
+
+def _routes(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {
+            "prefill_at": route.source.name,
+            "decode_at": route.target.name,
+            "share": plan.assignment.share(index),
+            "mean_tokens": plan.assignment.mean_tokens(index),
+            "lengths": [
+                {"above_tokens": low, "up_to_tokens": high} for low, high in plan.lengths_of(index)
+            ],
+        }
+        for index, route in enumerate(plan.assignment.routes)
+    ]
+
+
+def _part(part: Resource, rate_rps: float) -> dict[str, Any]:
+    """One part at the highest rate: how full it is, and how much more it could take."""
+    used = part.need * rate_rps / part.capacity if part.capacity else 0.0
+    row: dict[str, Any] = {
+        "kind": part.kind,
+        "name": part.name,
+        "theta_rps": part.theta_rps,
+        "utilisation": used,
+        "headroom": 1 / used - 1 if used > 0 else None,
+    }
+    if part.kind == "link":
+        row |= {
+            "rate_gbps": part.capacity / GBIT_PER_S,
+            "egress_gbps": part.need * rate_rps / GBIT_PER_S,
+        }
+    else:
+        row["instances"] = part.capacity
+    return row
+
+
+def without_prefill_clusters(region: Region) -> Region:
+    """The PD clusters alone."""
+    return replace(region, prefill_clusters=(), links=())
+
+
+def _alone(region: Region, capacity_rps: float, *, whole: bool) -> dict[str, Any] | None:
+    """What the PD clusters would do by themselves; None where that is the region anyway."""
+    if not region.prefill_clusters:
+        return None
+    alone = best_plan(without_prefill_clusters(region), Mode.EXACT, whole=whole)
+    rps = alone.system_rps(Mode.EXACT)
+    return {"throughput_rps": rps, "ratio": capacity_rps / rps if rps else None, **_outline(alone)}
+
+
+def _goals(plan: Plan, goals: Goals, *, num_requests: int, seed: int) -> dict[str, Any]:
+    """Each goal: whether it is met, and what would make it so."""
+    found: dict[str, Any] = {}
+    capacity_rps = plan.system_rps(Mode.EXACT)
+    if goals.rate_rps is not None:
+        met = goals.rate_rps <= capacity_rps
+        found["rate"] = {
+            "wanted_rps": goals.rate_rps,
+            "met": met,
+            "load": goals.rate_rps / capacity_rps if capacity_rps else None,
+            "advice": "" if met else _advice(plan, goals.rate_rps),
+        }
+    if goals.ttft_p90_s is not None:
+        load = highest_load_within(plan, goals.ttft_p90_s, num_requests=num_requests, seed=seed)
+        wanted = goals.rate_rps if goals.rate_rps is not None else 0.0
+        found["ttft_p90"] = {
+            "wanted_s": goals.ttft_p90_s,
+            "met": load > 0 and wanted <= load * capacity_rps,
+            "highest_load": load,
+            "highest_rate_rps": load * capacity_rps,
+            "advice": _ttft_advice(plan, goals, load),
+        }
+    return found
+
+
+def _advice(plan: Plan, rate_rps: float) -> str:
+    """What to add where, so that every part carries this rate with the routes as they are."""
+    words = []
+    for part in plan.resources(Mode.EXACT):
+        missing = part.need * rate_rps - part.capacity
+        if missing <= 0:
+            continue
+        if part.kind == "link":
+            words.append(f"{part.need * rate_rps / GBIT_PER_S:.3g} Gbit/s on {part.name}")
+        else:
+            words.append(
+                f"{int(np.ceil(missing - 1e-9))} more {part.kind} instances of {part.name}"
+            )
+    return (
+        f"{rate_rps:.3g} requests/s need " + " and ".join(words) + " (with these routes)"
+        if words
+        else ""
+    )
+
+
+def _ttft_advice(plan: Plan, goals: Goals, load: float) -> str:
+    wanted = goals.ttft_p90_s or 0.0
+    if load == 0:
+        empty = plan.empty_ttft().p90_s
+        return (
+            f"even without any queue the 90% first token takes about {empty:.3g} s, more than the "
+            f"{wanted:.3g} s asked for: faster prefill hardware or shorter prompts are needed"
+        )
+    rps = load * plan.system_rps(Mode.EXACT)
+    if goals.rate_rps is not None and goals.rate_rps > rps:
+        return (
+            f"90% of first tokens come within {wanted:.3g} s up to {rps:.3g} requests/s only: "
+            f"give about {goals.rate_rps / rps:.3g} times the instances, or allow more time"
+        )
+    return ""
+
+
+# ---- the search itself
+
+
+def search_table(region: Region) -> list[dict[str, float]]:
+    """For each division of a pair's PD cluster, its best threshold and throughput (exact)."""
+    grid = threshold_grid(region)
+    found = search_pair(region, Mode.EXACT, grid, np.arange(region.pd_clusters[0].num_instances))
+    best = found.system_rps.argmax(axis=0)
+    return [
+        {
+            "num_prefill": int(n),
+            "num_decode": int(region.pd_clusters[0].num_instances - n),
+            "threshold_tokens": float(grid[row]),
+            "throughput_rps": float(found.system_rps[row, column]),
+        }
+        for column, (n, row) in enumerate(zip(found.num_prefill, best, strict=True))
+    ]
+
+
+# ---- sweeps
+
+SWEEPABLE: Final = {
+    "link_gbps": "rate of every link, Gbit/s",
+    "hit_ratio": "cached share of every prompt, 0 to below 1 (replaces the file's)",
+    "output_tokens": "mean output length, tokens",
+    "prefill_instances": "instances of every prefill cluster",
+    "pd_instances": "instances of every PD cluster",
+}
+
+
+def changed(region: Region, key: str, value: float, hit_ratio: float) -> Region:
+    """The region with one quantity replaced; `hit_ratio` is what its lengths were made with."""
+    traffic = region.traffic
+    match key:
+        case "link_gbps":
+            links = tuple(replace(link, bytes_per_s=value * GBIT_PER_S) for link in region.links)
+            return replace(region, links=links)
+        case "hit_ratio":
+            lengths = traffic.lengths.scaled((1 - value) / (1 - hit_ratio))
+            return replace(region, traffic=replace(traffic, lengths=lengths))
+        case "output_tokens":
+            return replace(region, traffic=replace(traffic, output_tokens=value))
+        case "prefill_instances":
+            remote: tuple[PrefillCluster, ...] = tuple(
+                replace(c, num_instances=int(value)) for c in region.prefill_clusters
+            )
+            return replace(region, prefill_clusters=remote)
+        case "pd_instances":
+            local: tuple[PdCluster, ...] = tuple(
+                replace(c, num_instances=int(value)) for c in region.pd_clusters
+            )
+            return replace(region, pd_clusters=local)
+    raise ValueError(f"{key!r} cannot be swept; choose from {', '.join(SWEEPABLE)}")
+
+
+def sweep(
+    region: Region,
+    over: Mapping[str, Sequence[float]],
+    *,
+    hit_ratio: float = 0.0,
+    whole: bool = True,
+) -> list[dict[str, Any]]:
+    """Re-solve at every combination, and what today's plan would do there.
+
+    `frozen_rps` is the throughput with today's routes and division; None where the number of local
+    instances changed and today's division does not apply.
+    """
+    today = best_plan(region, Mode.EXACT, whole=whole)
+    rows = []
+    for values in itertools.product(*over.values()):
+        point = dict(zip(over, values, strict=True))
+        there = region
+        for key, value in point.items():
+            there = changed(there, key, value, hit_ratio)
+        plan = best_plan(there, Mode.EXACT, whole=whole)
+        rps = plan.system_rps(Mode.EXACT)
+        frozen = None if "pd_instances" in point else today.kept_in(there).system_rps(Mode.EXACT)
+        alone = best_plan(without_prefill_clusters(there), Mode.EXACT, whole=whole)
+        paper = best_plan(there, Mode.PAPER, whole=whole) if is_pair(there) else plan
+        rows.append(
+            {
+                **point,
+                "throughput_rps": rps,
+                "paper_mode_rps": paper.system_rps(Mode.PAPER),
+                "frozen_rps": frozen,
+                "frozen_loss": None if frozen is None or rps == 0 else 1 - frozen / rps,
+                "without_prefill_clusters_rps": alone.system_rps(Mode.EXACT),
+                "binding": binding_words(plan),
+                **_outline(plan),
+            }
+        )
+    return rows

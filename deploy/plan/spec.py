@@ -1,0 +1,217 @@
+"""plan.yaml: what a user says about hardware, links, traffic and prices.
+
+Shapes and single values only; `deploy.plan.building` turns a specification into a region.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from deploy.plan.profile_file import DecodeStep, PrefillPoint
+from deploy.plan.tokens import parse_tokens
+from deploy.units import parse_duration, parse_rate, parse_size
+
+
+def _tokens(value: Any) -> Any:
+    return parse_tokens(value) if isinstance(value, str) else value
+
+
+def _size(value: Any) -> Any:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _rate(value: Any) -> Any:
+    return parse_rate(value) if isinstance(value, str) else value
+
+
+def _duration(value: Any) -> Any:
+    return parse_duration(value) if isinstance(value, str) else value
+
+
+Tokens = Annotated[float, BeforeValidator(_tokens), Field(gt=0, allow_inf_nan=False)]
+Bytes = Annotated[float, BeforeValidator(_size), Field(ge=0, allow_inf_nan=False)]
+BytesPerS = Annotated[float, BeforeValidator(_rate), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(_duration), Field(ge=0, allow_inf_nan=False)]
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class LogNormalSpec(_Part):
+    """ln(length) has mean `mu` and deviation `sigma`; cut to the given lengths, renormalised."""
+
+    mu: float
+    sigma: Annotated[float, Field(gt=0)]
+    min_tokens: Tokens = 1.0
+    max_tokens: Tokens
+
+
+class Bin(_Part):
+    """Prompts of this length and how many there are of them, in any unit."""
+
+    tokens: Tokens
+    weight: Annotated[float, Field(gt=0)]
+
+
+class TraceSpec(_Part):
+    """A request trace: JSON lines of timestamp, input_length, output_length, hash_ids.
+
+    `cache_tokens` is the size of the prefix cache that decides what of each prompt is cached;
+    0 for none, left out for one that never forgets.
+    """
+
+    file: Path
+    block_tokens: Annotated[int, Field(ge=1)] = 512
+    cache_tokens: Annotated[float | None, BeforeValidator(_tokens), Field(ge=0)] = None
+
+
+def _exactly_one(part: BaseModel, *names: str) -> None:
+    given = [name for name in names if getattr(part, name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"give one of {', '.join(names)}; here: {', '.join(given) or 'none'}")
+
+
+class LengthsSpec(_Part):
+    """Lengths of whole prompts, as a distribution, a histogram or a trace."""
+
+    log_normal: LogNormalSpec | None = None
+    histogram: Annotated[tuple[Bin, ...], Field(min_length=1)] | None = None
+    trace: TraceSpec | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _exactly_one(self, "log_normal", "histogram", "trace")
+        return self
+
+
+class TrafficSpec(_Part):
+    """What arrives. `hit_ratio` is the cached share of every prompt."""
+
+    lengths: LengthsSpec
+    output_tokens: Annotated[float, Field(gt=0)] | None = None
+    """Mean; may be left out with a trace."""
+    hit_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rate_rps: Annotated[float, Field(gt=0)] | None = None
+    """The load you expect; left out: only the highest possible one is worked out."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.lengths.trace is None and self.output_tokens is None:
+            raise ValueError("output_tokens is missing; only a trace brings its own")
+        if self.lengths.trace is not None and self.hit_ratio:
+            raise ValueError("hit_ratio does not go with a trace: cache_tokens decides its hits")
+        return self
+
+
+class KvSpec(_Part):
+    """KVCache of one request: a fixed part and a part per token, or a Hugging Face config.json."""
+
+    fixed_bytes: Bytes | None = None
+    bytes_per_token: Bytes | None = None
+    model_config_file: Path | None = None
+    dtype: str = "auto"
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        sizes = (self.fixed_bytes, self.bytes_per_token)
+        if (self.model_config_file is None) == (sizes == (None, None)) or (
+            self.model_config_file is None and None in sizes
+        ):
+            raise ValueError("give fixed_bytes and bytes_per_token, or model_config_file")
+        return self
+
+
+class CoefficientsSpec(_Part):
+    """T(l) = constant_s + s_per_token * l + s_per_token2 * l^2."""
+
+    constant_s: Annotated[float, Field(ge=0)]
+    s_per_token: Annotated[float, Field(ge=0)]
+    s_per_token2: Annotated[float, Field(ge=0)] = 0.0
+
+
+class PrefillSpec(_Part):
+    """Prefill time over the uncached length: measured points, or coefficients."""
+
+    points: Annotated[tuple[PrefillPoint, ...], Field(min_length=1)] | None = None
+    fit: Literal["quadratic", "interpolate"] = "quadratic"
+    coefficients: CoefficientsSpec | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _exactly_one(self, "points", "coefficients")
+        return self
+
+
+class DecodeSpec(_Part):
+    """Step times at batch sizes; the SLO picks the largest batch that keeps it."""
+
+    steps: Annotated[tuple[DecodeStep, ...], Field(min_length=1)]
+
+
+class ProfileSpec(_Part):
+    """One instance of some hardware: a file of `prfaas plan profile`, or the numbers."""
+
+    file: Path | None = None
+    fit: Literal["quadratic", "interpolate"] = "quadratic"
+    """For `file`."""
+    prefill: PrefillSpec | None = None
+    decode: DecodeSpec | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _exactly_one(self, "file", "prefill")
+        return self
+
+
+class ClusterSpec(_Part):
+    """Equal instances at one site."""
+
+    name: Name
+    instances: Count
+    profile: str
+    price_per_instance_hour: Price = 0.0
+
+
+class PdClusterSpec(ClusterSpec):
+    """`decode_memory`: KVCache bytes that one decode instance has room for."""
+
+    decode_memory: Bytes | None = None
+
+
+class LinkSpec(_Part):
+    """From a prefill cluster to a PD cluster. `price_per_gb` is for 10^9 bytes."""
+
+    source: Annotated[str, Field(alias="from")]
+    target: Annotated[str, Field(alias="to")]
+    rate: BytesPerS
+    rtt: Seconds = 0.0
+    price_per_gb: Price = 0.0
+
+
+class SloSpec(_Part):
+    """`tokens_per_s`: decode speed of each request. `ttft_p90`: 90% of first tokens by then."""
+
+    tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+    ttft_p90: Annotated[float, BeforeValidator(_duration), Field(gt=0)] | None = None
+
+
+class PlanSpec(_Part):
+    """The whole file."""
+
+    traffic: TrafficSpec
+    kv_cache: KvSpec
+    profiles: Annotated[dict[str, ProfileSpec], Field(min_length=1)]
+    prefill_clusters: tuple[ClusterSpec, ...] = ()
+    pd_clusters: Annotated[tuple[PdClusterSpec, ...], Field(min_length=1)]
+    links: tuple[LinkSpec, ...] = ()
+    slo: SloSpec = SloSpec()
+    instances: Literal["whole", "shared"] = "whole"
+    """whole: an instance prefills or decodes; shared: it may divide its time."""
+    currency: str = "USD"

@@ -1,0 +1,105 @@
+"""Typed reading of a parsed Hugging Face config.json, with errors that name the field.
+
+Knows JSON values; what the fields mean is the families' business.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A config that does not say what its KVCache looks like. `field` is the path inside it."""
+
+    def __init__(self, field: str, value: object, problem: str) -> None:
+        shown = "missing" if value is None else f"is {_short(value)}"
+        super().__init__(f"{field} {shown}: {problem}")
+        self.field = field
+        self.value = value
+
+
+class Fields:
+    """A config's fields. `defaults` stand in for keys that are not there at all; null is a value.
+
+    `assumed` collects every default that was used, for the reader of the result.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, path: str = ""
+    ) -> None:
+        self._values = values
+        self._defaults = defaults or {}
+        self._path = path
+        self.assumed: list[str] = []
+
+    def value(self, name: str) -> Any:
+        """The field as it is, its default, or None."""
+        if name in self._values:
+            return self._values[name]
+        default = self._defaults.get(name)
+        if default is not None:
+            note = f"{self._path}{name} = {default}"
+            if note not in self.assumed:
+                self.assumed.append(note)
+        return default
+
+    def has(self, name: str) -> bool:
+        """Whether the field has a value that is not null."""
+        return self._values.get(name, self._defaults.get(name)) is not None
+
+    def error(self, name: str, problem: str, value: object = None) -> ConfigError:
+        """To be raised; `value` when the field's own is not what is wrong."""
+        shown = self._values.get(name) if value is None else value
+        return ConfigError(self._path + name, shown, problem)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1. Raises ConfigError; null and missing are the same."""
+        value = self.value(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(name, "a whole number of at least 1 is needed")
+        return value
+
+    def integers(self, name: str, allowed: Mapping[int, object]) -> list[int]:
+        """A list of the `allowed` whole numbers, each with its meaning. Raises ConfigError naming
+        the first other one."""
+        return [self._one_of(name, index, item, allowed) for index, item in self._items(name)]
+
+    def strings(self, name: str, allowed: Mapping[str, object]) -> list[str]:
+        """A list of the `allowed` words. Raises ConfigError naming the first other one."""
+        return [self._one_of(name, index, item, allowed) for index, item in self._items(name)]
+
+    def layer_numbers(self, name: str) -> set[int]:
+        """A list of whole numbers from 1 on, as a set."""
+        numbers = [item for _, item in self._items(name)]
+        if not all(isinstance(item, int) and item >= 1 for item in numbers):
+            raise self.error(name, "a list of layer numbers that start at 1 is needed")
+        return set(numbers)
+
+    def inner(self, name: str) -> "Fields":
+        """A field that is itself an object. What it assumes is collected here too."""
+        value = self.value(name)
+        if not isinstance(value, Mapping):
+            raise self.error(name, "an object is needed")
+        fields = Fields(value, path=f"{self._path}{name}.")
+        fields.assumed = self.assumed
+        return fields
+
+    def _items(self, name: str) -> list[tuple[int, Any]]:
+        value = self.value(name)
+        if not isinstance(value, list):
+            raise self.error(name, "a list is needed")
+        return list(enumerate(value))
+
+    def _one_of(self, name: str, index: int, item: Any, allowed: Mapping[Any, object]) -> Any:
+        if isinstance(item, bool | float | list | dict) or item not in allowed:
+            known = ", ".join(
+                f"{word} ({meaning})" if meaning else str(word) for word, meaning in allowed.items()
+            )
+            raise self.error(f"{name}[{index}]", f"known here: {known}", value=item)
+        return item
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

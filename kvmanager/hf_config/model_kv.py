@@ -1,0 +1,154 @@
+"""How much KVCache a model makes: per layer, per kind of layer, and for a prompt of n tokens.
+
+Values only: where they come from (`families`, or the engine's own specs) is not known here.
+
+Tensor parallelism. vLLM gives every rank the same amount of cache. Attention heads are shared out;
+with more ranks than KV heads each head is kept by several ranks, so the sum over ranks grows. The
+latent vector of MLA cannot be shared out: every rank keeps a whole copy of the same bytes. What
+these types call bytes to transfer is the sum over ranks, replicated KV heads included, because each
+rank loads its own pages; MLA counts once, because one copy serves all ranks. `rank_*` is what one
+rank holds.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmanager.layout import KVKind
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """One layer's cache. `index` counts the model's layers from 0.
+
+    A layer of kind FULL or MLA holds `rank_bytes_per_token` for every token, a WINDOW layer for the
+    last `window_tokens`, a RECURRENT layer `rank_fixed_bytes` whatever the length.
+    `num_sending_ranks` is how many ranks' shares a transfer carries.
+    """
+
+    index: int
+    kind: KVKind
+    rank_bytes_per_token: int = 0
+    rank_fixed_bytes: int = 0
+    window_tokens: int = 0
+    num_sending_ranks: int = 1
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_sending_ranks * self.rank_bytes_per_token
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.num_sending_ranks * self.rank_fixed_bytes
+
+    def held_tokens(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens have bytes of their own in this cache."""
+        return min(num_tokens, self.window_tokens) if self.kind is KVKind.WINDOW else num_tokens
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes to transfer after `num_tokens` tokens."""
+        return self.fixed_bytes + self.bytes_per_token * self.held_tokens(num_tokens)
+
+    def rank_bytes_for(self, num_tokens: int) -> int:
+        """Bytes that one rank holds after `num_tokens` tokens."""
+        return self.rank_fixed_bytes + self.rank_bytes_per_token * self.held_tokens(num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKv:
+    """The cache of a whole model at one tensor-parallel size and one set of dtypes.
+
+    `dtype` is the model's, `kv_dtype` that of attention layers. `layers` are those with a cache, in
+    order. `assumed` lists what the config file left out and which default was taken instead.
+    """
+
+    name: str
+    num_layers: int
+    dtype: str
+    kv_dtype: str
+    tp_size: int
+    layers: tuple[LayerKv, ...]
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What each token adds for ever, to transfer: the full-attention and MLA layers."""
+        return sum(layer.bytes_per_token for layer in self.layers if _grows(layer))
+
+    @property
+    def rank_bytes_per_token(self) -> int:
+        """As `bytes_per_token`, on one rank."""
+        return sum(layer.rank_bytes_per_token for layer in self.layers if _grows(layer))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All recurrent states, to transfer: what even a prompt of one token has."""
+        return sum(layer.fixed_bytes for layer in self.layers)
+
+    @property
+    def rank_fixed_bytes(self) -> int:
+        """As `fixed_bytes`, on one rank."""
+        return sum(layer.rank_fixed_bytes for layer in self.layers)
+
+    def num_layers_by_kind(self) -> dict[KVKind, int]:
+        """Only kinds that occur, in the order of `KVKind`."""
+        counts = Counter(layer.kind for layer in self.layers)
+        return {kind: counts[kind] for kind in KVKind if counts[kind]}
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """S_kv(l) of the paper: bytes to transfer after `num_tokens` tokens, without padding.
+
+        `KVLayout.transfer_bytes` is the exact size on the wire of one engine's pages: at most a
+        page more for each layer, and for MLA as many copies as there are ranks.
+        """
+        return sum(layer.bytes_for(num_tokens) for layer in self.layers)
+
+    def rank_bytes_for(self, num_tokens: int) -> int:
+        """Bytes that one rank holds after `num_tokens` tokens."""
+        return sum(layer.rank_bytes_for(num_tokens) for layer in self.layers)
+
+    def bytes_by_kind(self, num_tokens: int) -> dict[KVKind, int]:
+        """`bytes_for` split by kind; the values add up to it."""
+        totals = dict.fromkeys(self.num_layers_by_kind(), 0)
+        for layer in self.layers:
+            totals[layer.kind] += layer.bytes_for(num_tokens)
+        return totals
+
+    def bytes_for_each(self, num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`bytes_for` of every element; the shape stays."""
+        lengths = np.asarray(num_tokens, dtype=np.int64)
+        total = self.fixed_bytes + self.bytes_per_token * lengths
+        windows: Counter[int] = Counter()
+        for layer in self.layers:
+            if layer.kind is KVKind.WINDOW:
+                windows[layer.window_tokens] += layer.bytes_per_token
+        for window_tokens, bytes_per_token in windows.items():
+            total = total + bytes_per_token * np.minimum(lengths, window_tokens)
+        return total
+
+
+def differences(expected: Sequence[LayerKv], actual: Iterable[LayerKv]) -> list[str]:
+    """One line for each layer of which the two disagree; empty when they are the same."""
+    left = {layer.index: layer for layer in expected}
+    right = {layer.index: layer for layer in actual}
+    return [
+        f"layer {index}: {_words(left.get(index))}, the engine has {_words(right.get(index))}"
+        for index in sorted(left.keys() | right.keys())
+        if left.get(index) != right.get(index)
+    ]
+
+
+def _grows(layer: LayerKv) -> bool:
+    return layer.kind in (KVKind.FULL, KVKind.MLA)
+
+
+def _words(layer: LayerKv | None) -> str:
+    if layer is None:
+        return "no cache"
+    if layer.kind is KVKind.RECURRENT:
+        return f"{layer.kind} {layer.rank_fixed_bytes} B"
+    window = f" of {layer.window_tokens} tokens" if layer.kind is KVKind.WINDOW else ""
+    return f"{layer.kind}{window} {layer.rank_bytes_per_token} B/token"
