@@ -123,14 +123,19 @@ def _field_problem(error: ErrorDetails, model: type[BaseModel]) -> Problem:
 
 def _keys_at(path: KeyPath, root: type[BaseModel]) -> list[str]:
     """The keys a mapping at `path` may have."""
-    model: type[BaseModel] | None = root
+    here: Any = root
     for part in path:
-        if model is None:
-            return []
         if isinstance(part, int):
             continue
+        if typing.get_origin(here) is dict:
+            here = typing.get_args(here)[1]
+            continue
+        model = _model_in(here)
+        if model is None:
+            return []
         fields = {field.alias or name: field for name, field in model.model_fields.items()}
-        model = _model_in(fields[part].annotation) if part in fields else None
+        here = fields[part].annotation if part in fields else None
+    model = _model_in(here)
     if model is None:
         return []
     return [field.alias or name for name, field in model.model_fields.items()]

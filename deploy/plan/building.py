@@ -22,7 +22,7 @@ from deploy.yaml_files import parse_yaml, read_text
 from kvmanager.hf_config import ModelKv, read_model_kv
 from scheduler.curves import Curve, FittedCurve, fit_quadratic, interpolate
 from scheduler.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens
-from scheduler.prefix_reuse import cached_tokens
+from scheduler.prefix_reuse import TracePrompt, cached_tokens
 from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
 
 Built = TypeVar("Built")
@@ -41,6 +41,8 @@ class PlanInput:
     region: Region
     fits: dict[str, FittedCurve]
     """The prefill curves that were made from points, by profile name."""
+    traffic_with_cache: Callable[[float], Traffic] | None
+    """The trace's traffic with a prefix cache of so many tokens; None without a trace."""
 
 
 def load_plan(path: Path) -> PlanInput:
@@ -53,7 +55,8 @@ def load_plan(path: Path) -> PlanInput:
         return builder.problems
 
     spec = parse_yaml(read_text(path), PlanSpec, source=str(path), expected=EXPECTED, check=check)
-    return PlanInput(spec, builders[-1].region, builders[-1].fits)
+    built = builders[-1]
+    return PlanInput(spec, built.region, built.fits, built.traffic_with_cache)
 
 
 class _Builder:
@@ -62,6 +65,7 @@ class _Builder:
     def __init__(self, spec: PlanSpec, directory: Path) -> None:
         self.problems: list[Problem] = []
         self.fits: dict[str, FittedCurve] = {}
+        self.traffic_with_cache: Callable[[float], Traffic] | None = None
         self._spec = spec
         self._directory = directory
         self._prefills: dict[str, Curve] = {}
@@ -220,15 +224,27 @@ class _Builder:
 
     def _traced(self, trace: TraceSpec, output_tokens: float | None) -> Traffic:
         prompts = load_trace(self._path(trace.file))
-        size = trace.block_tokens
-        blocks = None if trace.cache_tokens is None else int(trace.cache_tokens / size)
-        cached = cached_tokens(prompts, size, blocks)
-        uncached = [p.input_tokens - c for p, c in zip(prompts, cached, strict=True)]
-        return Traffic(
-            EmpiricalLengths.of(uncached),
-            output_tokens or sum(p.output_tokens for p in prompts) / len(prompts),
-            sum(p.input_tokens for p in prompts) / len(prompts),
+        self.traffic_with_cache = partial(
+            traced_traffic, prompts, trace.block_tokens, output_tokens
         )
+        return traced_traffic(prompts, trace.block_tokens, output_tokens, trace.cache_tokens)
+
+
+def traced_traffic(
+    prompts: Sequence[TracePrompt],
+    block_tokens: int,
+    output_tokens: float | None,
+    cache_tokens: float | None,
+) -> Traffic:
+    """A trace as traffic. `output_tokens` None: the trace's mean; `cache_tokens` None: no limit."""
+    blocks = None if cache_tokens is None else int(cache_tokens / block_tokens)
+    cached = cached_tokens(prompts, block_tokens, blocks)
+    uncached = [p.input_tokens - c for p, c in zip(prompts, cached, strict=True)]
+    return Traffic(
+        EmpiricalLengths.of(uncached),
+        output_tokens or sum(p.output_tokens for p in prompts) / len(prompts),
+        sum(p.input_tokens for p in prompts) / len(prompts),
+    )
 
 
 def kv_size_of(model: ModelKv) -> KvSize:

@@ -159,6 +159,7 @@ def sweep_command(
     NAME is one of
       link_gbps          rate of every link, Gbit/s
       hit_ratio          cached share of every prompt (replaces the file's)
+      cache_tokens       prefix cache that a trace meets, tokens
       output_tokens      mean output length
       prefill_instances  instances of every prefill cluster
       pd_instances       instances of every PD cluster
@@ -171,22 +172,16 @@ def sweep_command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--over") from error
     plan_input = _load(file)
-    from deploy.plan.solving import SWEEPABLE, sweep
+    from deploy.plan.solving import SWEEPABLE, Today, sweep
     from deploy.problems import suggestion
 
     for name in ranges:
         if name not in SWEEPABLE:
             fail(f"--over {name}: unknown{suggestion(name, SWEEPABLE)}", 2)
     spec = plan_input.spec
-    if "hit_ratio" in ranges and spec.traffic.lengths.trace is not None:
-        fail("--over hit_ratio: a trace's hits follow from its cache_tokens; change that", 2)
+    today = Today(plan_input.region, spec.traffic.hit_ratio, plan_input.traffic_with_cache)
     try:
-        rows = sweep(
-            plan_input.region,
-            ranges,
-            hit_ratio=spec.traffic.hit_ratio,
-            whole=spec.instances == "whole",
-        )
+        rows = sweep(today, ranges, whole=spec.instances == "whole")
     except ValueError as error:
         fail(f"--over: {error}", 2)
     if as_json:

@@ -6,7 +6,7 @@ Keys carry their units. Rates are requests/s of the whole region.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from scheduler.assignment import Resource
 from scheduler.load_study import LOADS, NUM_REQUESTS, LoadPoint, highest_load_within, study_load
 from scheduler.pair_search import search_pair, threshold_grid
 from scheduler.plan import Plan, best_plan, is_pair
-from scheduler.region_model import PdCluster, PrefillCluster, Region
+from scheduler.region_model import Region, Traffic
 from scheduler.throughput import Mode
 
 GBIT_PER_S: Final = 1e9 / 8
@@ -272,59 +272,91 @@ def search_table(region: Region) -> list[dict[str, float]]:
 SWEEPABLE: Final = {
     "link_gbps": "rate of every link, Gbit/s",
     "hit_ratio": "cached share of every prompt, 0 to below 1 (replaces the file's)",
+    "cache_tokens": "size of the prefix cache that a trace meets, tokens",
     "output_tokens": "mean output length, tokens",
     "prefill_instances": "instances of every prefill cluster",
     "pd_instances": "instances of every PD cluster",
 }
 
 
-def changed(region: Region, key: str, value: float, hit_ratio: float) -> Region:
-    """The region with one quantity replaced; `hit_ratio` is what its lengths were made with."""
-    traffic = region.traffic
-    match key:
-        case "link_gbps":
-            links = tuple(replace(link, bytes_per_s=value * GBIT_PER_S) for link in region.links)
-            return replace(region, links=links)
-        case "hit_ratio":
-            lengths = traffic.lengths.scaled((1 - value) / (1 - hit_ratio))
-            return replace(region, traffic=replace(traffic, lengths=lengths))
-        case "output_tokens":
-            return replace(region, traffic=replace(traffic, output_tokens=value))
-        case "prefill_instances":
-            remote: tuple[PrefillCluster, ...] = tuple(
-                replace(c, num_instances=int(value)) for c in region.prefill_clusters
-            )
-            return replace(region, prefill_clusters=remote)
-        case "pd_instances":
-            local: tuple[PdCluster, ...] = tuple(
-                replace(c, num_instances=int(value)) for c in region.pd_clusters
-            )
-            return replace(region, pd_clusters=local)
-    raise ValueError(f"{key!r} cannot be swept; choose from {', '.join(SWEEPABLE)}")
+@dataclass(frozen=True)
+class Today:
+    """What the sweep starts from, and what it needs to know of how its traffic came about."""
+
+    region: Region
+    hit_ratio: float = 0.0
+    """What its lengths were made with."""
+    traffic_with_cache: Callable[[float], Traffic] | None = None
+    """For a trace: its traffic with a prefix cache of so many tokens."""
+
+    def changed(self, values: Mapping[str, float]) -> Region:
+        """The region with these quantities replaced.
+
+        Raises ValueError for one that cannot be swept here, or a value that cannot be.
+        """
+        region = self.region
+        for key, value in values.items():
+            if not (value >= 0 and np.isfinite(value)):
+                raise ValueError(f"{key}={value:g} cannot be: it must not be negative")
+            region = self._with(region, key, value)
+        return region
+
+    def _with(self, region: Region, key: str, value: float) -> Region:
+        traffic = region.traffic
+        match key:
+            case "link_gbps":
+                _need(value > 0, key, value, "above 0")
+                links = tuple(replace(k, bytes_per_s=value * GBIT_PER_S) for k in region.links)
+                return replace(region, links=links)
+            case "hit_ratio":
+                _need(self.traffic_with_cache is None, key, value, "absent: sweep cache_tokens")
+                _need(value < 1, key, value, "below 1")
+                lengths = traffic.lengths.scaled((1 - value) / (1 - self.hit_ratio))
+                return replace(region, traffic=replace(traffic, lengths=lengths))
+            case "cache_tokens":
+                if self.traffic_with_cache is None:
+                    raise ValueError("cache_tokens needs a trace; sweep hit_ratio instead")
+                found = self.traffic_with_cache(value)
+                found = replace(found, output_tokens=traffic.output_tokens)
+                return replace(region, traffic=found)
+            case "output_tokens":
+                _need(value > 0, key, value, "above 0")
+                return replace(region, traffic=replace(traffic, output_tokens=value))
+            case "prefill_instances":
+                remote = tuple(
+                    replace(c, num_instances=int(value)) for c in region.prefill_clusters
+                )
+                return replace(region, prefill_clusters=remote)
+            case "pd_instances":
+                _need(value >= 1, key, value, "1 or more")
+                local = tuple(replace(c, num_instances=int(value)) for c in region.pd_clusters)
+                return replace(region, pd_clusters=local)
+        raise ValueError(f"{key!r} cannot be swept; choose from {', '.join(SWEEPABLE)}")
+
+
+def _need(holds: bool, key: str, value: float, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{key}={value:g} cannot be: it must be {what}")
 
 
 def sweep(
-    region: Region,
-    over: Mapping[str, Sequence[float]],
-    *,
-    hit_ratio: float = 0.0,
-    whole: bool = True,
+    today: Today, over: Mapping[str, Sequence[float]], *, whole: bool = True
 ) -> list[dict[str, Any]]:
     """Re-solve at every combination, and what today's plan would do there.
 
     `frozen_rps` is the throughput with today's routes and division; None where the number of local
-    instances changed and today's division does not apply.
+    instances changed and today's division does not apply. Raises ValueError as `Today.changed`.
     """
-    today = best_plan(region, Mode.EXACT, whole=whole)
+    plan_of_today = best_plan(today.region, Mode.EXACT, whole=whole)
     rows = []
     for values in itertools.product(*over.values()):
         point = dict(zip(over, values, strict=True))
-        there = region
-        for key, value in point.items():
-            there = changed(there, key, value, hit_ratio)
+        there = today.changed(point)
         plan = best_plan(there, Mode.EXACT, whole=whole)
         rps = plan.system_rps(Mode.EXACT)
-        frozen = None if "pd_instances" in point else today.kept_in(there).system_rps(Mode.EXACT)
+        frozen = (
+            None if "pd_instances" in point else plan_of_today.kept_in(there).system_rps(Mode.EXACT)
+        )
         alone = best_plan(without_prefill_clusters(there), Mode.EXACT, whole=whole)
         paper = best_plan(there, Mode.PAPER, whole=whole) if is_pair(there) else plan
         rows.append(

@@ -24,11 +24,12 @@ def _size(value: Any) -> Any:
 
 
 def _rate(value: Any) -> Any:
-    return parse_rate(value) if isinstance(value, str) else value
+    """A number alone could be bits or bytes: the unit is needed."""
+    return parse_rate(str(value))
 
 
 def _duration(value: Any) -> Any:
-    return parse_duration(value) if isinstance(value, str) else value
+    return parse_duration(str(value))
 
 
 Tokens = Annotated[float, BeforeValidator(_tokens), Field(gt=0, allow_inf_nan=False)]

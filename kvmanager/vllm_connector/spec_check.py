@@ -13,6 +13,7 @@ which writes `{"layers": [...]}`, or `{"error": why}` when vLLM cannot build the
 """
 
 import argparse
+import importlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -34,8 +35,8 @@ from vllm.distributed.parallel_state import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.worker.utils import customize_attention_spec
@@ -87,6 +88,7 @@ def engine_kv(
                 mamba_ssm_cache_dtype=cast(Any, mamba_ssm_cache_dtype),
                 max_model_len=_MAX_MODEL_LEN_TOKENS,
                 max_num_batched_tokens=_MAX_MODEL_LEN_TOKENS,
+                enable_prefix_caching=False,
                 enforce_eager=True,
             )
             config = arguments.create_engine_config()
@@ -94,13 +96,13 @@ def engine_kv(
                 return _layers(config)
         # Whatever a model's code does not find on this machine: kernels, operators, fields.
         except Exception as error:
-            raise EngineSpecError(f"vLLM cannot build it here: {_reason(error)}") from error
+            cause = _import_error(Path(scratch) / "config.json") or error
+            raise EngineSpecError(f"vLLM cannot build it here: {_reason(cause)}") from error
 
 
 def _layers(config: VllmConfig) -> tuple[LayerKv, ...]:
     with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         initialize_model(config)
-    current_platform.update_block_size_for_backend(config)
     modules = get_layers_from_vllm_config(config, cast(type[Any], AttentionLayerBase))
     layers = []
     for name, module in modules.items():
@@ -152,6 +154,17 @@ def _register(model_type: str) -> None:
     if model_type not in CONFIG_MAPPING and model_type not in _CONFIG_REGISTRY:
         bare = type("BareConfig", (PretrainedConfig,), {"model_type": model_type})
         AutoConfig.register(model_type, bare)
+
+
+def _import_error(file: Path) -> ImportError | None:
+    """Why the model's code does not load here; vLLM's own message only says that it does not."""
+    for name in json.loads(file.read_text(encoding="utf-8")).get("architectures") or ():
+        model = ModelRegistry.models.get(name)
+        try:
+            importlib.import_module(getattr(model, "module_name", "vllm"))
+        except ImportError as error:
+            return error
+    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from deploy.plan.case_study import KV, MIB, case_study_region
 from deploy.plan.cli import plan_app
-from deploy.plan.solving import sweep
+from deploy.plan.solving import Today, sweep
 from deploy.plan.values import parse_over, parse_values
 from scheduler.plan import best_plan
 from scheduler.throughput import Mode
@@ -139,6 +139,12 @@ def test_a_goal_out_of_reach_says_what_would_reach_it(tmp_path: Path) -> None:
         ),
         ({"traffic": {"lengths": {}, "output_tokens": 1}}, "log_normal, histogram, trace"),
         ({"trafic": {}}, "did you mean 'traffic'"),
+        ({"profiles": {"h20": {"prefil": {}}}}, r"profiles.h20.prefil .*did you mean 'prefill'"),
+        ({"links": [{"from": "a", "to": "b", "rate": 100}]}, "100.*write 1Gbit"),
+        (
+            {"links": [{"from": "a", "to": "b", "rate": "1Gbit", "rtt": 20}]},
+            r"links\[0\].rtt.*write 20ms",
+        ),
     ],
 )
 def test_a_wrong_file_names_line_field_and_fix(
@@ -188,7 +194,7 @@ def test_pictures(tmp_path: Path, suffix: str) -> None:
 def test_a_sweep_finds_break_even_and_where_the_link_stops_binding() -> None:
     """Against 12 H20 instances, by the paper's formula at about 4.3 Gbit/s; free at 12.4."""
     region = case_study_region(4, 8)
-    rows = sweep(region, {"link_gbps": (4.2, 4.35, 11.9, 12.5, 100.0)})
+    rows = sweep(Today(region), {"link_gbps": (4.2, 4.35, 11.9, 12.5, 100.0)})
     alone = best_plan(case_study_region(0, 12), Mode.PAPER).system_rps(Mode.PAPER)
     paper = [row["paper_mode_rps"] for row in rows]
     assert paper[0] < alone < paper[1]
@@ -220,6 +226,21 @@ def test_a_sweep_over_two_things_has_every_combination() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("over", "says"),
+    [
+        ("link_gbps=0", "link_gbps=0 cannot be"),
+        ("hit_ratio=1", "below 1"),
+        ("pd_instances=0", "1 or more"),
+        ("cache_tokens=5", "needs a trace"),
+        ("output_tokens=-1", "must not be negative"),
+        ("output_tokens=nan", "must not be negative"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(over: str, says: str) -> None:
+    assert says in run("sweep", str(EXAMPLE), "--over", over, status=2)
+
+
 def test_a_trace_brings_lengths_reuse_and_output(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 10 * i, "input_length": 2000 + i, "output_length": 50, "hash_ids": [1, 2, i]}
@@ -233,6 +254,10 @@ def test_a_trace_brings_lengths_reuse_and_output(tmp_path: Path) -> None:
         path = changed(tmp_path, traffic=spec, slo={})
         found[cache] = json.loads(run("solve", str(path), "--json", "--requests", "2000"))
     assert found[None]["throughput_rps"] >= found[0]["throughput_rps"]
+    rows = json.loads(run("sweep", str(path), "--over", "cache_tokens=0,1e6", "--json"))
+    assert rows[0]["throughput_rps"] == pytest.approx(found[0]["throughput_rps"])
+    assert rows[1]["throughput_rps"] == pytest.approx(found[None]["throughput_rps"])
+    assert "sweep cache_tokens" in run("sweep", str(path), "--over", "hit_ratio=0.2", status=2)
     (tmp_path / "t.jsonl").write_text('{"timestamp": 0, "input_length": 5}\n')
     text = run("solve", str(path), status=2)
     assert "t.jsonl" in text
