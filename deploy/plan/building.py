@@ -14,7 +14,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from deploy.plan.profile_file import DecodeStep, EngineProfileFile, PrefillPoint
+from deploy.plan.profile_file import (
+    DecodeStep,
+    EngineProfileFile,
+    KvCacheSize,
+    PrefillPoint,
+)
 from deploy.plan.spec import PdClusterSpec, PlanSpec, ProfileSpec, TraceSpec
 from deploy.plan.trace import load_trace
 from deploy.problems import FileError, KeyPath, Problem, suggestion
@@ -69,6 +74,7 @@ class _Builder:
         self._spec = spec
         self._directory = directory
         self._prefills: dict[str, Curve] = {}
+        self._measured_kv: list[KvCacheSize] = []
         self._steps: dict[str, Sequence[DecodeStep]] = {}
         for name, profile in spec.profiles.items():
             self._tried(("profiles", name), partial(self._read_profile, name, profile))
@@ -109,6 +115,8 @@ class _Builder:
         if profile.file is not None:
             measured = EngineProfileFile.load(self._path(profile.file)).profile
             self._fit(name, measured.prefill.points, profile.fit)
+            if measured.kv_cache is not None:
+                self._measured_kv.append(measured.kv_cache)
             if measured.decode is not None:
                 self._steps[name] = measured.decode.steps
         elif profile.prefill is not None:
@@ -202,11 +210,24 @@ class _Builder:
 
     def _kv(self) -> KvSize:
         kv = self._spec.kv_cache
+        if kv is None:
+            return self._kv_of_profiles()
         if kv.model_config_file is None:
             fixed, per_token = kv.fixed_bytes or 0.0, kv.bytes_per_token or 0.0
             return KvSize(Curve.quadratic(fixed, per_token), fixed)
         config = json.loads(read_text(self._path(kv.model_config_file)))
         return kv_size_of(read_model_kv(config, dtype=kv.dtype))
+
+    def _kv_of_profiles(self) -> KvSize:
+        sizes = set(self._measured_kv)
+        if len(sizes) != 1:
+            found = "profiles disagree on it" if sizes else "no profile file has it"
+            raise ValueError(
+                f"is missing, and {found}: give fixed_bytes and bytes_per_token "
+                "(`prfaas plan kv` prints them)"
+            )
+        size = sizes.pop()
+        return KvSize(Curve.quadratic(size.fixed_bytes, size.bytes_per_token), size.fixed_bytes)
 
     def _traffic(self) -> Traffic:
         traffic, lengths = self._spec.traffic, self._spec.traffic.lengths

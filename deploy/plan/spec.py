@@ -207,7 +207,8 @@ class PlanSpec(_Part):
     """The whole file."""
 
     traffic: TrafficSpec
-    kv_cache: KvSpec
+    kv_cache: KvSpec | None = None
+    """May be left out where a profile file has it."""
     profiles: Annotated[dict[str, ProfileSpec], Field(min_length=1)]
     prefill_clusters: tuple[ClusterSpec, ...] = ()
     pd_clusters: Annotated[tuple[PdClusterSpec, ...], Field(min_length=1)]

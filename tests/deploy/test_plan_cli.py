@@ -241,6 +241,27 @@ def test_values_that_cannot_be_are_refused(over: str, says: str) -> None:
     assert says in run("sweep", str(EXAMPLE), "--over", over, status=2)
 
 
+def test_a_measured_profile_brings_its_kvcache(tmp_path: Path) -> None:
+    points = [{"tokens": 1000 * n, "seconds": 0.4 + 0.05 * n + 0.001 * n * n} for n in (1, 8, 64)]
+    measured: dict[str, Any] = {
+        "prefill": {"points": points},
+        "decode": {"steps": [{"batch_size": 8, "step_seconds": 0.02}]},
+        "kv_cache": {"fixed_bytes": 1000, "bytes_per_token": 20},
+    }
+    (tmp_path / "profile.yaml").write_text(yaml.safe_dump({"profile": measured}))
+    path = changed(tmp_path, profiles={n: {"file": "profile.yaml"} for n in ("h20", "h200")})
+    document = yaml.safe_load(path.read_text())
+    del document["kv_cache"]
+    document["slo"], document["traffic"] = {}, traffic(rate_rps=None)
+    path.write_text(yaml.safe_dump(document))
+    found = json.loads(run("solve", str(path), "--json", "--requests", "2000"))
+    egress = next(part for part in found["parts"] if part["kind"] == "link")["egress_gbps"]
+    assert 0 < egress < 0.1
+    del measured["kv_cache"]
+    (tmp_path / "profile.yaml").write_text(yaml.safe_dump({"profile": measured}))
+    assert "no profile file has it" in run("solve", str(path), status=2)
+
+
 def test_a_trace_brings_lengths_reuse_and_output(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 10 * i, "input_length": 2000 + i, "output_length": 50, "hash_ids": [1, 2, i]}
