@@ -51,7 +51,7 @@ def study_load(
     num_requests: int = NUM_REQUESTS,
     seed: int = 1,
 ) -> list[LoadPoint]:
-    """TTFT at each load. Whole instances only: a shared one counts for the role it mostly has."""
+    """TTFT at each load. A shared instance counts whole for the role it mostly has."""
     capacity_rps = plan.system_rps(Mode.EXACT)
     points = []
     for load in loads:
@@ -127,23 +127,31 @@ def system_of(plan: Plan) -> System:
     """The plan's instances as queues: a station per prefilling cluster, a pool per PD cluster."""
     region = plan.region
     pools = {pd.name: i for i, pd in enumerate(region.pd_clusters)}
+    num_decode = {
+        pd.name: pd.num_instances - plan.num_prefill[pd.name] for pd in region.pd_clusters
+    }
     return System(
         stations=tuple(
             Station(
-                round(plan.num_prefill.get(c.name, c.num_instances)),
+                _whole(plan.num_prefill.get(c.name, c.num_instances)),
                 {pools[k.target]: i for i, k in enumerate(region.links) if k.source == c.name},
             )
             for c in region.clusters
         ),
         pools=tuple(
             DecodePool(
-                round(pd.num_instances - plan.num_prefill[pd.name]) * pd.batch_size,
+                round(num_decode[pd.name] * pd.batch_size),
                 pd.step_s,
                 None
                 if pd.decode_memory_bytes is None
-                else pd.decode_memory_bytes * round(pd.num_instances - plan.num_prefill[pd.name]),
+                else pd.decode_memory_bytes * _whole(num_decode[pd.name]),
             )
             for pd in region.pd_clusters
         ),
         links=tuple(Link(link.bytes_per_s, link.rtt_s / 2) for link in region.links),
     )
+
+
+def _whole(instances: float) -> int:
+    """The nearest whole number, but not 0 for a part of an instance."""
+    return max(1, round(instances)) if instances > 0 else 0

@@ -24,7 +24,7 @@ from deploy.demo.report import print_tables, write_json
 from deploy.demo.scenario import DemoRequest, demo_requests
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
-from deploy.demo.verdict import Row, judge
+from deploy.demo.verdict import Row, judge, judge_shares
 from deploy.region.launcher import RunningRegion
 from deploy.region.progress import progress_view
 
@@ -110,7 +110,7 @@ async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Co
         records = await _settled_records(region.gateway_url, answers)
     finally:
         await region.stop()
-    return [
+    rows = [
         judge(
             name,
             request,
@@ -120,6 +120,8 @@ async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Co
         )
         for request in requests
     ]
+    judge_shares(rows)
+    return rows
 
 
 def _show(console: Console, who: str, request: DemoRequest, answer: Answer) -> None:

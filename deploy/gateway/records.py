@@ -100,7 +100,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.prefill_instance = result.instance
         self.transfer_bytes = result.nbytes
         self.transfer_s = result.transfer_s
-        self.transfer_s = result.transfer_s
         self.sent_share_at_prefill_end = result.sent_share_at_prefill_end
         self.cached_tokens = result.cached_tokens
         self.parts.queue_s = result.queue_s

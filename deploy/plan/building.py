@@ -93,6 +93,7 @@ class _Builder:
         )
         links = tuple(Link(k.source, k.target, k.rate, k.rtt, k.price_per_gb) for k in spec.links)
         if kv is not None and traffic is not None:
+            self._check_memory(kv, traffic)
             self.region = Region(prefill_clusters, pd_clusters, links, kv, traffic)
 
     def _tried(self, path: KeyPath, build: Callable[[], Built]) -> Built | None:
@@ -204,6 +205,18 @@ class _Builder:
             if not any(source == cluster.name for source, _ in linked):
                 self._note(
                     ("prefill_clusters", i), f"{cluster.name!r} has no link: add one from it"
+                )
+
+    def _check_memory(self, kv: KvSize, traffic: Traffic) -> None:
+        longest = traffic.lengths.max_tokens
+        largest_bytes = float(kv.size(longest))
+        for i, cluster in enumerate(self._spec.pd_clusters):
+            room_bytes = cluster.decode_memory
+            if room_bytes is not None and room_bytes < largest_bytes:
+                self._note(
+                    ("pd_clusters", i, "decode_memory"),
+                    f"{room_bytes:.4g} bytes: the KVCache of the longest prompt, {longest:,.0f} "
+                    f"tokens, has {largest_bytes:.4g}",
                 )
 
     # What is served.

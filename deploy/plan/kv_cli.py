@@ -122,15 +122,10 @@ class _Ends:
             return
         from rich.console import Console
 
-        from deploy.plan.kv_view import headline, kinds_table, lengths_table
+        from deploy.plan.kv_view import print_tables
 
         console = Console()
-        console.print(headline(model), highlight=False, markup=False)
-        for note in model.assumed:
-            text = f"assumed: {note} (the file leaves it out)"
-            console.print(text, highlight=False, markup=False)
-        console.print(kinds_table(model))
-        console.print(lengths_table(model, rows))
+        print_tables(console, model, rows)
         if verification is not None:
             console.print(verification.words(), highlight=False, markup=False)
 

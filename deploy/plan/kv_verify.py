@@ -96,6 +96,6 @@ def verify(file: Path, model: ModelKv, *, mamba_cache: str, mamba_ssm_cache: str
 def compare(model: ModelKv, answer: dict[str, Any]) -> Verification:
     """What `spec_check` wrote against the model it was asked about."""
     if "error" in answer:
-        return Verification(reason=str(answer["error"]))
+        return Verification(reason=f"{model.name}: {answer['error']}")
     layers = [LayerKv(**(item | {"kind": KVKind(item["kind"])})) for item in answer["layers"]]
     return Verification(len(layers), tuple(differences(model.layers, layers)))

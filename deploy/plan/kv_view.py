@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.console import Console
 from rich.table import Table
 
 from deploy.plan.kv_report import KindRow, LengthRow, kind_rows
@@ -22,19 +23,23 @@ _KIND_NAMES = {
 }
 
 
-def headline(model: ModelKv) -> str:
-    """One line: which model, kept how."""
-    cached = len(model.layers)
-    plural = "s" if model.tp_size > 1 else ""
-    return (
-        f"{model.name}: {model.num_layers} layers, {cached} with a cache; {model.dtype}, "
-        f"KV {model.kv_dtype}; {model.tp_size} tensor-parallel rank{plural}"
-    )
+def print_tables(console: Console, model: ModelKv, rows: Sequence[LengthRow]) -> None:
+    """Which model and how kept, what was assumed, and both tables."""
+    ranks = "1 rank" if model.tp_size == 1 else f"{model.tp_size} tensor-parallel ranks"
+    lines = [
+        f"{model.name}, {model.dtype}, KV {model.kv_dtype}, {ranks}: "
+        f"{len(model.layers)} of {model.num_layers} layers have a cache",
+        *(f"assumed: {note} (the file leaves it out)" for note in model.assumed),
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+    console.print(_kinds_table(model))
+    console.print("KVCache of one prompt, to transfer:", _lengths_table(model, rows), sep="\n")
 
 
-def kinds_table(model: ModelKv) -> Table:
+def _kinds_table(model: ModelKv) -> Table:
     """What each kind of layer keeps, all layers and ranks together."""
-    table = Table(title="KVCache by kind of layer", title_justify="left", **_STYLE)
+    table = Table(**_STYLE)
     table.add_column("kind", overflow="fold")
     table.add_column("layers", justify="right")
     table.add_column("B/token", justify="right")
@@ -51,9 +56,9 @@ def kinds_table(model: ModelKv) -> Table:
     return table
 
 
-def lengths_table(model: ModelKv, rows: Sequence[LengthRow]) -> Table:
+def _lengths_table(model: ModelKv, rows: Sequence[LengthRow]) -> Table:
     """KVCache, and what it asks of a link, for each prompt length."""
-    table = Table(title="KVCache of one prompt, to transfer", title_justify="left", **_STYLE)
+    table = Table(**_STYLE)
     table.add_column("tokens", justify="right")
     kinds = list(model.num_layers_by_kind())
     if len(kinds) > 1:

@@ -17,6 +17,7 @@ from scheduler.load_study import LOADS, NUM_REQUESTS, LoadPoint, highest_load_wi
 from scheduler.pair_search import search_pair, threshold_grid
 from scheduler.plan import Plan, best_plan, is_pair
 from scheduler.region_model import Region, Traffic
+from scheduler.route_search import NoRouteError
 from scheduler.throughput import Mode
 
 GBIT_PER_S: Final = 1e9 / 8
@@ -60,6 +61,11 @@ def solve(
     Raises `route_search.NoRouteError` when nothing can be served.
     """
     plan = best_plan(region, Mode.EXACT, whole=whole)
+    if plan.system_rps(Mode.EXACT) <= 0:
+        raise NoRouteError(
+            "nothing can be served: a PD cluster without a prefill cluster needs 2 instances, one "
+            "to prefill and one to decode (or `instances: shared`)"
+        )
     paper_plan = best_plan(region, Mode.PAPER, whole=whole) if is_pair(region) else plan
     loads = study_load(plan, LOADS, num_requests=num_requests, seed=seed)
     capacity_rps = plan.system_rps(Mode.EXACT)

@@ -18,11 +18,12 @@ STATE_DTYPES: Final = ("auto", *MODEL_DTYPES)
 class CacheOptions:
     """What an operator may choose. Raises ValueError for names vLLM does not have.
 
-    `dtype` auto is the config's own, and for attention layers what its `quantization_config` says
-    of the KV cache. bfloat16, float16 and float32 are for the whole model (vLLM's `--dtype`). fp8
-    is one byte for each value in attention layers (`--kv-cache-dtype fp8`); recurrent states keep
-    the model's dtype. `mamba_cache_dtype` and `mamba_ssm_cache_dtype` are vLLM's options of these
-    names: all recurrent state, and the state without the convolution's.
+    `dtype` auto is the config's own (vLLM's auto serves a float32 checkpoint in 16 bits), and for
+    attention layers what its `quantization_config` says of the KV cache. bfloat16, float16 and
+    float32 are for the whole model (vLLM's `--dtype`). fp8 is one byte for each value in attention
+    layers (`--kv-cache-dtype fp8`); recurrent states keep the model's dtype. `mamba_cache_dtype`
+    and `mamba_ssm_cache_dtype` are vLLM's options of these names: all recurrent state, and the
+    state without the convolution's.
     """
 
     dtype: str = "auto"

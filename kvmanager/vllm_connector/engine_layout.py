@@ -79,7 +79,7 @@ def _group(group: "KVCacheGroupSpec") -> KVGroup:
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
     recurrent = isinstance(spec, MambaSpec)
     return KVGroup(
-        kind=_kind(spec),
+        kind=kind_of(spec),
         tokens_per_block=RECURRENT_TOKENS_PER_BLOCK if recurrent else spec.block_size,
         window_tokens=window,
         layers=tuple(KVLayer(name, data_bytes(layer)) for name, layer in specs.items()),
@@ -92,7 +92,7 @@ def _layer_specs(group: "KVCacheGroupSpec") -> Iterator[tuple[str, KVCacheSpec]]
         yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _kind(spec: KVCacheSpec) -> KVKind:
+def kind_of(spec: KVCacheSpec) -> KVKind:
     match spec:
         case MambaSpec():
             return KVKind.RECURRENT

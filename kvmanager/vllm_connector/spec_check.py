@@ -43,8 +43,7 @@ from vllm.v1.worker.utils import customize_attention_spec
 
 from kvmanager.hf_config import LayerKv
 from kvmanager.layout import LayoutError
-from kvmanager.vllm_connector.engine_layout import _kind as kind_of
-from kvmanager.vllm_connector.engine_layout import data_bytes
+from kvmanager.vllm_connector.engine_layout import data_bytes, kind_of
 
 _MAX_MODEL_LEN_TOKENS = 2048
 """Only bounds caches that are not built here; a page's bytes for a token do not depend on it."""

@@ -113,6 +113,22 @@ def test_a_goal_out_of_reach_says_what_would_reach_it(tmp_path: Path) -> None:
             "no decode steps",
         ),
         ({"pd_clusters": [{"name": "a", "instances": 0, "profile": "h20"}]}, "no instance decodes"),
+        (
+            {
+                "pd_clusters": [
+                    {"name": "a", "instances": 2, "profile": "h20", "decode_memory": "1GiB"}
+                ]
+            },
+            r"decode_memory.*longest prompt, 131,072 tokens",
+        ),
+        (
+            {
+                "prefill_clusters": [],
+                "links": [],
+                "pd_clusters": [{"name": "a", "instances": 1, "profile": "h20"}],
+            },
+            "needs 2 instances",
+        ),
         ({"links": []}, "has no link"),
         ({"links": [{"from": "x", "to": "home-site", "rate": "1Gbit"}]}, "no prefill cluster 'x'"),
         (
@@ -209,6 +225,13 @@ def test_at_5_gbit_the_papers_split_costs_tens_of_percent() -> None:
     rows = json.loads(run("sweep", str(EXAMPLE), "--over", "link_gbps=5", "--json"))
     assert rows[0]["throughput_rps"] == pytest.approx(2.26, rel=0.02)
     assert rows[0]["frozen_rps"] == pytest.approx(1.31, rel=0.03)
+
+
+def test_instances_may_be_shared(tmp_path: Path) -> None:
+    path = changed(tmp_path, instances="shared", traffic=traffic(rate_rps=None), slo={})
+    found = json.loads(run("solve", str(path), "--json", "--requests", "2000"))
+    assert 3.5 < found["splits"][0]["num_prefill"] < 3.9
+    assert found["throughput_rps"] == pytest.approx(3.37, rel=0.01)
 
 
 def test_a_sweep_over_two_things_has_every_combination() -> None:

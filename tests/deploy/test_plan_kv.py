@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from deploy.demo.tiny_specs import MODELS
 from deploy.plan import kv_verify
 from deploy.plan.kv_cli import kv_command
 from deploy.plan.kv_verify import Verification, compare
@@ -109,11 +110,12 @@ def test_tables_name_their_units(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
-    words = ["--tp", "2", "--prefill-s", "1,2,3,4", "--gpus", "512"]
-    result = run(app, [str(tmp_path), *words])
+    options = ["--tp", "2", "--prefill-s", "1,2,3,4", "--gpus", "512"]
+    result = run(app, [str(tmp_path), *options])
     assert result.exit_code == 0, result.output
-    for text in ("GptOssForCausalLM", "24 layers", "sliding window", "the last 128 tokens"):
-        assert text in result.output
+    words = " ".join(result.output.split())
+    for text in ("GptOssForCausalLM", "24 of 24 layers", "sliding window", "the last 128 tokens"):
+        assert text in words
     for unit in ("B/token", "MiB", "Gbit/s", "egress", "on a rank"):
         assert unit in result.output
     assert "24,576" in result.output
@@ -213,7 +215,7 @@ def test_comparing_with_the_engine() -> None:
     assert "layer 3: mla 1152 B/token, the engine has mla 656 B/token" in other.words()
     failed = compare(model, {"error": "no such kernel"})
     assert not failed.ok
-    assert failed.words() == "not verified: no such kernel"
+    assert failed.words() == "not verified: KimiLinearForCausalLM: no such kernel"
 
 
 @pytest.mark.parametrize(
@@ -233,3 +235,18 @@ def test_verification_decides_the_status(
     result = run(app, [kimi, "--verify", "--json"])
     assert result.exit_code == status
     assert json.loads(result.stdout)["verification"]["ok"] is (status == 0)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["qwen3-next-tiny", "mimo-v2-tiny"])
+def test_the_installed_vllm_agrees(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(dict(MODELS[name].config)))
+    found = document(str(path), "--mamba-ssm-cache-dtype", "float32", "--verify")
+    assert found["verification"] == {
+        "ok": True,
+        "tp_size": 1,
+        "num_layers": 6,
+        "differences": [],
+        "reason": "",
+    }

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -19,6 +20,7 @@ from engine_region import (
     records,
     region_spec,
     running,
+    until,
 )
 from handoff import Handoff
 
@@ -140,12 +142,24 @@ async def test_a_long_prompt_crosses_the_link_while_it_is_prefilled(served: Serv
     for seed in range(400, 400 + LAYER_WISE_TRIES):
         request = prompt("layer-wise", 10 * CHUNK_TOKENS - 20, seed)
         answers = await ask_region(served.region, served.model, [request])
-        record = (await records(served.region))[answers[request.name].request_id]
+        record = await transfer_record(served.region, answers[request.name].request_id)
         tail_share = record["parts"]["transfer_tail_s"] / record["transfer_s"]
         tried.append((record["sent_share_at_prefill_end"], tail_share))
         if tried[-1][0] >= MIN_EARLY_SHARE and tail_share <= MAX_TAIL_SHARE:
             return
     pytest.fail(f"(share sent early, tail's share of the transfer): {tried}")
+
+
+async def transfer_record(region: RunningRegion, request_id: str) -> dict[str, Any]:
+    """The request's record once both legs are over, which may follow the answer."""
+    found: dict[str, Any] = {}
+
+    async def has_arrived() -> bool:
+        found.update((await records(region))[request_id])
+        return bool(found["is_settled"])
+
+    await until(has_arrived, "the request has settled")
+    return found
 
 
 async def assert_pages_are_bit_identical(region: RunningRegion, model: str) -> None:
