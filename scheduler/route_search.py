@@ -12,10 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from scheduler.assignment import Assignment, Classes, Route, routes_of
+from scheduler.curves import Curve
 from scheduler.lengths import Floats
 from scheduler.region_model import Region
 
@@ -23,6 +25,8 @@ NUM_CLASSES = 200
 MAX_DIVISIONS = 16
 """Tried one by one; of more only those next to the best fractional one."""
 _ROUNDING = 1e-9
+_NO_FLOW = 1e-12
+"""Share of all requests; less is the solver's rounding."""
 _TASTE = 1e-6
 """Seconds per request; far below what a request costs, far above what a solver rounds."""
 
@@ -38,8 +42,6 @@ class RouteSearch:
     assignment: Assignment
     num_prefill: Mapping[str, float]
     system_rps: float
-    num_divisions: int
-    """How many divisions of the PD clusters were tried."""
 
 
 def search_routes(
@@ -53,14 +55,13 @@ def search_routes(
     routes = tuple(routes_of(region))
     if not routes or all(pd.num_instances < 1 for pd in region.pd_clusters):
         raise NoRouteError("no PD cluster has an instance: decode needs at least one")
-    classes = Classes.even(region.traffic.lengths, NUM_CLASSES)
+    program = _Program(region, routes)
     if num_prefill is not None:
-        return _solve(region, routes, classes, num_prefill, 1)
-    relaxed = _solve(region, routes, classes, None, 1)
+        return program.solve(num_prefill)
+    relaxed = program.solve(None)
     if not whole:
         return relaxed
-    divisions = _divisions_near(region, relaxed.num_prefill)
-    found = [_solve(region, routes, classes, division, len(divisions)) for division in divisions]
+    found = [program.solve(division) for division in _divisions_near(region, relaxed.num_prefill)]
     best = max(plan.system_rps for plan in found)
     return next(plan for plan in found if plan.system_rps >= best * (1 - _ROUNDING))
 
@@ -81,93 +82,129 @@ def _divisions_near(region: Region, relaxed: Mapping[str, float]) -> list[dict[s
     ]
 
 
-def _solve(
-    region: Region,
-    routes: Sequence[Route],
-    classes: Classes,
-    division: Mapping[str, float] | None,
-    num_divisions: int,
-) -> RouteSearch:
-    """One linear program. Variables: flow[r, c], then U = 1 / rate, then U N_p of each PD cluster
-    when the division is free (N_p times U, so that the program stays linear).
+@dataclass(frozen=True)
+class _Limit:
+    """One part of the region: what a unit of flow of each class asks of it, by route."""
+
+    kind: str
+    """prefill (of a prefill cluster), link, local (prefill of a PD cluster) or decode."""
+    name: str
+    capacity: float
+    per_flow: dict[int, Floats | float]
+
+
+class _Program:
+    """The linear program of one region.
+
+    Variables: the flow of each class over each route, route by route; then U = 1 / rate, which is
+    minimised; then, where the division is free, U N_p of each PD cluster (times U, or it would not
+    be linear). Constraints: each class goes somewhere, and no part is asked for more than U times
+    its capacity.
     """
-    from scipy.optimize import linprog
-    from scipy.sparse import lil_matrix
 
-    num_classes, num_flows = len(classes.shares), len(routes) * len(classes.shares)
-    pds = region.pd_clusters
-    num_variables = num_flows + 1 + (len(pds) if division is None else 0)
-    needs = _needs(region, routes, classes)
-    free = {pd.name: num_flows + 1 + i for i, pd in enumerate(pds)} if division is None else {}
-    limits = lil_matrix((len(needs) + len(free), num_variables))
-    for row, ((kind, name, capacity), per_flow) in enumerate(needs.items()):
-        for index, per_class in per_flow.items():
-            limits[row, index * num_classes : (index + 1) * num_classes] = per_class
-        if kind in ("local", "decode") and name in free:
-            limits[row, free[name]] = 1 if kind == "decode" else -1
-            limits[row, num_flows] = -capacity if kind == "decode" else 0
-        else:
-            fixed = 0.0 if division is None else division.get(name, 0.0)
-            here = {"local": fixed, "decode": capacity - fixed}.get(kind, capacity)
-            limits[row, num_flows] = -here
-    for row, pd in enumerate(pds[: len(free)], start=len(needs)):
-        limits[row, free[pd.name]] = 1
-        limits[row, num_flows] = -pd.num_instances
-    balance = lil_matrix((num_classes, num_variables))
-    for c in range(num_classes):
-        balance[c, c:num_flows:num_classes] = 1
-    cost = np.zeros(num_variables)
-    cost[num_flows] = 1
-    # Among equal plans the one that sends least, then one whose routes take few ranges of lengths.
-    shorter = 1 - (np.cumsum(classes.shares) - classes.shares / 2)
-    for index, route in enumerate(routes):
-        taste = float(route.link is not None) + index * shorter / len(routes)
-        cost[index * num_classes : (index + 1) * num_classes] = _TASTE * taste
-    result = linprog(
-        cost,
-        A_ub=limits.tocsr(),
-        b_ub=np.zeros(limits.shape[0]),
-        A_eq=balance.tocsr(),
-        b_eq=classes.shares,
-        method="highs",
-    )
-    if result.status != 0:
-        return RouteSearch(
-            Assignment(classes, tuple(routes), np.zeros((len(routes), num_classes))),
-            dict(division or {}),
-            0.0,
-            num_divisions,
+    def __init__(self, region: Region, routes: Sequence[Route]) -> None:
+        self._region = region
+        self._routes = tuple(routes)
+        self._classes = Classes.even(region.traffic.lengths, NUM_CLASSES)
+        self._num_classes = len(self._classes.shares)
+        self._slowness = len(routes) * self._num_classes
+        """Index of U."""
+        self._limits = self._limits_of_parts()
+
+    def solve(self, division: Mapping[str, float] | None) -> RouteSearch:
+        """The best flow for this division of the PD clusters; None: for the best one."""
+        from scipy.optimize import linprog
+
+        pds = self._region.pd_clusters
+        free = {}
+        if division is None:
+            free = {pd.name: self._slowness + 1 + i for i, pd in enumerate(pds)}
+        limits = self._limit_rows(division, free)
+        result = linprog(
+            self._cost(len(free)),
+            A_ub=limits,
+            b_ub=np.zeros(limits.shape[0]),
+            A_eq=self._balance_rows(len(free)),
+            b_eq=self._classes.shares,
+            method="highs",
         )
-    slowness = result.x[num_flows]
-    flow = np.where(result.x[:num_flows] > _ROUNDING * 1e-3, result.x[:num_flows], 0.0)
-    counts = (
-        {pd.name: result.x[free[pd.name]] / slowness for pd in pds}
-        if division is None
-        else dict(division)
-    )
-    assignment = Assignment(classes, tuple(routes), flow.reshape(len(routes), num_classes))
-    return RouteSearch(assignment, counts, 1 / slowness, num_divisions)
+        shape = (len(self._routes), self._num_classes)
+        if result.status != 0:
+            nothing = Assignment(self._classes, self._routes, np.zeros(shape))
+            return RouteSearch(nothing, dict(division or {}), 0.0)
+        slowness = result.x[self._slowness]
+        flow = result.x[: self._slowness].reshape(shape)
+        counts = {name: float(result.x[at] / slowness) for name, at in free.items()}
+        return RouteSearch(
+            Assignment(self._classes, self._routes, np.where(flow > _NO_FLOW, flow, 0.0)),
+            counts if division is None else dict(division),
+            float(1 / slowness),
+        )
 
+    def _limits_of_parts(self) -> list[_Limit]:
+        found: dict[tuple[str, str], _Limit] = {}
 
-def _needs(
-    region: Region, routes: Sequence[Route], classes: Classes
-) -> dict[tuple[str, str, float], dict[int, Floats | float]]:
-    """For each (kind, name, capacity): what a unit of flow of each class asks for, by route."""
-    lengths = region.traffic.lengths
+        def ask(kind: str, name: str, capacity: float, route: int, need: Floats | float) -> None:
+            limit = found.setdefault((kind, name), _Limit(kind, name, capacity, {}))
+            limit.per_flow[route] = need
 
-    def means(sums: Floats) -> Floats:
-        shares = classes.shares
+        region = self._region
+        kv_bytes = self._means(region.kv.size)
+        for index, route in enumerate(self._routes):
+            source, target, link = route.source, route.target, route.link
+            kind = "local" if link is None else "prefill"
+            seconds = self._means(source.prefill)
+            ask(kind, source.name, source.num_instances, index, seconds)
+            slot_s = target.step_s * region.traffic.output_tokens / target.batch_size
+            ask("decode", target.name, target.num_instances, index, slot_s)
+            if link is not None:
+                ask("link", link.name, link.bytes_per_s, index, kv_bytes)
+        return list(found.values())
+
+    def _means(self, curve: Curve) -> Floats:
+        """Mean of a curve over each class."""
+        shares = self._classes.shares
+        sums = self._classes.sums(curve, self._region.traffic.lengths)
         return np.divide(sums, shares, out=np.zeros(len(shares)), where=shares > 0)
 
-    needs: dict[tuple[str, str, float], dict[int, Floats | float]] = {}
-    kv_bytes = means(classes.sums(region.kv.size, lengths))
-    for index, route in enumerate(routes):
-        source, target = route.source, route.target
-        kind = "local" if route.link is None else "remote"
-        seconds = means(classes.sums(source.prefill, lengths))
-        needs.setdefault((kind, source.name, source.num_instances), {})[index] = seconds
-        slot_s = target.step_s * region.traffic.output_tokens / target.batch_size
-        needs.setdefault(("decode", target.name, target.num_instances), {})[index] = slot_s
-        if route.link is not None:
-            needs[("link", route.link.name, route.link.bytes_per_s)] = {index: kv_bytes}
-    return needs
+    def _limit_rows(self, division: Mapping[str, float] | None, free: Mapping[str, int]) -> Any:
+        """A row a part: flow times need, less U times its capacity, is at most 0."""
+        from scipy.sparse import lil_matrix
+
+        rows = lil_matrix((len(self._limits) + len(free), self._slowness + 1 + len(free)))
+        for row, limit in enumerate(self._limits):
+            for route, need in limit.per_flow.items():
+                rows[row, route * self._num_classes : (route + 1) * self._num_classes] = need
+            capacity = limit.capacity
+            num_prefill = 0.0 if division is None else division.get(limit.name, 0.0)
+            if limit.kind == "local":
+                capacity = num_prefill
+            elif limit.kind == "decode":
+                capacity -= num_prefill
+            rows[row, self._slowness] = -capacity
+            if limit.kind in ("local", "decode") and limit.name in free:
+                rows[row, free[limit.name]] = 1 if limit.kind == "decode" else -1
+        for row, pd in enumerate(self._region.pd_clusters[: len(free)], start=len(self._limits)):
+            rows[row, free[pd.name]] = 1
+            rows[row, self._slowness] = -pd.num_instances
+        return rows.tocsr()
+
+    def _balance_rows(self, num_free: int) -> Any:
+        """A row a class: its flow over all routes, which is its share."""
+        from scipy.sparse import lil_matrix
+
+        rows = lil_matrix((self._num_classes, self._slowness + 1 + num_free))
+        for c in range(self._num_classes):
+            rows[c, c : self._slowness : self._num_classes] = 1
+        return rows.tocsr()
+
+    def _cost(self, num_free: int) -> Floats:
+        """U; and among equal plans the one that sends least, in few ranges of lengths a route."""
+        shares = self._classes.shares
+        shorter = 1 - (np.cumsum(shares) - shares / 2)
+        cost = np.zeros(self._slowness + 1 + num_free)
+        cost[self._slowness] = 1
+        for index, route in enumerate(self._routes):
+            taste = float(route.link is not None) + index * shorter / len(self._routes)
+            cost[index * self._num_classes : (index + 1) * self._num_classes] = _TASTE * taste
+        return cost
