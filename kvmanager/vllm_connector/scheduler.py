@@ -55,6 +55,11 @@ takes about a tenth of a core from whoever prefills beside it, on slow machines 
 what a new request may have to wait for."""
 
 
+def idle_wait_s(pass_s: float) -> float:
+    """How long to wait for a landing after a pass of `pass_s` that had nothing to compute."""
+    return min(max(MIN_IDLE_WAIT_S, IDLE_WAIT_SHARE * pass_s), MAX_IDLE_WAIT_S)
+
+
 class LandingState(Enum):
     WAITING = auto()
     LANDED = auto()
@@ -243,9 +248,7 @@ class SchedulerSide:
         """At most once per scheduling pass that follows one without any work."""
         if self._engine_is_idle:
             self._engine_is_idle = False
-            pass_s = time.monotonic() - self._pass_began_s
-            wait_s = min(max(MIN_IDLE_WAIT_S, IDLE_WAIT_SHARE * pass_s), MAX_IDLE_WAIT_S)
-            self._landing_changed.wait(wait_s)
+            self._landing_changed.wait(idle_wait_s(time.monotonic() - self._pass_began_s))
         self._landing_changed.clear()
 
     def update_state_after_alloc(

@@ -290,10 +290,20 @@ async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
                     logs = Path(arguments.logs or folder) / f"{name}-{round_number}-{starts}"
                     logs.mkdir(parents=True, exist_ok=True)
                     async with SYSTEMS[name](link, model, path, logs) as ask:
-                        for attempt in range(3):
-                            await ask(text(2000, seed=90_000_000 + attempt))
-                        measured += await _measure_one(link, name, todo, ask)
+                        if await _warm_up(name, ask):
+                            measured += await _measure_one(link, name, todo, ask)
     return measured
+
+
+async def _warm_up(name: str, ask: Ask) -> bool:
+    """Three prompts that are not counted; whether they were answered."""
+    try:
+        for attempt in range(3):
+            await ask(text(2000, seed=90_000_000 + attempt))
+    except (RuntimeError, aiohttp.ClientError) as error:
+        _say(f"  {name}, warm-up failed: {error}")
+        return False
+    return True
 
 
 def _prompts(arguments: argparse.Namespace, name: str, round_number: int) -> list[Measured]:

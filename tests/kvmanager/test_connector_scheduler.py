@@ -8,7 +8,7 @@ import pytest
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
-from kvmanager.vllm_connector.scheduler import SchedulerSide
+from kvmanager.vllm_connector.scheduler import SchedulerSide, idle_wait_s
 
 LAYOUT = KVLayout(
     "m",
@@ -110,6 +110,12 @@ def finish_load(side: SchedulerSide) -> None:
 
 
 ALLOCATED: Any = SimpleNamespace(get_block_ids=lambda: BLOCK_TABLES)
+
+
+def test_a_waiting_engine_rests_nine_tenths_of_the_time_within_bounds() -> None:
+    assert idle_wait_s(0.001) == pytest.approx(0.009)
+    assert idle_wait_s(0.0001) == 0.004
+    assert idle_wait_s(1.0) == 0.025, "a new request may have to wait this long"
 
 
 def test_a_consumer_waits_loads_and_gives_the_landing_back() -> None:
