@@ -7,6 +7,7 @@ Needs matplotlib (extra `plan`).
 from __future__ import annotations
 
 import io
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ _BEST: dict[str, Any] = {
     "linestyle": "none",
     "zorder": 5,
 }
+TITLE_CHARACTERS = 100
 _LINK_POINTS = 25
 _LINK_POINTS_OF_SEVERAL = 9
 
@@ -71,7 +73,7 @@ def draw(solution: Solution) -> Figure:
         axes[2].set_axis_off()
         axes[2].text(0.5, 0.5, "no link in this plan", ha="center")
     _load_panel(axes[3], solution)
-    figure.suptitle(binding_words(plan))
+    figure.suptitle(textwrap.fill(binding_words(plan), TITLE_CHARACTERS))
     return figure
 
 
