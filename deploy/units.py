@@ -10,6 +10,9 @@ import re
 
 _NUMBER_AND_UNIT = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-zµ/]*)\s*$")
 
+GBIT_PER_S = 1e9 / 8
+"""Bytes per second."""
+
 _BYTES_PER_RATE_UNIT = {
     "bit": 1 / 8,
     "kbit": 1e3 / 8,

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from scheduler.curves import Curve
 from scheduler.lengths import Floats, Lengths
 from scheduler.region_model import Cluster, Link, PdCluster, Region
-from scheduler.throughput import Mode
+from scheduler.throughput import Mode, mean_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,15 @@ class Classes:
     def sums(self, curve: Curve, lengths: Lengths) -> Floats:
         """E[curve(L); L in the class] of each class."""
         return np.diff(curve.sum_to(lengths, self.edges))
+
+    def means(self, curve: Curve, lengths: Lengths) -> Floats:
+        """Mean of the curve over each class; 0 for one without weight."""
+        return mean_of(self.sums(curve, lengths), self.shares)
+
+    @property
+    def mean_tokens(self) -> Floats:
+        """Mean length of each class; 0 for one without weight."""
+        return mean_of(self.token_sums, self.shares)
 
 
 @dataclass(frozen=True)
@@ -92,14 +101,14 @@ class Assignment:
     def mean_tokens(self, route: int) -> float:
         """Mean length on this route; 0 where nothing takes it."""
         share = self.share(route)
-        return float(self.flow[route] @ self._class_means) / share if share > 0 else 0.0
+        return float(self.flow[route] @ self.classes.mean_tokens) / share if share > 0 else 0.0
 
     def need(self, route: int, curve: Curve, lengths: Lengths, mode: Mode) -> float:
         """What requests on this route need of `curve`, per request of any route."""
         if mode is Mode.PAPER:
             share = self.share(route)
             return share * float(curve(self.mean_tokens(route))) if share > 0 else 0.0
-        return float(self.flow[route] @ _ratio(self.classes.sums(curve, lengths), self.classes))
+        return float(self.flow[route] @ self.classes.means(curve, lengths))
 
     @property
     def fractions(self) -> Floats:
@@ -111,15 +120,6 @@ class Assignment:
         last = weighty[np.maximum(np.searchsorted(weighty, np.arange(len(total)), "right") - 1, 0)]
         parts: Floats = self.flow[:, last] / total[last]
         return parts
-
-    @property
-    def _class_means(self) -> Floats:
-        return _ratio(self.classes.token_sums, self.classes)
-
-
-def _ratio(sums: Floats, classes: Classes) -> Floats:
-    shares = classes.shares
-    return np.divide(sums, shares, out=np.zeros(len(shares)), where=shares > 0)
 
 
 @dataclass(frozen=True, slots=True)

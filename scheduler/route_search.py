@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from scheduler.assignment import Assignment, Classes, Route, routes_of
-from scheduler.curves import Curve
 from scheduler.lengths import Floats
 from scheduler.region_model import Region
 
@@ -44,20 +43,16 @@ class RouteSearch:
     system_rps: float
 
 
-def search_routes(
-    region: Region, *, whole: bool = True, num_prefill: Mapping[str, float] | None = None
-) -> RouteSearch:
+def search_routes(region: Region, *, whole: bool = True) -> RouteSearch:
     """The plan with the highest rate that all prompts can be served at.
 
-    `whole`: instances are not shared between roles. `num_prefill` fixes the division. Raises
-    `NoRouteError` when no instance could decode or prefill.
+    `whole`: instances are not shared between roles. Raises `NoRouteError` when no instance could
+    decode or prefill.
     """
     routes = tuple(routes_of(region))
     if not routes or all(pd.num_instances < 1 for pd in region.pd_clusters):
         raise NoRouteError("no PD cluster has an instance: decode needs at least one")
     program = _Program(region, routes)
-    if num_prefill is not None:
-        return program.solve(num_prefill)
     relaxed = program.solve(None)
     if not whole:
         return relaxed
@@ -149,23 +144,18 @@ class _Program:
             limit.per_flow[route] = need
 
         region = self._region
-        kv_bytes = self._means(region.kv.size)
+        lengths = region.traffic.lengths
+        kv_bytes = self._classes.means(region.kv.size, lengths)
         for index, route in enumerate(self._routes):
             source, target, link = route.source, route.target, route.link
             kind = "local" if link is None else "prefill"
-            seconds = self._means(source.prefill)
+            seconds = self._classes.means(source.prefill, lengths)
             ask(kind, source.name, source.num_instances, index, seconds)
             slot_s = target.step_s * region.traffic.output_tokens / target.batch_size
             ask("decode", target.name, target.num_instances, index, slot_s)
             if link is not None:
                 ask("link", link.name, link.bytes_per_s, index, kv_bytes)
         return list(found.values())
-
-    def _means(self, curve: Curve) -> Floats:
-        """Mean of a curve over each class."""
-        shares = self._classes.shares
-        sums = self._classes.sums(curve, self._region.traffic.lengths)
-        return np.divide(sums, shares, out=np.zeros(len(shares)), where=shares > 0)
 
     def _limit_rows(self, division: Mapping[str, float] | None, free: Mapping[str, int]) -> Any:
         """A row a part: flow times need, less U times its capacity, is at most 0."""

@@ -122,8 +122,8 @@ class Split:
         return cls(
             thresholds,
             _share(1 - local),
-            _mean_of(whole - local_sum, 1 - local),
-            _mean_of(local_sum, local),
+            mean_of(whole - local_sum, 1 - local),
+            mean_of(local_sum, local),
         )
 
 
@@ -132,7 +132,7 @@ def offloaded_mean(mode: Mode, curve: Curve, lengths: Lengths, split: Split) -> 
     if mode is Mode.PAPER:
         return np.where(split.offload_fraction > 0, curve(split.mean_offloaded_tokens), 0.0)
     longer = curve.mean(lengths) - curve.sum_to(lengths, split.threshold_tokens)
-    return _mean_of(longer, split.offload_fraction)
+    return mean_of(longer, split.offload_fraction)
 
 
 def local_mean(mode: Mode, curve: Curve, lengths: Lengths, split: Split) -> Floats:
@@ -140,7 +140,7 @@ def local_mean(mode: Mode, curve: Curve, lengths: Lengths, split: Split) -> Floa
     local = _share(1 - split.offload_fraction)
     if mode is Mode.PAPER:
         return np.where(local > 0, curve(split.mean_local_tokens), 0.0)
-    return _mean_of(curve.sum_to(lengths, split.threshold_tokens), local)
+    return mean_of(curve.sum_to(lengths, split.threshold_tokens), local)
 
 
 def _per(capacity: ArrayLike, need: ArrayLike) -> Floats:
@@ -152,7 +152,7 @@ def _per(capacity: ArrayLike, need: ArrayLike) -> Floats:
     return rates
 
 
-def _mean_of(total: Floats, share: Floats) -> Floats:
+def mean_of(total: Floats, share: Floats) -> Floats:
     """total / share where there is a share, else 0; rounding never makes a mean of nothing."""
     real = _share(share) > 0
     return np.divide(total, share, out=np.zeros(len(share)), where=real)

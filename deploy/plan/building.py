@@ -5,7 +5,6 @@ What does not fit together is a problem with its path, like a wrong value.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from deploy.plan.model_config import config_file, read_config
 from deploy.plan.profile_file import (
     DecodeStep,
     EngineProfileFile,
@@ -228,7 +228,7 @@ class _Builder:
         if kv.model_config_file is None:
             fixed, per_token = kv.fixed_bytes or 0.0, kv.bytes_per_token or 0.0
             return KvSize(Curve.quadratic(fixed, per_token), fixed)
-        config = json.loads(read_text(self._path(kv.model_config_file)))
+        config = read_config(config_file(self._path(kv.model_config_file)))
         return kv_size_of(read_model_kv(config, dtype=kv.dtype))
 
     def _kv_of_profiles(self) -> KvSize:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from deploy.units import GBIT_PER_S
 from scheduler.curves import Curve
 from scheduler.lengths import LogNormalLengths, mean_tokens
 from scheduler.pair_search import best_of_pair
@@ -18,7 +19,6 @@ from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Regi
 from scheduler.throughput import Mode
 
 MIB: Final = 2**20
-GBIT_PER_S: Final = 1e9 / 8
 
 LENGTHS: Final = LogNormalLengths(9.90, 1.00, 128, 131072)
 OUTPUT_TOKENS: Final = 1024
@@ -35,9 +35,6 @@ sizes that it prints for 1K, 8K, 32K and 128K are those of 1,024, 8,192, 32,000 
 DECODE_SLOTS: Final = 20
 STEP_S: Final = 0.025
 """The SLO of 40 tokens/s; the 20 slots of an instance are derived from Table 6."""
-
-H200_POINTS: Final = ((1000, 190.8, 0.44), (8000, 308.9, 0.72), (32000, 701.3, 1.84))
-"""Table 5 below 128K: tokens, KVCache in MiB, prefill in s."""
 
 
 @dataclass(frozen=True)

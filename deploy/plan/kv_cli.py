@@ -106,7 +106,9 @@ class _Ends:
 
     @property
     def file(self) -> Path:
-        return self.path / "config.json" if self.path.is_dir() else self.path
+        from deploy.plan.model_config import config_file
+
+        return config_file(self.path)
 
     def show(
         self, model: ModelKv, rows: list[LengthRow], verification: Verification | None
@@ -139,16 +141,13 @@ class _Ends:
 
 
 def _read_model(ends: _Ends, options: dict[str, Any]) -> ModelKv:
+    from deploy.plan.model_config import read_config
     from kvmanager.hf_config import ConfigError, read_model_kv
 
     try:
-        config = json.loads(ends.file.read_text(encoding="utf-8"))
-    except OSError as error:
-        ends.fail(f"cannot be read: {error.strerror}; give a model's config.json")
+        config = read_config(ends.file)
     except ValueError as error:
-        ends.fail(f"not JSON: {error}; give a model's config.json")
-    if not isinstance(config, dict):
-        ends.fail("not a JSON object; give a model's config.json")
+        ends.fail(str(error))
     try:
         return read_model_kv(config, **options)
     except ConfigError as error:

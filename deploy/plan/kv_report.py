@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.units import GBIT_PER_S
 from kvmanager.hf_config import LayerKv, ModelKv
 from kvmanager.layout import KVKind
-
-_GBIT_PER_BYTE = 8e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def length_rows(
     for index, num_tokens in enumerate(lengths):
         kv_bytes = model.bytes_for(num_tokens)
         time_s = prefill_s[index] if prefill_s else None
-        rate = None if time_s is None else kv_bytes * _GBIT_PER_BYTE / time_s
+        rate = None if time_s is None else kv_bytes / time_s / GBIT_PER_S
         egress = None if rate is None or num_instances is None else rate * num_instances
         rows.append(
             LengthRow(

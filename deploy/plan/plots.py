@@ -17,7 +17,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from deploy.plan.solving import GBIT_PER_S, Solution, binding_words, without_prefill_clusters
+from deploy.plan.solving import Solution, binding_words, without_prefill_clusters
+from deploy.units import GBIT_PER_S
 from scheduler.pair_search import search_pair, threshold_grid
 from scheduler.plan import Plan, best_plan, is_pair
 from scheduler.throughput import Mode

@@ -221,16 +221,14 @@ def _kv_cache(config: Path | None, ends: _Ends) -> KvCacheSize | None:
     """The sizes by the model's config; window layers count as full, as they are in long prompts."""
     if config is None:
         return None
+    from deploy.plan.model_config import config_file, read_config
     from deploy.plan.profile_file import KvCacheSize
     from kvmanager.hf_config import read_model_kv
 
-    path = config / "config.json" if config.is_dir() else config
+    path = config_file(config)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("not the config.json of a model: no JSON object")
-        kv = read_model_kv(values)
-    except (OSError, ValueError) as error:
+        kv = read_model_kv(read_config(path))
+    except ValueError as error:
         ends.fail(f"--config {path}: {error}", 2)
     fixed_bytes = kv.bytes_for(_LONG_TOKENS) - _LONG_TOKENS * kv.bytes_per_token
     return KvCacheSize(fixed_bytes=fixed_bytes, bytes_per_token=kv.bytes_per_token)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from deploy.units import GBIT_PER_S
 from scheduler.assignment import Resource
 from scheduler.load_study import LOADS, NUM_REQUESTS, LoadPoint, highest_load_within, study_load
 from scheduler.pair_search import search_pair, threshold_grid
@@ -20,7 +21,6 @@ from scheduler.region_model import Region, Traffic
 from scheduler.route_search import NoRouteError
 from scheduler.throughput import Mode
 
-GBIT_PER_S: Final = 1e9 / 8
 KIND_WORDS: Final = {
     "prefill": "prefill instances of",
     "link": "the link",
@@ -69,6 +69,7 @@ def solve(
     paper_plan = best_plan(region, Mode.PAPER, whole=whole) if is_pair(region) else plan
     loads = study_load(plan, LOADS, num_requests=num_requests, seed=seed)
     capacity_rps = plan.system_rps(Mode.EXACT)
+    empty = plan.empty_ttft()
     document: dict[str, Any] = {
         "throughput_rps": capacity_rps,
         "binding": binding_words(plan),
@@ -79,7 +80,7 @@ def solve(
         },
         "routes": _routes(plan),
         "parts": [_part(part, capacity_rps) for part in plan.resources(Mode.EXACT)],
-        "ttft_empty": {"mean_s": plan.empty_ttft().mean_s, "p90_s": plan.empty_ttft().p90_s},
+        "ttft_empty": {"mean_s": empty.mean_s, "p90_s": empty.p90_s},
         "ttft_under_load": [load_row(point) for point in loads],
         "without_prefill_clusters": _alone(region, capacity_rps, whole=whole),
         "cost": cost_of(plan, goals.rate_rps or capacity_rps, currency),
