@@ -8,7 +8,7 @@ requests whatever the load, so that loads can be compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,9 +53,10 @@ def study_load(
 ) -> list[LoadPoint]:
     """TTFT at each load. A shared instance counts whole for the role it mostly has."""
     capacity_rps = plan.system_rps(Mode.EXACT)
+    system, drawn = system_of(plan), draw(plan, num_requests, seed)
     points = []
     for load in loads:
-        result = simulate_plan(plan, load * capacity_rps, num_requests=num_requests, seed=seed)
+        result = simulate(system, at_rate(drawn, load * capacity_rps))
         points.append(
             LoadPoint(
                 load,
@@ -73,12 +74,16 @@ def simulate_plan(
     plan: Plan, rate_rps: float, *, num_requests: int = NUM_REQUESTS, seed: int = 1
 ) -> SimulationResult:
     """One run at one rate, requests/s."""
+    return simulate(system_of(plan), at_rate(draw(plan, num_requests, seed), rate_rps))
+
+
+def draw(plan: Plan, num_requests: int, seed: int) -> Requests:
+    """Requests that arrive at 1 a second on average, each on its route; see `at_rate`."""
     lengths_rng, routes_rng, arrivals_rng = (
         np.random.default_rng((seed, stream)) for stream in range(3)
     )
     tokens = plan.region.traffic.lengths.sample(num_requests, lengths_rng)
     taken = plan.routes_at(tokens, routes_rng.random(num_requests))
-    system = system_of(plan)
     region, routes = plan.region, plan.assignment.routes
     places = {cluster.name: i for i, cluster in enumerate(region.clusters)}
     pools = {pd.name: i for i, pd in enumerate(region.pd_clusters)}
@@ -88,8 +93,8 @@ def simulate_plan(
         service_s[mine] = route.source.prefill(tokens[mine])
     kv_bytes = region.kv.size(tokens)
     hold_s = [r.target.step_s * region.traffic.output_tokens for r in routes]
-    requests = Requests(
-        arrivals_s=poisson_arrivals(rate_rps, num_requests, arrivals_rng),
+    return Requests(
+        arrivals_s=poisson_arrivals(1.0, num_requests, arrivals_rng),
         station=np.array([places[r.source.name] for r in routes])[taken],
         pool=np.array([pools[r.target.name] for r in routes])[taken],
         service_s=service_s,
@@ -98,7 +103,11 @@ def simulate_plan(
         kv_fixed_bytes=np.full(num_requests, region.kv.fixed_bytes),
         memory_bytes=kv_bytes,
     )
-    return simulate(system, requests)
+
+
+def at_rate(drawn: Requests, rate_rps: float) -> Requests:
+    """The same requests at another rate than 1 a second."""
+    return replace(drawn, arrivals_s=drawn.arrivals_s / rate_rps)
 
 
 def highest_load_within(
@@ -109,9 +118,10 @@ def highest_load_within(
     0 when not even an empty region manages. Found by bisection to 0.5% of capacity.
     """
     capacity_rps = plan.system_rps(Mode.EXACT)
+    system, drawn = system_of(plan), draw(plan, num_requests, seed)
 
     def is_kept(load: float) -> bool:
-        found = simulate_plan(plan, load * capacity_rps, num_requests=num_requests, seed=seed)
+        found = simulate(system, at_rate(drawn, load * capacity_rps))
         return found.ttft.p90_s <= ttft_p90_s
 
     low, high = 0.0, 1.0

@@ -4,15 +4,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from deploy.demo.verdict import Row
+from deploy.table_style import TABLE_STYLE
 
-_STYLE: dict[str, Any] = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}
 _PARTS = {
     "render": ("render",),
     "reserve": ("reserve",),
@@ -39,7 +37,7 @@ def print_tables(console: Console, model: str, rows: Sequence[Row]) -> None:
 
 
 def _moves(model: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=f"{model}: requests through the region", title_justify="left", **_STYLE)
+    table = Table(title=f"{model}: requests through the region", **TABLE_STYLE)
     table.add_column("request", overflow="fold")
     table.add_column("prompt\ntokens", justify="right")
     table.add_column("route", overflow="fold")
@@ -61,7 +59,7 @@ def _moves(model: str, rows: Sequence[Row]) -> Table:
 
 
 def _times(rows: Sequence[Row]) -> Table:
-    table = Table(title="time to first token and its parts, ms", title_justify="left", **_STYLE)
+    table = Table(title="time to first token and its parts, ms", **TABLE_STYLE)
     table.add_column("request", overflow="fold")
     for heading in ("TTFT", *_PARTS, "tail /\ntransfer"):
         table.add_column(heading, justify="right")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from deploy.plan.kv_report import KindRow, LengthRow, kind_rows
 from deploy.plan.tokens import format_tokens
+from deploy.table_style import TABLE_STYLE
 from kvmanager.hf_config import ModelKv
 from kvmanager.layout import KVKind
 
-_STYLE: dict[str, Any] = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}
 _KIND_NAMES = {
     KVKind.FULL: "full attention",
     KVKind.MLA: "MLA",
@@ -39,7 +37,7 @@ def print_tables(console: Console, model: ModelKv, rows: Sequence[LengthRow]) ->
 
 def _kinds_table(model: ModelKv) -> Table:
     """What each kind of layer keeps, all layers and ranks together."""
-    table = Table(**_STYLE)
+    table = Table(**TABLE_STYLE)
     table.add_column("kind", overflow="fold")
     table.add_column("layers", justify="right")
     table.add_column("B/token", justify="right")
@@ -58,7 +56,7 @@ def _kinds_table(model: ModelKv) -> Table:
 
 def _lengths_table(model: ModelKv, rows: Sequence[LengthRow]) -> Table:
     """KVCache, and what it asks of a link, for each prompt length."""
-    table = Table(**_STYLE)
+    table = Table(**TABLE_STYLE)
     table.add_column("tokens", justify="right")
     kinds = list(model.num_layers_by_kind())
     if len(kinds) > 1:

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from deploy.table_style import TABLE_STYLE
 from scheduler.curves import FittedCurve
-
-_STYLE: dict[str, Any] = {
-    "box": SIMPLE,
-    "padding": (0, 1, 0, 0),
-    "pad_edge": False,
-    "title_justify": "left",
-}
 
 MAX_RANGES = 4
 TOKENS_NOTE = "tokens are written in full; in files and options 1k = 1000 and 1Ki = 1024 tokens"
@@ -49,7 +42,7 @@ def print_case_study(
 ) -> None:
     """A table a deployment: what the paper prints, the same model here, the difference, exact."""
     for key, found in paper.items():
-        table = Table(title=titles[key], **_STYLE)
+        table = Table(title=titles[key], **TABLE_STYLE)
         table.add_column("")
         for heading in ("paper\nprints", "here,\npaper mode", "difference", "here,\nexact mode"):
             table.add_column(heading, justify="right")
@@ -118,7 +111,9 @@ def print_solution(
 
 def print_search(console: Console, rows: Sequence[Mapping[str, float]]) -> None:
     """The best threshold of each division."""
-    table = Table(title="every division of the PD cluster, each with its best threshold", **_STYLE)
+    table = Table(
+        title="every division of the PD cluster, each with its best threshold", **TABLE_STYLE
+    )
     for heading in ("prefill\ninstances", "decode\ninstances", "threshold\ntokens", "requests/s"):
         table.add_column(heading, justify="right")
     top = max(row["throughput_rps"] for row in rows)
@@ -135,7 +130,7 @@ def print_search(console: Console, rows: Sequence[Mapping[str, float]]) -> None:
 
 def print_sweep(console: Console, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """A line for each point."""
-    table = Table(title="re-solved at each point, requests/s", **_STYLE)
+    table = Table(title="re-solved at each point, requests/s", **TABLE_STYLE)
     for name in names:
         table.add_column(name.replace("_", "\n"), justify="right")
     for heading in (
@@ -170,7 +165,7 @@ def print_sweep(console: Console, names: Sequence[str], rows: Sequence[Mapping[s
 
 
 def _routes(routes: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="who prefills what", **_STYLE)
+    table = Table(title="who prefills what", **TABLE_STYLE)
     table.add_column("prefill at", overflow="fold")
     table.add_column("decode at", overflow="fold")
     table.add_column("prompt lengths, tokens", overflow="fold")
@@ -195,7 +190,7 @@ def _routes(routes: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _parts(parts: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="how full each part is at that rate", **_STYLE)
+    table = Table(title="how full each part is at that rate", **TABLE_STYLE)
     table.add_column("part", overflow="fold")
     table.add_column("size", justify="right")
     table.add_column("its own\nrequests/s", justify="right")
@@ -218,7 +213,7 @@ def _parts(parts: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _loads(rows: Sequence[Mapping[str, float]]) -> Table:
-    table = Table(title="time to first token under Poisson load, s (simulated)", **_STYLE)
+    table = Table(title="time to first token under Poisson load, s (simulated)", **TABLE_STYLE)
     for heading in (
         "load",
         "requests/s",

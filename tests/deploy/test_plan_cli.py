@@ -171,6 +171,13 @@ def test_a_wrong_file_names_line_field_and_fix(
     assert re.search(says, result.output), result.output
 
 
+def test_a_model_config_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    path = changed(tmp_path, kv_cache={"model_config_file": "config.json"})
+    assert "kv_cache (line" in (text := run("solve", str(path), status=2))
+    assert "not a JSON object" in text
+
+
 def test_several_clusters_are_solved_and_drawn(tmp_path: Path) -> None:
     path = changed(
         tmp_path,
