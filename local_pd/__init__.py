@@ -14,7 +14,7 @@ from local_pd.errors import (
     PrefillFailed,
     UnknownInstance,
 )
-from local_pd.messages import DecodeSlot, DirectTarget
+from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from local_pd.remote import RemoteConfig, RemotePdCluster
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "DirectTarget",
     "EmbeddedPdCluster",
     "FrontUnreachable",
+    "LandingReport",
     "NoInstance",
     "NoRoom",
     "PdCluster",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
-from local_pd.messages import DecodeSlot, DirectTarget
+from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 
 
 class PdCluster(Protocol):
@@ -31,6 +31,12 @@ class PdCluster(Protocol):
 
         The slot's lease is kept alive until `release`. Raises NoRoom, NoInstance,
         FrontUnreachable. When cancelled, nothing stays reserved.
+        """
+        ...
+
+    async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
+        """How the slot's landing ended, or "open" after `timeout_s`. Meanwhile the slot counts as
+        a request of its instance. Never raises: what cannot be asked is "unknown".
         """
         ...
 

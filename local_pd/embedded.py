@@ -6,10 +6,11 @@ and has prompts prefilled on other instances (handoff.py). It does not know rout
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvmanager.agent.messages import ReserveReply
+from kvmanager.agent.messages import ReserveReply, TransferReport
 from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
 from kvmanager.engines.jobs import (
@@ -19,13 +20,13 @@ from kvmanager.engines.jobs import (
     consumer_params,
     reserved_landing,
 )
-from kvmanager.engines.ownership import Cleanups
+from kvmanager.engines.ownership import Cleanups, cancel_requested
 from kvmanager.engines.prefill_run import PrefillRunner, RunnerConfig
 from kvmanager.rpc import RpcError
 from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, UnknownInstance
 from local_pd.handoff import LocalHandoff
 from local_pd.leases import LeaseKeeper
-from local_pd.messages import DecodeSlot, DirectTarget
+from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from local_pd.metrics import PdMetrics, pd_metrics
 from local_pd.placement import InstanceView, choose_direct, decode_order
 
@@ -67,6 +68,7 @@ class EmbeddedPdCluster:
         self._runner = PrefillRunner(self._config.runner)
         self._leases = LeaseKeeper()
         self._cleanups = Cleanups()
+        self._num_awaited: Counter[str] = Counter()
         self._handoff = LocalHandoff(
             name, self._instances, self._runner, self._views, self._config.max_prefill_attempts
         )
@@ -129,6 +131,36 @@ class EmbeddedPdCluster:
         config = self._config
         await found.agent.renew(transfer_id, config.lease_s, config.rpc_timeout_s)
 
+    async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
+        """See `PdCluster.await_landing`."""
+        return await self.await_landing_of(slot.landing.transfer_id, slot.instance, timeout_s)
+
+    async def await_landing_of(
+        self, transfer_id: str, instance: str, timeout_s: float
+    ) -> LandingReport:
+        """`await_landing` for a caller that knows only the ids."""
+        found = self._instances.by_name.get(instance)
+        if found is None:
+            return LandingReport(state="unknown", error=f"{self._name} has no instance {instance}")
+        self._num_awaited[instance] += 1
+        try:
+            report = await found.agent.wait_landing(
+                transfer_id, timeout_s, self._config.rpc_timeout_s
+            )
+        except RpcError as error:
+            logger.warning("%s: landing %s not awaited: %s", instance, transfer_id, error)
+            return LandingReport(state="unknown", error=str(error))
+        except asyncio.CancelledError:
+            # Closing the agent's channel cancels its calls as if our task had been.
+            if cancel_requested():
+                raise
+            return LandingReport(state="unknown", error=f"{self._name} is shutting down")
+        finally:
+            self._num_awaited[instance] -= 1
+            # Whatever came of it, the decode request or the next call is on its way.
+            found.load.given()
+        return _landing_report(report)
+
     async def release(self, slot: DecodeSlot, reason: str) -> None:
         """See `PdCluster.release`."""
         await self.release_landing(slot.landing.transfer_id, slot.instance, reason)
@@ -190,7 +222,7 @@ class EmbeddedPdCluster:
         found = self._instances.by_name[instance]
         given = self._handoff.given(instance)
         # What an engine has to do is known from probes of its metrics only; nothing signals it.
-        while found.serves and (found.load.num_requests or given.num_jobs):  # noqa: ASYNC110
+        while found.serves and (self._num_requests(found) or given.num_jobs):  # noqa: ASYNC110
             await asyncio.sleep(self._config.drain_poll_interval_s)
 
     async def resume(self, instance: str) -> None:
@@ -254,6 +286,10 @@ class EmbeddedPdCluster:
         except KeyError as error:
             raise UnknownInstance(self._name, instance) from error
 
+    def _num_requests(self, instance: Instance) -> int:
+        """All requests of an engine, also those that come once their KVCache has landed."""
+        return instance.load.num_requests + self._num_awaited[instance.name]
+
     def _views(self) -> list[InstanceView]:
         return [
             InstanceView(
@@ -264,7 +300,7 @@ class EmbeddedPdCluster:
                 serves=item.serves,
                 transfers=item.transfers,
                 draining=item.draining,
-                num_requests=item.load.num_requests,
+                num_requests=self._num_requests(item),
                 num_prefills=self._handoff.given(item.name).num_jobs,
                 prefill_tokens=self._handoff.given(item.name).num_tokens,
                 max_concurrent=item.spec.max_concurrent,
@@ -275,3 +311,11 @@ class EmbeddedPdCluster:
     def _instance_changed(self, _instance: Instance) -> None:
         usable = sum(item.serves and not item.draining for item in self._instances.by_name.values())
         self._metrics.healthy_instances.labels(self._name).set(usable)
+
+
+def _landing_report(report: TransferReport) -> LandingReport:
+    if report.state == "open":
+        return LandingReport(state="open")
+    if report.state == "complete":
+        return LandingReport(state="landed")
+    return LandingReport(state="failed", error=f"{report.state}: {report.error}")

@@ -3,7 +3,7 @@
 Fields may be added with defaults. It does not know gRPC.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,9 +13,10 @@ from kvmanager.engines.jobs import Landing
 class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
     """A decode instance and memory on its node for one request's KVCache.
 
-    `kv_transfer_params` go into the decode request's body as they are; the engine then waits for
-    the landing by itself. The slot lives until `PdCluster.release`, or until its lease of
-    `lease_s` seconds runs out unrenewed.
+    `kv_transfer_params` go into the decode request's body as they are. The engine then takes the
+    landing over; should nothing have landed yet it waits by itself, stepping all the while.
+    The slot lives until `PdCluster.release`, or until its lease of `lease_s` seconds runs out
+    unrenewed.
     """
 
     landing: Landing
@@ -23,6 +24,16 @@ class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
     engine_url: str
     kv_transfer_params: dict[str, Any]
     lease_s: float
+
+
+class LandingReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a slot's landing is doing; `error` explains the last two states.
+
+    "unknown": its node agent is gone or knows it no more, so only the decode engine can tell.
+    """
+
+    state: Literal["open", "landed", "failed", "unknown"]
+    error: str = ""
 
 
 class DirectTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +59,14 @@ class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     model: str = ""
     exclude: tuple[str, ...] = ()
+
+
+class AwaitLandingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """See `PdCluster.await_landing`."""
+
+    transfer_id: str
+    instance: str
+    timeout_s: float
 
 
 class SlotRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,9 +17,11 @@ from kvmanager.rpc import RpcClient, RpcError
 from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, PdError, UnknownInstance
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import (
+    AwaitLandingRequest,
     DecodeSlot,
     DirectRequest,
     DirectTarget,
+    LandingReport,
     ReserveRequest,
     SlotRequest,
 )
@@ -92,6 +94,24 @@ class RemotePdCluster:
             slot.landing.transfer_id, slot.lease_s, lambda: self._renew(_reference(slot))
         )
         return slot
+
+    async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
+        """See `PdCluster.await_landing`."""
+        request = AwaitLandingRequest(
+            transfer_id=slot.landing.transfer_id, instance=slot.instance, timeout_s=timeout_s
+        )
+        try:
+            return await self._client.call(
+                "AwaitLanding", request, LandingReport, timeout_s + self._config.call_timeout_s
+            )
+        except RpcError as error:
+            logger.warning("%s: landing %s: %s", self._name, request.transfer_id, error)
+            return LandingReport(state="unknown", error=str(error))
+        except asyncio.CancelledError:
+            # See `prefill_locally`.
+            if cancel_requested():
+                raise
+            return LandingReport(state="unknown", error=str(self._shutting_down()))
 
     async def release(self, slot: DecodeSlot, reason: str) -> None:
         """See `PdCluster.release`."""

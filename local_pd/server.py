@@ -13,9 +13,11 @@ from kvmanager.rpc import ErrorCode, Method, RpcError, RpcServer
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, PdError, UnknownInstance
 from local_pd.messages import (
+    AwaitLandingRequest,
     DecodeSlot,
     DirectRequest,
     DirectTarget,
+    LandingReport,
     ReserveRequest,
     SlotRequest,
 )
@@ -41,6 +43,7 @@ class PdServer:
         methods: Mapping[str, Method[Any, Any]] = {
             "Reserve": Method(ReserveRequest, DecodeSlot, self._reserve),
             "Renew": Method(SlotRequest, Empty, self._renew),
+            "AwaitLanding": Method(AwaitLandingRequest, LandingReport, self._await_landing),
             "Release": Method(SlotRequest, Empty, self._release),
             "Direct": Method(DirectRequest, DirectTarget, self._direct),
             "Prefill": Method(PrefillJob, PrefillReply, self._prefill),
@@ -68,6 +71,11 @@ class PdServer:
     async def _renew(self, request: SlotRequest) -> Empty:
         await self._cluster.renew(request.transfer_id, request.instance)
         return Empty()
+
+    async def _await_landing(self, request: AwaitLandingRequest) -> LandingReport:
+        return await self._cluster.await_landing_of(
+            request.transfer_id, request.instance, request.timeout_s
+        )
 
     async def _release(self, request: SlotRequest) -> Empty:
         await self._cluster.release_landing(request.transfer_id, request.instance, request.reason)

@@ -31,9 +31,10 @@ class TimeoutConfig(_Frozen):
     """Limits on every wait, in seconds.
 
     `engine_silence_s` bounds the time without a byte from an engine, the wait for the first one
-    included, so it must exceed the longest queueing plus prefill. `client_stall_s` bounds one write
-    to a client that does not read. `result_grace_s` is how long a finished answer waits for the
-    numbers of its transfer.
+    included, and the wait for a landing before it, so it must exceed the longest queueing plus
+    prefill. `client_stall_s` bounds one write to a client that does not read. `result_grace_s` is
+    how long a finished answer waits for the numbers of its transfer, and a failed landing for the
+    prefill leg's reason.
     """
 
     connect_s: Seconds = 5.0

@@ -1,11 +1,23 @@
 """The life of one request whose KVCache moves: landing, prefill leg, decode leg.
 
-    reserve a landing -> start the prefill leg and the decode request at once -> the decode engine
-    waits for the landing by itself -> its first bytes are the answer
+    reserve a landing -> start the prefill leg -> wait until the KVCache has landed -> post the
+    decode request -> its first bytes are the answer
 
-If the prefill leg fails, the landing is given back; that makes the decode engine compute the prompt
-itself, so the decode request goes on. `close` gives back whatever is still held: it cancels the
-prefill leg and releases the landing (one that an engine took over stays the engine's).
+The decode request is not posted earlier, because an engine that holds a request which waits for
+its landing keeps stepping: that takes a core from whoever prefills or transfers on the same host.
+The wait ends with the first of these:
+
+- The landing is whole, or the prefill leg says so. What becomes of the leg later does not matter.
+- The prefill leg fails, or the landing does and the leg has `result_grace_s` to say why. The
+  landing is given back, and the request goes to another prefill cluster or, without its KVCache,
+  to the decode engine, which computes the prompt itself.
+- Nobody can say how the landing is doing. The decode request is posted at once: the engine takes
+  what has landed, waits for what will, and computes the prompt itself when the landing is gone.
+  Only then the leg is watched until the answer begins, and its failure gives the landing back.
+- `engine_silence_s` is over.
+
+`close` gives back whatever is still held: it cancels the prefill leg and releases the landing (one
+that an engine took over stays the engine's).
 
 Does not choose routes and never touches the client's connection.
 """
@@ -14,11 +26,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from deploy.gateway.background import Background
 from deploy.gateway.config import TimeoutConfig
+from deploy.gateway.errors import EngineTimeout
 from deploy.gateway.exchange import Exchange
 from deploy.gateway.inbound import with_kv_transfer_params
 from deploy.gateway.metrics import GatewayMetrics
@@ -29,11 +43,13 @@ from kvmanager.hashing import token_digest
 from kvmanager.rpc import RpcError
 from local_pd.cluster import PdCluster
 from local_pd.errors import NoRoom, PdError
-from local_pd.messages import DecodeSlot
+from local_pd.messages import DecodeSlot, LandingReport
 from prfaas.cluster import PrefillCluster
 from scheduler.routing import HAND_OFF, Decision, Reason, fall_back
 
 logger = logging.getLogger("prfaas.deploy.gateway")
+
+_Leg: TypeAlias = asyncio.Task[PrefillResult | PrefillFailed]
 
 
 class NotOffloaded(Exception):
@@ -84,7 +100,7 @@ class Offload:
         self._prefix = prompt_token_ids[:-1]
         self._slot: DecodeSlot | None = None
         self._is_released = False
-        self._leg: asyncio.Task[PrefillResult | PrefillFailed] | None = None
+        self._leg: _Leg | None = None
         exchange.hold()
 
     async def open(self, try_elsewhere: Callable[[], bool]) -> EngineAnswer:
@@ -92,30 +108,22 @@ class Offload:
 
         When the prefill leg fails first and `try_elsewhere()` holds, `PrefillLost` is raised;
         otherwise the decode engine is left to prefill by itself and `decision` changes to say so.
-        Raises `NotOffloaded`, `EngineLost`.
+        Raises `NotOffloaded`, `EngineLost`, `EngineTimeout`.
         """
         slot = await self._reserve()
-        self._leg = self._services.background.spawn(
+        leg = self._leg = self._services.background.spawn(
             self._prefill(slot), f"prefill leg {self._exchange.request_id}"
         )
-        opening = self._services.background.spawn(
-            self._services.door.open(
-                slot.instance,
-                slot.engine_url,
-                self._exchange.path,
-                with_kv_transfer_params(self._exchange.inbound.body, slot.kv_transfer_params),
-                self._exchange.headers,
-            ),
-            f"decode leg {self._exchange.request_id}",
+        landing = await self._await_landing(slot, leg)
+        if landing.state == "failed":
+            self._lost(slot, await self._verdict(leg, landing), try_elsewhere)
+            return await self._decode(slot, self._exchange.inbound.body)
+        decoding = self._decode(
+            slot, with_kv_transfer_params(self._exchange.inbound.body, slot.kv_transfer_params)
         )
-        try:
-            await asyncio.wait((opening, self._leg), return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():
-                self._leg_ended(slot, self._leg.result(), try_elsewhere)
-            return await opening
-        except BaseException:
-            _abandon(opening)
-            raise
+        if landing.state == "landed":
+            return await decoding
+        return await self._decode_beside(decoding, slot, leg, try_elsewhere)
 
     def close(self, *, is_answered: bool) -> None:
         """Give everything back, in the background: callers may be in the middle of a cancellation.
@@ -128,22 +136,84 @@ class Offload:
             self._give_back(is_answered=is_answered), f"settle {self._exchange.request_id}"
         )
 
-    def _leg_ended(
-        self,
-        slot: DecodeSlot,
-        result: PrefillResult | PrefillFailed,
-        try_elsewhere: Callable[[], bool],
+    async def _await_landing(self, slot: DecodeSlot, leg: _Leg) -> LandingReport:
+        """How the landing ended, or what the leg's end says about it; "unknown" leaves it open.
+
+        Raises `EngineTimeout`.
+        """
+        started_s, timeouts = self._exchange.elapsed_s(), self._services.timeouts
+        asking = self._services.background.spawn(
+            self._landing_ended(slot), f"landing of {self._exchange.request_id}"
+        )
+        try:
+            await asyncio.wait(
+                (asking, leg),
+                timeout=timeouts.engine_silence_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            asking.cancel()
+            self._exchange.record.landing_wait_s = self._exchange.elapsed_s() - started_s
+        landing = asking.result() if asking.done() else None
+        if leg.done() and (landing is None or landing.state != "landed"):
+            return _landing_by(leg.result())
+        if landing is not None:
+            return landing
+        raise EngineTimeout(slot.instance, f"nothing landed in {timeouts.engine_silence_s:g} s")
+
+    async def _landing_ended(self, slot: DecodeSlot) -> LandingReport:
+        while True:
+            report = await self._services.pd.await_landing(slot, self._services.timeouts.cluster_s)
+            if report.state != "open":
+                return report
+
+    async def _verdict(self, leg: _Leg, landing: LandingReport) -> PrefillFailed:
+        """Why nothing will land: in the leg's words if they come soon; it is over either way."""
+        await asyncio.wait((leg,), timeout=self._services.timeouts.result_grace_s)
+        if leg.done() and isinstance(result := leg.result(), PrefillFailed):
+            return result
+        leg.cancel()
+        return self._prefill_failed(
+            self.decision.target, PrefillFailed("transfer_failed", f"landing {landing.error}")
+        )
+
+    def _lost(
+        self, slot: DecodeSlot, error: PrefillFailed, try_elsewhere: Callable[[], bool]
     ) -> None:
-        if not isinstance(result, PrefillFailed):
-            return
+        """Give the landing back and fall back; raises `PrefillLost` to go elsewhere instead."""
         if self.decision.target != HAND_OFF and try_elsewhere():
-            raise PrefillLost(self.decision.target, result)
+            raise PrefillLost(self.decision.target, error)
         self.decision = fall_back(self.decision, Reason.PREFILL_FAILED)
         self._exchange.decided(self.decision)
         self._services.background.spawn(
-            self._release(slot, f"prefill failed: {result}"),
+            self._release(slot, f"prefill failed: {error}"),
             f"release {self._exchange.request_id}",
         )
+
+    async def _decode(self, slot: DecodeSlot, body: bytes) -> EngineAnswer:
+        return await self._services.door.open(
+            slot.instance, slot.engine_url, self._exchange.path, body, self._exchange.headers
+        )
+
+    async def _decode_beside(
+        self,
+        decoding: Coroutine[Any, Any, EngineAnswer],
+        slot: DecodeSlot,
+        leg: _Leg,
+        try_elsewhere: Callable[[], bool],
+    ) -> EngineAnswer:
+        """The answer of `decoding`; if `leg` fails before it begins, the landing is given back."""
+        opening = self._services.background.spawn(
+            decoding, f"decode leg {self._exchange.request_id}"
+        )
+        try:
+            await asyncio.wait((opening, leg), return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done() and isinstance(result := leg.result(), PrefillFailed):
+                self._lost(slot, result, try_elsewhere)
+            return await opening
+        except BaseException:
+            _abandon(opening)
+            raise
 
     async def _reserve(self) -> DecodeSlot:
         started_s = self._exchange.elapsed_s()
@@ -220,6 +290,13 @@ class Offload:
                 await self._services.pd.release(slot, reason)
         except TimeoutError as error:
             logger.warning("%s: landing not released: %s", self._exchange.request_id, error)
+
+
+def _landing_by(result: PrefillResult | PrefillFailed) -> LandingReport:
+    """What the end of the prefill leg says about its landing."""
+    if isinstance(result, PrefillFailed):
+        return LandingReport(state="failed", error=str(result))
+    return LandingReport(state="landed")
 
 
 def _abandon(opening: asyncio.Task[EngineAnswer]) -> None:

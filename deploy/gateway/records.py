@@ -29,7 +29,8 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `load_and_first_step_s` is what the other parts leave of the whole. In an answer that is not
     streamed the first token cannot be seen from here: the remainder then holds every decode step
-    and is `load_and_decode_s`.
+    and is `load_and_decode_s`. After a transfer either begins when the KVCache has landed,
+    so it holds the decode request's way to its engine as well.
     """
 
     read_s: float | None = None
@@ -54,6 +55,10 @@ _PART_NAMES: Final = tuple((name.removesuffix("_s"), name) for name in TtftParts
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One request from arrival to end. `started_s` is wall-clock; all other times are durations.
 
+    `landing_wait_s` runs from the start of the prefill leg until the decode request is posted, or
+    the wait is given up: queue, prefill and transfer as the decoding side sees them, so it is no
+    part of the TTFT beside those.
+
     `is_settled` turns true when both legs are over and nothing will change any more.
     `num_prompt_tokens` is None for prompts that were short enough not to be counted.
     """
@@ -77,6 +82,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     prefill_instance: str = ""
     decode_instance: str = ""
     prefill_error: str = ""
+    landing_wait_s: float | None = None
     transfer_bytes: int | None = None
     transfer_s: float | None = None
     sent_share_at_prefill_end: float | None = None

@@ -71,6 +71,13 @@ class AgentControl:
         request = Await(transfer_id, wait_s, "outbox")
         return await self._client.call("Await", request, TransferReport, wait_s + timeout_s)
 
+    async def wait_landing(
+        self, transfer_id: str, wait_s: float, timeout_s: float
+    ) -> TransferReport:
+        """`wait_outbox` for a landing; "complete" from the moment it has landed. NOT_FOUND."""
+        request = Await(transfer_id, wait_s, "landing")
+        return await self._client.call("Await", request, TransferReport, wait_s + timeout_s)
+
     async def status(self, timeout_s: float) -> StatusReply:
         """Memory, transfers, engines, links."""
         return await self._client.call("Status", Status(), StatusReply, timeout_s)

@@ -2,8 +2,8 @@
 
 It does not choose the instance, does not queue, and does not try again; it says whether another
 try makes sense. Whatever ends the run early, cancellation included, the engine's request is
-aborted (its connection closes) and the outbox cancelled, which tells the landing at once: a decode
-engine waits there, and computes the prompt itself as soon as it hears that nothing will come.
+aborted (its connection closes) and the outbox cancelled, which tells the landing at once: whoever
+waits there for the KVCache learns that nothing will come.
 """
 
 import asyncio

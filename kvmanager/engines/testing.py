@@ -68,23 +68,32 @@ def prefill_job(
 
 
 @dataclass(slots=True)
-class _Outbox:
+class _End:
+    """One end of a transfer."""
+
     nbytes: int
     state: str = "open"
     error: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def become(self, state: str, error: str = "") -> None:
+        self.state, self.error = state, error
+        self.changed.set()
+
 
 class FakeAgent:
     """A node agent without an arena. `outboxes` and `landings` are what it holds now.
 
-    `outbox_room`, `landing_room`: how many of each it has memory for. `renewals` counts calls.
+    `outbox_room`, `landing_room`: how many of each it has memory for. `renewals` counts calls,
+    `num_awaiting` those that wait for an end now.
     """
 
     def __init__(self, *instances: str) -> None:
         self.instances = list(instances)
-        self.outboxes: dict[str, _Outbox] = {}
+        self.outboxes: dict[str, _End] = {}
         self.landings: dict[str, Reserve] = {}
+        self.num_awaiting = 0
+        self._landing_ends: dict[str, _End] = {}
         self.cancelled: list[str] = []
         self.renewals = 0
         self.outbox_room = 100
@@ -115,9 +124,11 @@ class FakeAgent:
 
     def end_outbox(self, transfer_id: str, state: str, error: str = "") -> None:
         """Let an outbox end as the transport would report it."""
-        outbox = self.outboxes[transfer_id]
-        outbox.state, outbox.error = state, error
-        outbox.changed.set()
+        self.outboxes[transfer_id].become(state, error)
+
+    def end_landing(self, transfer_id: str, state: str, error: str = "") -> None:
+        """The same for a landing."""
+        self._landing_ends[transfer_id].become(state, error)
 
     async def _reserve(self, request: Reserve) -> ReserveReply:
         await self._pause("Reserve")
@@ -125,6 +136,7 @@ class FakeAgent:
             raise RpcError("NO_ROOM", "the landing cap is reached")
         transfer_id = f"{next(self._ids):032x}"
         self.landings[transfer_id] = request
+        self._landing_ends[transfer_id] = _End(request.num_tokens * BYTES_PER_TOKEN)
         return ReserveReply(
             transfer_id=transfer_id,
             token="cd" * 32,
@@ -147,38 +159,44 @@ class FakeAgent:
         self.cancelled.append(request.transfer_id)
         outbox = self.outboxes.pop(request.transfer_id, None)
         if outbox is not None:
-            outbox.state = "cancelled"
-            outbox.changed.set()
+            outbox.become("cancelled")
         landing = self.landings.pop(request.transfer_id, None)
+        if landing is not None:
+            self._landing_ends[request.transfer_id].become("cancelled")
         return CancelReply(outbox is not None or landing is not None)
 
     async def _open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         await self._pause("OpenOutbox")
         if len(self.outboxes) >= self.outbox_room:
             raise RpcError("NO_ROOM", "the arena is full")
-        self.outboxes[request.transfer_id] = _Outbox(request.nbytes)
+        self.outboxes[request.transfer_id] = _End(request.nbytes)
         return OpenOutboxReply(arena_epoch="e1", runs=[(0, 1)], lease_s=request.lease_s, attempt=1)
 
     async def _await(self, request: Await) -> TransferReport:
-        outbox = self.outboxes.get(request.transfer_id)
-        if outbox is None:
+        is_landing = request.kind == "landing"
+        ends = self._landing_ends if is_landing else self.outboxes
+        end = ends.get(request.transfer_id)
+        if end is None:
             raise RpcError("NOT_FOUND", "unknown transfer")
+        self.num_awaiting += 1
         try:
             async with asyncio.timeout(request.timeout_s):
-                await outbox.changed.wait()
+                await end.changed.wait()
         except TimeoutError:
             pass
-        done = outbox.state == "complete"
-        if outbox.state != "open":
+        finally:
+            self.num_awaiting -= 1
+        done = end.state == "complete"
+        if end.state != "open" and not is_landing:
             self.outboxes.pop(request.transfer_id, None)
         return TransferReport(
             transfer_id=request.transfer_id,
-            kind="outbox",
-            state=outbox.state,  # type: ignore[arg-type]
-            nbytes=outbox.nbytes,
-            error=outbox.error,
-            acked_bytes=outbox.nbytes if done else 0,
-            sent_bytes_at_prefill_end=outbox.nbytes // 2 if done else 0,
+            kind="landing" if is_landing else "outbox",
+            state=end.state,  # type: ignore[arg-type]
+            nbytes=end.nbytes,
+            error=end.error,
+            acked_bytes=end.nbytes if done else 0,
+            sent_bytes_at_prefill_end=end.nbytes // 2 if done else 0,
             prefill_end_to_complete_s=0.125 if done else 0.0,
         )
 

@@ -137,6 +137,7 @@ def instance(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpe
 
 async def test_the_decode_engine_gets_the_bytes_of_the_prefill_engine(region: Region) -> None:
     slot, task = await region.begin()
+    assert (await region.pd.await_landing(slot, 20.0)).state == "landed"
     result = await task
     assert result.nbytes == len(region.data)
     assert 0.0 <= result.sent_share_at_prefill_end <= 1.0
@@ -153,11 +154,14 @@ async def test_an_engine_that_dies_tells_the_decode_engine_at_once(region: Regio
     region.prefill_http.may_answer.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
+    assert (await region.pd.await_landing(slot, 0.05)).state == "open"
+    landing = asyncio.create_task(region.pd.await_landing(slot, 20.0))
     region.producer.client.close()
     await region.prefill_http.stop()
     with pytest.raises(PrefillFailed) as caught:
         await task
     assert caught.value.code == "engine_failed"
+    assert (await landing).state == "failed"
     assert (await region.told())[:2] == ("failed", slot.landing.transfer_id)
     await region.pd.release(slot, "prefill failed")
     await region.memory_is_back()
@@ -183,7 +187,9 @@ async def test_a_receiving_agent_that_is_killed_fails_the_job(region: Region) ->
     region.prefill_http.may_answer.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
+    landing = asyncio.create_task(region.pd.await_landing(slot, 20.0))
     region.receiving.end(signal.SIGKILL)
+    assert (await landing).state == "unknown"
     with pytest.raises(PrefillFailed) as caught:
         await task
     assert caught.value.code == "transfer_failed"

@@ -191,6 +191,87 @@ async def test_cancelling_a_reservation_leaves_no_landing(rig: Rig) -> None:
     assert rig.num_landings == 0
 
 
+async def awaited(rig: Rig, slot: DecodeSlot, timeout_s: float = 20.0) -> tuple[str, str]:
+    report = await rig.front.await_landing(slot, timeout_s)
+    return report.state, report.error
+
+
+async def test_a_landing_is_awaited_to_its_end(rig: Rig) -> None:
+    slots = [await rig.reserve() for _ in range(3)]
+    ends = [asyncio.create_task(awaited(rig, slot)) for slot in slots]
+    await eventually(lambda: sum(node.num_awaiting for node in rig.nodes) == 3)
+    node_of = {"d0": rig.nodes[0], "d1": rig.nodes[1]}
+    states = [("complete", ""), ("failed", "checksum"), ("expired", "lease")]
+    for slot, (state, error) in zip(slots, states, strict=True):
+        node_of[slot.instance].end_landing(slot.landing.transfer_id, state, error)
+    assert await asyncio.gather(*ends) == [
+        ("landed", ""),
+        ("failed", "failed: checksum"),
+        ("failed", "expired: lease"),
+    ]
+
+
+async def test_a_landing_that_takes_its_time_is_open(rig: Rig) -> None:
+    assert await awaited(rig, await rig.reserve(), 0.05) == ("open", "")
+
+
+async def test_giving_a_slot_back_ends_the_wait_for_its_landing(rig: Rig) -> None:
+    slot = await rig.reserve()
+    waiting = asyncio.create_task(awaited(rig, slot))
+    await eventually(lambda: rig.nodes[0].num_awaiting == 1)
+    await rig.front.release(slot, "given up")
+    assert (await waiting)[0] == "failed"
+
+
+async def test_a_landing_nobody_can_tell_of_is_unknown(rig: Rig) -> None:
+    slot = await rig.reserve()
+    waiting = asyncio.create_task(awaited(rig, slot))
+    await eventually(lambda: rig.nodes[0].num_awaiting == 1)
+    await rig.nodes[0].stop()
+    state, error = await waiting
+    assert state == "unknown"
+    assert error
+    nowhere = msgspec.structs.replace(slot, instance="d9")
+    assert await awaited(rig, nowhere) == ("unknown", "west has no instance d9")
+    elsewhere = msgspec.structs.replace(slot, instance="d1")
+    assert (await awaited(rig, elsewhere))[1].startswith("NOT_FOUND")
+
+
+async def test_cancelling_the_wait_for_a_landing_leaves_it_alone(rig: Rig) -> None:
+    slot = await rig.reserve()
+    waiting = asyncio.create_task(awaited(rig, slot))
+    await eventually(lambda: rig.nodes[0].num_awaiting == 1)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert waiting.cancelled()
+    await eventually(lambda: rig.nodes[0].num_awaiting == 0)
+    await eventually(lambda: not any(rig.embedded._num_awaited.values()))
+    assert rig.num_landings == 1
+
+
+async def test_closing_ends_the_wait_for_a_landing(rig: Rig) -> None:
+    waiting = asyncio.create_task(awaited(rig, await rig.reserve()))
+    await eventually(lambda: rig.nodes[0].num_awaiting == 1)
+    await rig.front.close()
+    assert (await waiting)[0] == "unknown"
+
+
+async def test_requests_whose_kvcache_is_on_its_way_count(rig: Rig) -> None:
+    waits = [asyncio.create_task(awaited(rig, await rig.reserve())) for _ in range(2)]
+    await eventually(lambda: sum(node.num_awaiting for node in rig.nodes) == 2)
+    load = rig.embedded._instances.by_name["d0"].load
+    await eventually(lambda: load.num_requests == 0)  # probes have seen idle engines meanwhile
+    assert (await rig.front.report()).running >= 2
+    draining = asyncio.create_task(rig.front.drain("d0"))
+    await asyncio.sleep(0.1)
+    assert not draining.done()
+    for node in rig.nodes:
+        for transfer_id in node.landings:
+            node.end_landing(transfer_id, "complete")
+    assert [end[0] for end in await asyncio.gather(*waits)] == ["landed"] * 2
+    await draining
+
+
 @pytest.mark.parametrize("kind", ["embedded", "remote"])
 async def test_leases_are_kept_until_release(kind: str) -> None:
     async with make_rig(kind, replace(CONFIG, lease_s=0.15)) as rig:
@@ -280,6 +361,11 @@ async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:
         await front.reserve(8, "00" * 32, "r1")
     with pytest.raises(FrontUnreachable, match="west"):
         await front.direct("r1")
+    landing = prefill_job(1).landing
+    slot = DecodeSlot(
+        landing=landing, instance="d0", engine_url="", kv_transfer_params={}, lease_s=1.0
+    )
+    assert (await front.await_landing(slot, 0.1)).state == "unknown"
     report = await front.report()
     assert (report.healthy, "not reachable" in report.reason) == (False, True)
     await front.close()

@@ -27,7 +27,7 @@ from kvmanager.engines.jobs import (
     consumer_params,
 )
 from local_pd.errors import NoInstance, NoRoom
-from local_pd.messages import DecodeSlot, DirectTarget
+from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 
 Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -187,6 +187,10 @@ class FakePd:
     def __init__(self, engines: list[FakeEngine]) -> None:
         self.engines = {engine.name: engine for engine in engines}
         self.held: dict[str, str] = {}
+        self.landings: dict[str, asyncio.Future[LandingReport]] = {}
+        self.awaiting: set[str] = set()
+        self.agent_is_gone = False
+        self.reports_landings = True
         self.released: list[str] = []
         self.num_reserved = 0
         self.is_full = False
@@ -211,6 +215,7 @@ class FakePd:
         self.num_reserved += 1
         transfer_id = f"{self.num_reserved:032x}"
         self.held[transfer_id] = engine.name
+        self.landings[transfer_id] = asyncio.get_running_loop().create_future()
         landing = Landing(
             transfer_id=transfer_id,
             token="ab" * 32,
@@ -228,6 +233,26 @@ class FakePd:
             kv_transfer_params=consumer_params(landing, arena_epoch="e1", runs=[(0, 4)]),
             lease_s=30.0,
         )
+
+    async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
+        transfer_id = slot.landing.transfer_id
+        if self.agent_is_gone:
+            return LandingReport(state="unknown", error="no answer from the node agent")
+        self.awaiting.add(transfer_id)
+        try:
+            await asyncio.wait((self.landings[transfer_id],), timeout=timeout_s)
+        finally:
+            self.awaiting.remove(transfer_id)
+        landing = self.landings[transfer_id]
+        return landing.result() if landing.done() else LandingReport(state="open")
+
+    def end_landing(self, transfer_id: str, state: Any, error: str = "") -> None:
+        """Say so to whoever waits for it, and to the engine."""
+        landing = self.landings[transfer_id]
+        if self.reports_landings and not landing.done():
+            landing.set_result(LandingReport(state=state, error=error))
+        source = "landing" if state == "landed" else "recomputed"
+        self.engines[self.held[transfer_id]].tell(transfer_id, source)
 
     async def release(self, slot: DecodeSlot, reason: str) -> None:
         transfer_id = slot.landing.transfer_id
@@ -284,6 +309,7 @@ class FakePrefill:
         self.num_cancelled = 0
         self.num_running = 0
         self.error: Exception | None = None
+        self.late_error: Exception | None = None
         self.is_healthy = True
         self.started = asyncio.Event()
         self.gate = asyncio.Event()
@@ -302,8 +328,10 @@ class FakePrefill:
             transfer_id = job.landing.transfer_id
             if transfer_id not in self.pd.held:
                 raise PrefillFailed("transfer_failed", "the landing is gone")
-            self.pd.engines[self.pd.held[transfer_id]].tell(transfer_id, "landing")
+            self.pd.end_landing(transfer_id, "landed")
             await self.report_gate.wait()
+            if self.late_error is not None:
+                raise self.late_error
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
@@ -392,7 +420,8 @@ class Region:
                 await asyncio.sleep(0.005)
 
     async def assert_nothing_held(self) -> None:
-        """Both legs are over and the landing is back."""
+        """Both legs are over, the landing is back and nobody waits for it."""
+        await self.until(lambda: not self.pd.awaiting)
         await self.until(lambda: not self.pd.held)
         await self.until(lambda: all(cluster.num_running == 0 for cluster in self.prefill.values()))
         await self.until(lambda: all(engine.num_serving == 0 for engine in self.engines))

@@ -53,12 +53,38 @@ async def test_while_reserving(region: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_while_prefilling(region: Any, stream: bool) -> None:
+async def test_while_waiting_for_the_landing(region: Any, stream: bool) -> None:
     region.far.gate.clear()
-    await leave(region, region.long_body(stream=stream), region.far.started.wait())
+    awaited = region.until(lambda: len(region.pd.awaiting) == 1)
+    await leave(region, region.long_body(stream=stream), awaited)
+    await region.until(lambda: region.far.num_cancelled == 1)
+    assert region.engine.bodies() == []
+    await assert_gone(region)
+
+
+async def test_while_the_engine_waits_for_the_landing(region: Any) -> None:
+    region.far.gate.clear()
+    region.pd.agent_is_gone = True
+    posted = region.until(lambda: region.engine.num_serving == 1)
+    await leave(region, region.long_body(), posted)
     await region.until(lambda: region.far.num_cancelled == 1)
     await region.until(lambda: region.engine.num_aborted == 1)
     await assert_gone(region)
+
+
+async def test_while_a_failed_landing_waits_for_the_reason(open_region: Any) -> None:
+    async with open_region(timeouts={"result_grace_s": 30.0}) as region:
+        region.far.gate.clear()
+
+        async def landing_failed() -> None:
+            await region.until(lambda: len(region.pd.awaiting) == 1)
+            region.pd.end_landing(*region.pd.awaiting, "failed", "checksum")
+            await region.until(lambda: not region.pd.awaiting)
+
+        await leave(region, region.long_body(), landing_failed())
+        await region.until(lambda: region.far.num_cancelled == 1)
+        assert region.engine.bodies() == []
+        await assert_gone(region)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -54,7 +54,7 @@ async def test_a_failed_prefill_is_recomputed_where_decoding_happens(
     assert headers["x-prfaas-reason"].startswith("prefill_failed; prompt_tokens=300")
     assert "x-prfaas-transfer-bytes" not in headers
     assert answer == await direct(region, body)
-    assert region.engine.sources[0] == "recomputed"
+    assert region.engine.sources[0] == "prompt"
     record = await region.record()
     assert record.first_route == "prefill_cluster"
     assert record.prefill_error
@@ -388,6 +388,7 @@ async def test_a_late_report_of_the_transfer_still_reaches_the_record(region: An
 async def test_a_prefill_nobody_waits_for_is_cancelled(open_region: Any) -> None:
     async with open_region(timeouts={"result_grace_s": 0.05}) as region:
         region.far.gate.clear()
+        region.pd.agent_is_gone = True
 
         async def cached(request: Any, body: Any) -> web.Response:
             return web.json_response({"from": "its own prefix cache"})

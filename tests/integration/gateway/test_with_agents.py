@@ -151,6 +151,8 @@ async def test_kvcache_moves_and_the_numbers_are_known(whole: Whole, stream: boo
     assert record.transfer_bytes == whole.nbytes
     assert record.prefill_instance == "p0"
     assert record.decode_instance == "d0"
+    assert record.landing_wait_s is not None
+    assert record.landing_wait_s <= record.ttft_s
     assert {"queue_s", "prefill_s", "transfer_tail_s"} <= {
         name for name in record.parts.__struct_fields__ if getattr(record.parts, name) is not None
     }
@@ -166,8 +168,21 @@ async def test_a_killed_sending_agent_means_recomputing(whole: Whole) -> None:
     status, headers, _ = await asyncio.wait_for(asking, 30)
     assert status == 200
     assert headers["x-prfaas-reason"].startswith("prefill_failed")
-    assert whole.decoder.sources == ["recomputed"]
+    assert whole.decoder.sources == ["prompt"]
     await whole.memory_is_back()
+
+
+async def test_a_receiving_agent_killed_before_the_landing_means_recomputing(whole: Whole) -> None:
+    whole.share = 0.5
+    whole.prefiller.may_answer.clear()
+    asking = asyncio.create_task(ask(whole))
+    await whole.prefiller.wait_requests(1)
+    whole.receiving.end(signal.SIGKILL)
+    status, _, answer = await asyncio.wait_for(asking, 30)
+    assert status == 200
+    assert answer
+    assert "landing" not in whole.decoder.sources
+    await whole.prefiller.wait_aborts(1)
 
 
 async def test_a_client_that_leaves_frees_the_landing(whole: Whole) -> None:
