@@ -9,6 +9,7 @@ from pathlib import Path
 
 KIB = 1024
 MIB = 1024 * KIB
+CODEC_NAMES = ("auto", "none", "lz4", "zstd", "lz4_planes", "zstd_planes", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files for mutual TLS: both ends show a certificate signed by `ca`.
+    """PEM files for mutual TLS: both ends show a certificate signed by `ca`. They may be replaced
+    while the process runs: new connections use the new ones.
 
     A sender checks the receiver's name only when `server_name` is set: nodes of a region are mostly
     addressed by IP, and a private CA that signs nothing but nodes is the usual boundary.
@@ -36,6 +38,11 @@ class TlsFiles:
     ca: Path
     server_name: str | None = None
 
+    @classmethod
+    def in_directory(cls, path: Path) -> TlsFiles:
+        """The names that cert-manager and Kubernetes give them; not looked at yet."""
+        return cls(cert=path / "tls.crt", key=path / "tls.key", ca=path / "ca.crt")
+
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
@@ -44,9 +51,19 @@ class TransportConfig:
     """
 
     num_connections: int = 8
-    """TCP connections of a sender to one endpoint, shared by all its transfers."""
+    """TCP connections of a sender to one endpoint, shared by all its transfers: how many it starts
+    with when `autotune` is on, how many it uses when it is off.
+    """
+    autotune: bool = True
+    """Find the number of connections and the size of frames by measurement, per link."""
+    max_link_connections: int = 16
+    """Most connections that autotuning opens to one endpoint."""
     frame_bytes: int = 256 * KIB
-    """Most payload a sender puts into one DATA frame (less when the receiver allows less)."""
+    """Payload a sender puts into one DATA frame (less when the receiver allows less); the least
+    when `autotune` is on.
+    """
+    max_autotuned_frame_bytes: int = 2 * MIB
+    """Most payload of one frame on links so fast that smaller ones would cost too much CPU."""
     max_frame_bytes: int = 4 * MIB
     """Most payload a receiver takes in one DATA frame."""
     ack_batch_bytes: int = MIB
@@ -81,6 +98,17 @@ class TransportConfig:
     """The same towards this host, where pacing, as bbr does it, only costs CPU."""
     notsent_lowat_bytes: int = 128 * KIB
     """TCP_NOTSENT_LOWAT: how much a slow connection may hoard; 0 leaves the kernel's default."""
+
+    pace_bytes_per_s: float = 0.0
+    """Most bytes a second that a sender puts on one link; 0: as fast as it goes."""
+    tenant_bytes_per_s: float = 0.0
+    """Most bytes a second of one tenant on one link; 0: no budget."""
+    checksum: bool = True
+    """Whether every DATA frame carries a checksum; off only when both ends say so."""
+    codec: str = "auto"
+    """Coding of DATA: "auto" (lossless, while it makes transfers faster), "none", the name of one
+    lossless codec, or "fp8" (lossy, bf16 only, and only when the receiver says "fp8" as well).
+    """
     tls: TlsFiles | None = None
 
     max_connections: int = 512
@@ -94,9 +122,17 @@ class TransportConfig:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value < 0:
                 raise ValueError(f"{field.name} must not be negative, got {value}")
-        for name in ("num_connections", "frame_bytes", "max_frame_bytes", "max_connections"):
+        for name in (
+            "num_connections",
+            "frame_bytes",
+            "max_frame_bytes",
+            "max_connections",
+            "max_link_connections",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        if self.codec not in CODEC_NAMES:
+            raise ValueError(f"codec must be one of {', '.join(CODEC_NAMES)}, got {self.codec!r}")
         if self.max_frame_bytes > 64 * MIB or self.frame_bytes > 64 * MIB:
             raise ValueError("frames are limited to 64 MiB")
 

@@ -31,7 +31,8 @@ NO_TRANSFER = bytes(16)
 
 _FIELDS = struct.Struct("<BBHI16sQQ")
 _SUM = struct.Struct("<Q")
-_OPEN = struct.Struct("<32s32sQ")
+_OPEN = struct.Struct("<32s32sQI")
+DIGEST_BYTES = 32
 _RANGE = struct.Struct("<QQ")
 
 
@@ -49,7 +50,20 @@ class FrameType(IntEnum):
     CANCEL = 9
     CANCELLED = 10
     ERROR = 11
+    DIGEST = 12
 
+
+class DataFlags:
+    """Bits of the flags byte of a DATA frame."""
+
+    CODEC = 0x0F
+    """Which codec the body went through; 0: none."""
+    NO_SUM = 0x80
+    """The body has no checksum."""
+
+
+OPEN_DIGEST = 1
+"""OPEN flag: a DIGEST frame follows, and the transfer is complete only when it agrees."""
 
 _TYPES = {int(kind): kind for kind in FrameType}
 _BODY_LIMITS = {
@@ -58,6 +72,7 @@ _BODY_LIMITS = {
     FrameType.OPEN: _OPEN.size,
     FrameType.COMPLETE: 0,
     FrameType.CANCELLED: 0,
+    FrameType.DIGEST: DIGEST_BYTES,
     FrameType.FAIL: 1 + MAX_CODE_BYTES + MAX_MESSAGE_BYTES,
     FrameType.CANCEL: 1 + MAX_CODE_BYTES + MAX_MESSAGE_BYTES,
     FrameType.ERROR: 1 + MAX_CODE_BYTES + MAX_MESSAGE_BYTES,
@@ -74,9 +89,16 @@ class FrameHeader:
     length: int
     offset: int
     body_sum: int
+    flags: int = 0
+
+    @property
+    def codec(self) -> int:
+        """Wire value of the codec a DATA body went through; 0: none."""
+        return self.flags & DataFlags.CODEC
 
     @property
     def end(self) -> int:
+        """End of a DATA body that is not coded."""
         return self.offset + self.length
 
 
@@ -99,18 +121,35 @@ def checksum(views: Sequence[memoryview | bytes | bytearray]) -> int:
 
 
 def encode_header(
-    kind: FrameType, transfer_id: bytes, *, length: int, offset: int = 0, body_sum: int = 0
+    kind: FrameType,
+    transfer_id: bytes,
+    *,
+    length: int,
+    offset: int = 0,
+    body_sum: int = 0,
+    flags: int = 0,
 ) -> bytes:
     """The 48 header bytes of a frame whose body is `length` bytes with checksum `body_sum`."""
-    head = _FIELDS.pack(kind, 0, 0, length, transfer_id, offset, body_sum)
+    head = _FIELDS.pack(kind, flags, 0, length, transfer_id, offset, body_sum)
     return head + _SUM.pack(xxh3_64_intdigest(head))
 
 
-def encode_data_header(transfer_id: bytes, offset: int, views: Sequence[memoryview]) -> bytes:
-    """The header of a DATA frame that carries `views` at `offset`."""
-    length = sum(view.nbytes for view in views)
+def encode_data_header(
+    transfer_id: bytes,
+    offset: int,
+    body: Sequence[memoryview | bytes],
+    *,
+    codec: int = 0,
+    with_sum: bool = True,
+) -> bytes:
+    """The header of a DATA frame with this body; `offset` counts bytes before coding."""
     return encode_header(
-        FrameType.DATA, transfer_id, length=length, offset=offset, body_sum=checksum(views)
+        FrameType.DATA,
+        transfer_id,
+        length=sum(map(len, body)),
+        offset=offset,
+        body_sum=checksum(body) if with_sum else 0,
+        flags=codec | (0 if with_sum else DataFlags.NO_SUM),
     )
 
 
@@ -124,18 +163,30 @@ def encode_frame(kind: FrameType, transfer_id: bytes = NO_TRANSFER, body: bytes 
     )
 
 
-def encode_open(transfer_id: bytes, *, token: bytes, fingerprint: bytes, nbytes: int) -> bytes:
-    return encode_frame(FrameType.OPEN, transfer_id, _OPEN.pack(token, fingerprint, nbytes))
+def encode_open(
+    transfer_id: bytes, *, token: bytes, fingerprint: bytes, nbytes: int, digest: bool = False
+) -> bytes:
+    flags = OPEN_DIGEST if digest else 0
+    return encode_frame(FrameType.OPEN, transfer_id, _OPEN.pack(token, fingerprint, nbytes, flags))
 
 
-def decode_open(body: bytes) -> tuple[bytes, bytes, int]:
-    """(token, fingerprint, nbytes) of an OPEN body; PeerError when malformed."""
+def decode_open(body: bytes) -> tuple[bytes, bytes, int, bool]:
+    """(token, fingerprint, nbytes, digest) of an OPEN body; PeerError when malformed."""
     if len(body) != _OPEN.size:
         raise PeerError("protocol", f"OPEN body has {len(body)} bytes, expected {_OPEN.size}")
-    token, fingerprint, nbytes = _OPEN.unpack(body)
+    token, fingerprint, nbytes, flags = _OPEN.unpack(body)
     if nbytes > MAX_OFFSET:
         raise PeerError("protocol", f"OPEN announces {nbytes} bytes")
-    return token, fingerprint, nbytes
+    if flags & ~OPEN_DIGEST:
+        raise PeerError("protocol", f"OPEN with unknown flags {flags:#x}")
+    return token, fingerprint, nbytes, bool(flags & OPEN_DIGEST)
+
+
+def decode_digest(body: bytes) -> bytes:
+    """The digest of a DIGEST body; PeerError when malformed."""
+    if len(body) != DIGEST_BYTES:
+        raise PeerError("protocol", f"DIGEST of {len(body)} bytes, expected {DIGEST_BYTES}")
+    return body
 
 
 def encode_ranges(kind: FrameType, transfer_id: bytes, ranges: Iterable[Range]) -> bytes:
@@ -191,6 +242,8 @@ class FrameReader:
 
     def __init__(self, max_data_bytes: int) -> None:
         self.max_data_bytes = max_data_bytes
+        self.data_flags = 0
+        """Flags that DATA may carry besides a codec; codecs are the session's to judge."""
         self.established = False
         """Until set, only HELLO, WELCOME and ERROR bodies are allowed, and only short ones."""
         self.header: FrameHeader | None = None
@@ -232,7 +285,7 @@ class FrameReader:
     def place(self, views: list[memoryview]) -> None:
         """The body of the current DATA frame goes into `views` (exactly `header.length` bytes)."""
         assert self.header is not None
-        if sum(view.nbytes for view in views) != self.header.length:
+        if sum(map(len, views)) != self.header.length:
             raise ValueError("views do not have the length of the frame")
         self._body = views
         self._wanted = views
@@ -262,6 +315,8 @@ class FrameReader:
 
     def _verify(self, body: Sequence[memoryview | bytes]) -> None:
         assert self.header is not None
+        if self.header.flags & DataFlags.NO_SUM:
+            return
         if (checksum(body) if body else 0) != self.header.body_sum:
             raise PeerError(
                 "checksum",
@@ -314,10 +369,11 @@ class FrameReader:
             memory
         )
         kind = _TYPES.get(kind_value)
-        if kind is None or flags or reserved:
+        allowed = self.data_flags | DataFlags.CODEC if kind is FrameType.DATA else 0
+        if kind is None or flags & ~allowed or reserved:
             raise PeerError("protocol", f"unknown frame type {kind_value} or flags {flags:#x}")
         self._check_limits(kind, length, offset)
-        return FrameHeader(kind, transfer_id, length, offset, body_sum)
+        return FrameHeader(kind, transfer_id, length, offset, body_sum, flags)
 
     def _check_limits(self, kind: FrameType, length: int, offset: int) -> None:
         if not self.established and kind not in _BEFORE_ESTABLISHED:

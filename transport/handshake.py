@@ -8,15 +8,47 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from enum import IntFlag
 
+from transport.codecs import Codec
+from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.frames import FrameType, encode_frame
 
 MAGIC = b"PrfaaSkv"
-VERSION = 1
+VERSION = 2
 """The version this build speaks; it speaks no older one."""
-FEATURES = 0
-"""Optional features this build knows; both sides use the intersection."""
+
+
+class Feature(IntFlag):
+    """Optional features; both sides use the intersection. Bits 8 to 23 are codecs, by value."""
+
+    NO_SUM = 1 << 0
+    """DATA frames may go without a checksum."""
+
+
+def codec_feature(codec: int) -> int:
+    """The bit that says that DATA may come in this codec."""
+    return 1 << (8 + codec)
+
+
+def takes_codec(config: TransportConfig, codec: int) -> bool:
+    """Whether this side decodes `codec`: the lossless ones unless coding is off, the lossy one only
+    when it was asked for by name.
+    """
+    if codec not in set(Codec) or codec == Codec.RAW or config.codec == "none":
+        return False
+    return Codec(codec).is_lossless or config.codec == "fp8"
+
+
+def own_features(config: TransportConfig) -> int:
+    """What this side takes, by its configuration."""
+    features = 0 if config.checksum else int(Feature.NO_SUM)
+    for codec in Codec:
+        if takes_codec(config, codec):
+            features |= codec_feature(codec)
+    return features
+
 
 _HELLO = struct.Struct("<8sHHIQ16s")
 
@@ -45,8 +77,8 @@ class Hello:
         return encode_frame(kind, body=body)
 
 
-def own_hello(instance: bytes, max_frame_bytes: int) -> Hello:
-    return Hello(VERSION, VERSION, max_frame_bytes, FEATURES, instance)
+def own_hello(instance: bytes, max_frame_bytes: int, features: int = 0) -> Hello:
+    return Hello(VERSION, VERSION, max_frame_bytes, features, instance)
 
 
 def decode_hello(body: bytes) -> Hello:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Protocol
 
 from transport.config import Endpoint
@@ -65,16 +65,36 @@ class LandingRegistry(Protocol):
         ...
 
 
+class Priority(IntEnum):
+    """What a link serves first; the later class keeps a small share, so that it never starves."""
+
+    REQUEST = 0
+    """KVCache that a request waits for."""
+    REPLICATION = 1
+    """Copies made ahead of need."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutgoingSpec:
-    """Who a transfer is and where it goes."""
+    """Who a transfer is, where it goes, and how it is treated on its way."""
 
     transfer_id: bytes
     token: bytes
     fingerprint: bytes
     endpoint: Endpoint
+    priority: Priority = Priority.REQUEST
+    tenant: str = ""
+    """Whose bytes these are: links are shared fairly among tenants, budgets are counted per
+    tenant.
+    """
+    element_bytes: int = 1
+    """Size of the numbers in it (2 for bf16 and fp16, 4 for fp32), for codecs; 1: unknown."""
+    digest: bool = False
+    """Compare a BLAKE3 digest of the whole transfer at the end, beside the frames' checksums."""
 
     def __post_init__(self) -> None:
+        if self.element_bytes not in (1, 2, 4):
+            raise ValueError(f"element_bytes must be 1, 2 or 4, got {self.element_bytes}")
         for name, size in (
             ("transfer_id", ID_BYTES),
             ("token", TOKEN_BYTES),
@@ -115,3 +135,7 @@ class TransferProgress:
     completed_s: float | None
     num_connections: int
     """Connections that serve this transfer now."""
+    wire_bytes: int = 0
+    """DATA bodies as they were sent, after coding; 0 at a receiver."""
+    codecs: tuple[str, ...] = ()
+    """Codecs that its bytes went through besides raw, the lossy one included."""

@@ -1,7 +1,8 @@
 """One incoming transfer: which bytes are verified, which connection may write where, how it ends.
 
-States: OPEN -> COMPLETE when the last byte is verified; OPEN -> FAILED | CANCELLED by `end`. Only
-in OPEN are claims given out. Rules that hold at every step (`check_invariants`):
+States: OPEN -> COMPLETE when the last byte is verified and, where the sender promised one, its
+digest agreed; OPEN -> FAILED | CANCELLED by `end`. Only in OPEN are claims given out. Rules that
+hold at every step (`check_invariants`):
 
 - Memory is written only under a claim: before a DATA body is read, its connection claims the
   unverified part of the range. Claims of different connections never overlap each other, and never
@@ -25,6 +26,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
+from transport.digest import digest_of
 from transport.errors import PeerError
 from transport.interfaces import ByteSpace, TransferState
 from transport.ranges import IntervalSet, Range
@@ -59,6 +61,7 @@ class Landing:
         fingerprint: bytes,
         space: ByteSpace,
         max_ranges: int,
+        wants_digest: bool = False,
     ) -> None:
         self.transfer_id = transfer_id
         self.token = token
@@ -74,6 +77,10 @@ class Landing:
         self._verified = IntervalSet()
         self._claims: dict[int, list[Range]] = {}
         self._received_again_bytes = 0
+        self._wants_digest = wants_digest
+        self._digest: bytes | None = None  # as the sender says
+        self._is_judged = False  # somebody completes it, or has
+        self._is_being_judged = False  # and may be reading the memory
         self._settled = False
         self._changed = threading.Condition()
 
@@ -117,8 +124,9 @@ class Landing:
         """The claimed frame [start, end) arrived and its checksum held; `scratch` has it if not
         DIRECT.
 
-        True when this made the transfer complete. False also when it had ended in between, in which
-        case nothing counts. Raises PeerError("fragmented") at the limit of separate ranges.
+        True when nothing is missing any more: the caller then calls `judge`, and nobody else does.
+        False also when it had ended in between, in which case nothing counts. Raises
+        PeerError("fragmented") at the limit of separate ranges.
         """
         with self._changed:
             missing = self._claims.pop(connection, [])
@@ -131,23 +139,50 @@ class Landing:
                 self._received_again_bytes += end - start - gained
                 if len(self._verified) > self._max_ranges:
                     raise PeerError("fragmented", f"more than {self._max_ranges} separate ranges")
-                if self._verified.total < self.nbytes:
-                    return False
-                self.state = TransferState.COMPLETE
-                self._space = None
-                return True
+                return self._may_judge()
             finally:
                 self._release_space()
                 self._changed.notify_all()
 
-    def complete_if_empty(self) -> bool:
-        """A transfer of no bytes is complete at once; True the first time."""
+    def expect_digest(self, digest: bytes) -> bool:
+        """The sender's digest of the whole; True when nothing is missing any more, as `commit`."""
         with self._changed:
-            if self.nbytes or self.state is not TransferState.OPEN:
+            self._digest = digest
+            return self._may_judge()
+
+    def is_all_there(self) -> bool:
+        """As `commit` for a transfer of no bytes, which may be complete at once."""
+        with self._changed:
+            return not self.nbytes and self._may_judge()
+
+    def judge(self) -> bool:
+        """Compare the digest, if one was promised, and complete the transfer; False when it differs
+        (the transfer is still open: the caller ends it) or when it had ended in between.
+        """
+        space = self._space
+        agrees = True
+        if self._wants_digest and space is not None:
+            agrees = digest_of(space) == self._digest
+        del space
+        with self._changed:
+            if self.state is not TransferState.OPEN or not agrees:
+                self._is_being_judged = False
+                self._release_space()
+                self._changed.notify_all()
                 return False
             self.state = TransferState.COMPLETE
+            self._is_being_judged = False
             self._space = None
+            self._changed.notify_all()
             return True
+
+    def _may_judge(self) -> bool:
+        if self.state is not TransferState.OPEN or self._is_judged:
+            return False
+        if self._verified.total < self.nbytes or (self._wants_digest and self._digest is None):
+            return False
+        self._is_judged = self._is_being_judged = True
+        return True
 
     def abandon(self, connection: int) -> None:
         """The connection will write no more: its claim, if any, is given back."""
@@ -168,9 +203,13 @@ class Landing:
             return True
 
     def wait_quiet(self, timeout_s: float | None) -> frozenset[int]:
-        """Wait until no claim is left; returns the connections that hold one at the timeout."""
+        """Wait until no claim is left and nobody reads the memory; returns the connections that
+        hold a claim at the timeout.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._claims, timeout_s)
+            self._changed.wait_for(
+                lambda: not self._claims and not self._is_being_judged, timeout_s
+            )
             self._release_space()
             return frozenset(self._claims)
 
@@ -223,5 +262,6 @@ class Landing:
                 source = source[view.nbytes :]
 
     def _release_space(self) -> None:
-        if self.state is not TransferState.OPEN and not self._claims:
+        is_read = self._claims or self._is_being_judged
+        if self.state is not TransferState.OPEN and not is_read:
             self._space = None

@@ -31,6 +31,8 @@ class OpenRequest:
     token: bytes
     fingerprint: bytes
     nbytes: int
+    digest: bool = False
+    """The sender promises a DIGEST: without it the transfer is not complete."""
 
 
 @dataclass(slots=True)
@@ -103,6 +105,7 @@ class Landings:
             token=request.token,
             fingerprint=request.fingerprint,
             space=space,
+            wants_digest=request.digest,
             max_ranges=self._config.max_ranges_per_transfer,
         )
         with self._changed:

@@ -14,10 +14,18 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from transport.backoff import Backoff
+from transport.digest import digest_of
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
-from transport.frames import FrameType, encode_data_header, encode_open, encode_reason
+from transport.frames import (
+    FrameType,
+    encode_data_header,
+    encode_frame,
+    encode_open,
+    encode_reason,
+)
+from transport.handshake import Feature
 from transport.link import Work
-from transport.outgoing import Outgoing
+from transport.outgoing import RAW_CODED, Coded, Outgoing
 from transport.protocol import Event, SenderSession, Welcomed
 from transport.sockets import (
     Buffer,
@@ -27,9 +35,8 @@ from transport.sockets import (
     connect,
     prepare_to_send,
     resolve,
-    tls_handshake,
-    wrap_tls,
 )
+from transport.tls import Rotating, tls_handshake, wrap_tls
 
 if TYPE_CHECKING:
     from transport.sender_link import Link
@@ -50,6 +57,7 @@ class Lane:
         """When the handshake must be done; guarded by nothing, read by the watchdog."""
         self._link = link
         self._config = link.config
+        self._with_sum = True
         self._backoff = Backoff(link.config.reconnect_first_s, link.config.reconnect_max_s)
 
     def abort(self, error: TransportError) -> None:
@@ -108,7 +116,9 @@ class Lane:
         if len(events) > 1 or not isinstance(events[0], Welcomed):
             raise PeerError("protocol", "the receiver spoke before it was asked")
         self.deadline_s = None
-        self._link.established(self.connection, events[0].peer)
+        peer = events[0].peer
+        self._with_sum = self._config.checksum or not peer.features & Feature.NO_SUM
+        self._link.established(self.connection, peer)
         return stream
 
     def _answer_to_hello(self, stream: Stream, session: SenderSession) -> list[Event]:
@@ -123,8 +133,9 @@ class Lane:
             raise LinkError(error.code, message) from error
         return events
 
-    def _establish_tls(self, sock: socket.socket, context: ssl.SSLContext) -> Stream:
+    def _establish_tls(self, sock: socket.socket, contexts: Rotating[ssl.SSLContext]) -> Stream:
         assert self._config.tls is not None
+        context = contexts.current(time.monotonic())
         wrapped = wrap_tls(context, sock, server_name=self._config.tls.server_name)
         self._own(SocketOwner(wrapped))
         stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
@@ -149,27 +160,36 @@ class Lane:
         try:
             work = self._link.next_work(self, None)
             while True:
-                whole = self._send(stream, work)
-                work = self._link.next_work(self, work, whole=whole)
+                coded = self._send(stream, work)
+                if coded is None:
+                    work = self._link.next_work(self, work, whole=False)
+                else:
+                    work = self._link.next_work(self, work, coded=coded)
         finally:
             stream.abort()
             reader.join()
 
-    def _send(self, stream: Stream, work: Work) -> bool:
-        """Send one piece of work; False when its bytes could not be read. When it raises, and
-        after, nobody reads them any more.
+    def _send(self, stream: Stream, work: Work) -> Coded | None:
+        """Send one piece of work; None when its bytes could not be read. When it raises, and after,
+        nobody reads them any more.
         """
         buffers = self._control(work)
+        coded = RAW_CODED
         try:
-            if work.data is not None:
-                try:
-                    buffers.extend(self._data(work.transfer, *work.data))
-                except Exception as error:
-                    self._link.unreadable(work, error)
-                    return False
+            try:
+                if work.digests:
+                    digest = digest_of(self._link.space(work.transfer))
+                    transfer_id = work.transfer.spec.transfer_id
+                    buffers.append(encode_frame(FrameType.DIGEST, transfer_id, digest))
+                if work.data is not None:
+                    data, coded = self._data(work.transfer, *work.data)
+                    buffers.extend(data)
+            except Exception as error:
+                self._link.unreadable(work, error)
+                return None
             if buffers:
                 stream.send(buffers)
-            return True
+            return coded
         except BaseException:
             buffers.clear()
             self._link.unsent(self, work)
@@ -185,6 +205,7 @@ class Lane:
                     token=spec.token,
                     fingerprint=spec.fingerprint,
                     nbytes=work.transfer.nbytes,
+                    digest=spec.digest,
                 )
             )
         if work.cancels:
@@ -193,10 +214,12 @@ class Lane:
             buffers.append(encode_reason(FrameType.CANCEL, "cancelled", reason, spec.transfer_id))
         return buffers
 
-    def _data(self, transfer: Outgoing, start: int, end: int) -> list[Buffer]:
+    def _data(self, transfer: Outgoing, start: int, end: int) -> tuple[list[Buffer], Coded]:
         views = self._link.space(transfer).views(start, end - start)
-        header = encode_data_header(transfer.spec.transfer_id, start, views)
-        return [header, *views]
+        header = encode_data_header(
+            transfer.spec.transfer_id, start, views, with_sum=self._with_sum
+        )
+        return [header, *views], Coded(end - start)
 
     def _read(self, stream: Stream, session: SenderSession) -> None:
         memory = memoryview(bytearray(READ_BYTES))

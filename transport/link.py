@@ -1,9 +1,10 @@
 """All transfers to one endpoint over all connections to it: who sends what next, and what must end.
 
-Work stealing: a connection whose socket has room asks `take`; it gets a cancel, an OPEN, or the
-next chunk of the next transfer in turn (round robin, so that no transfer starves). Nothing is
-assigned to a connection before it asks, so a slow path holds nothing back but the one frame it has.
-The first frame a connection sends of a transfer is preceded by OPEN on the same connection.
+Work stealing: a connection whose socket has room asks `take`; it gets a cancel, an OPEN, a digest,
+or the next chunk of the transfer whose turn it is (`fair_queue`), as far as pacing and budgets let
+it. Nothing is assigned to a connection before it asks, so a slow path holds nothing back but the
+one frame it has. The first frame a connection sends of a transfer is preceded by OPEN on the same
+connection. Only the `width` oldest connections carry DATA; the others wait, ready to step in.
 
 Events come in as method calls under the owner's lock; what must be done outside of the lock comes
 out of `pop_effects`. Time is an argument. This file knows no socket, no thread and no ByteSpace.
@@ -12,14 +13,14 @@ out of `pop_effects`. Time is an argument. This file knows no socket, no thread 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, TransportError
+from transport.fair_queue import FairQueue, TokenBucket
 from transport.handshake import Hello
 from transport.interfaces import OutgoingSpec, TransferState
-from transport.outgoing import Outgoing
+from transport.outgoing import RAW_CODED, Coded, Outgoing
 from transport.ranges import Range
 
 logger = logging.getLogger("prfaas.transport")
@@ -27,11 +28,12 @@ logger = logging.getLogger("prfaas.transport")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one connection sends next, in this order: OPEN, CANCEL, DATA."""
+    """What one connection sends next, in this order: OPEN, CANCEL, DIGEST, DATA."""
 
     transfer: Outgoing
     opens: bool
     cancels: bool = False
+    digests: bool = False
     data: Range | None = None
 
 
@@ -69,8 +71,16 @@ class LinkCore:
     def __init__(self, config: TransportConfig, name: str) -> None:
         self._config = config
         self._name = name
+        self.width = config.num_connections
+        self.frame_bytes = config.frame_bytes
+        """Payload of a frame while one transfer has the link; the configured size while several
+        share it, so that none waits long behind another's frames.
+        """
+        self.acked_bytes = 0
         self._transfers: dict[bytes, Outgoing] = {}
-        self._busy: OrderedDict[bytes, Outgoing] = OrderedDict()  # may have something to send
+        self._control: dict[bytes, Outgoing] = {}  # something besides DATA to send
+        self._queue: FairQueue[bytes] = FairQueue(config.tenant_bytes_per_s)
+        self._pace = TokenBucket(config.pace_bytes_per_s)
         self._connections: dict[int, _Connection] = {}
         self._effects: list[Effect] = []
         self._last_error: TransportError | None = None
@@ -96,14 +106,14 @@ class LinkCore:
             raise ValueError(f"transfer {spec.transfer_id.hex()} is already open")
         transfer = Outgoing(spec, nbytes, now_s)
         self._transfers[spec.transfer_id] = transfer
-        self._busy[spec.transfer_id] = transfer
+        self._note(transfer)
         return transfer
 
     def ready(self, transfer: Outgoing, start: int, end: int, now_s: float) -> int:
         """[start, end) may be sent from now on; returns how many bytes are new."""
         gained = transfer.ready(start, end, now_s)
         if gained:
-            self._busy[transfer.spec.transfer_id] = transfer
+            self._note(transfer)
         return gained
 
     def cancel(self, transfer: Outgoing, error: LocalError, now_s: float) -> None:
@@ -118,7 +128,7 @@ class LinkCore:
         transfer.turn(TransferState.CANCELLING, error, now_s)
         transfer.needs_cancel = True
         transfer.progress_s = now_s
-        self._busy[transfer.spec.transfer_id] = transfer
+        self._note(transfer)
 
     def connected(self, connection: int, peer: Hello, now_s: float) -> None:
         """The handshake is done. Transfers of an earlier life of the receiver cannot go on."""
@@ -139,8 +149,7 @@ class LinkCore:
         self._connections.pop(connection, None)
         for transfer in list(self._transfers.values()):
             transfer.lost(connection)
-            if transfer.has_work:
-                self._busy[transfer.spec.transfer_id] = transfer
+            self._note(transfer)
 
     def broken(self, error: TransportError, now_s: float) -> None:
         """No connection can work until somebody changes something: fail what is open at once."""
@@ -152,42 +161,103 @@ class LinkCore:
             self._end(transfer, TransferState.FAILED, error, now_s)
 
     def take(self, connection: int, now_s: float) -> Work | None:
-        """What this connection sends next; None when there is nothing. DATA must end in `sent`."""
+        """What this connection sends next; None when there is nothing for it now (`delay_s` says
+        for how long at most). DATA and digests must end in `sent`.
+        """
         state = self._connections.get(connection)
         if state is None or state.aborted:
             return None
-        for transfer_id, transfer in list(self._busy.items()):
-            if not transfer.has_work:
-                del self._busy[transfer_id]
-            elif transfer.needs_cancel:
+        work = self._take_control(connection, now_s)
+        if work is None and self.carries_data(connection):
+            work = self._take_data(connection, now_s)
+        return work
+
+    def delay_s(self, now_s: float) -> float | None:
+        """For how long pacing or budgets hold back what could be sent; None when nothing waits for
+        them.
+        """
+        ready_at_s = self._queue.ready_at(now_s)
+        if ready_at_s is None:
+            return None
+        delay_s = max(ready_at_s, self._pace.ready_at(now_s)) - now_s
+        return delay_s if delay_s > 0 else None
+
+    @property
+    def is_backlogged(self) -> bool:
+        """Whether DATA is waiting to be sent."""
+        return len(self._queue) > 0
+
+    def _take_control(self, connection: int, now_s: float) -> Work | None:
+        for transfer in list(self._control.values()):
+            if transfer.needs_cancel:
                 if not transfer.pinned:
                     transfer.needs_cancel = False
+                    self._note(transfer)
                     return Work(transfer, self._announce(transfer, connection), cancels=True)
             elif transfer.needs_open:
-                data = self._take_of(transfer, connection, state, now_s)
-                return Work(transfer, self._announce(transfer, connection), data=data)
-        for transfer_id, transfer in self._busy.items():
-            data = self._take_of(transfer, connection, state, now_s)
+                opens = self._announce(transfer, connection)
+                data = None
+                if self.carries_data(connection) and self._pace.ready_at(now_s) <= now_s:
+                    data = self._take_of(transfer, connection, now_s)
+                self._note(transfer)
+                return Work(transfer, opens, data=data)
+            elif transfer.needs_digest:
+                transfer.begin_digest(connection)
+                self._note(transfer)
+                return Work(transfer, self._announce(transfer, connection), digests=True)
+        return None
+
+    def _take_data(self, connection: int, now_s: float) -> Work | None:
+        if self._pace.ready_at(now_s) > now_s:
+            return None
+        for transfer_id, _, _ in self._queue.in_order(now_s):
+            transfer = self._transfers[transfer_id]
+            data = self._take_of(transfer, connection, now_s)
             if data is not None:
-                self._busy.move_to_end(transfer_id)
                 return Work(transfer, self._announce(transfer, connection), data=data)
         return None
 
-    def _take_of(
-        self, transfer: Outgoing, connection: int, state: _Connection, now_s: float
-    ) -> Range | None:
-        max_bytes = min(self._config.frame_bytes, state.peer.max_frame_bytes)
-        data = transfer.take(connection, max_bytes, now_s)
-        if data is not None:
-            if not state.in_flight:
-                state.progress_s = now_s
-            state.in_flight.add(transfer.spec.transfer_id)
+    def _take_of(self, transfer: Outgoing, connection: int, now_s: float) -> Range | None:
+        state, spec = self._connections[connection], transfer.spec
+        wanted = self.frame_bytes if len(self._queue) == 1 else self._config.frame_bytes
+        data = transfer.take(connection, min(wanted, state.peer.max_frame_bytes), now_s)
+        if data is None:
+            return None
+        if not state.in_flight:
+            state.progress_s = now_s
+        state.in_flight.add(spec.transfer_id)
+        num_bytes = data[1] - data[0]
+        self._pace.spend(num_bytes, now_s)
+        self._queue.served(spec.transfer_id, spec.priority, spec.tenant, num_bytes, now_s)
+        self._note(transfer)
         return data
 
-    def sent(self, connection: int, work: Work, now_s: float, *, whole: bool) -> None:
+    def carries_data(self, connection: int) -> bool:
+        """Whether it is one of the `width` oldest connections."""
+        if len(self._connections) <= self.width:
+            return True
+        return connection in sorted(self._connections)[: self.width]
+
+    def _note(self, transfer: Outgoing) -> None:
+        """Keep the lists of who has something to send up to date."""
+        spec = transfer.spec
+        if transfer.has_control:
+            self._control[spec.transfer_id] = transfer
+        else:
+            self._control.pop(spec.transfer_id, None)
+        if transfer.unsent:
+            self._queue.join(spec.transfer_id, spec.priority, spec.tenant)
+        else:
+            self._queue.leave(spec.transfer_id, spec.priority, spec.tenant)
+
+    def sent(self, connection: int, work: Work, *, whole: bool, coded: Coded = RAW_CODED) -> None:
         """The connection has let go of `work`; `whole` when the kernel took all of it."""
         if work.data is not None:
-            work.transfer.sent(connection, work.data, whole=whole)
+            work.transfer.sent(connection, work.data, whole=whole, coded=coded)
+        if work.digests:
+            work.transfer.end_digest(connection, whole=whole)
+            self._note(work.transfer)
+        if work.transfer.ended:
             self._report(work.transfer)
 
     def acked(self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float) -> None:
@@ -199,7 +269,8 @@ class LinkCore:
         for start, end in ranges:
             if not transfer.was_taken(start, end):
                 raise PeerError("protocol", f"ACK of [{start}, {end}), which was never sent")
-        transfer.ack(ranges, now_s)
+        self.acked_bytes += transfer.ack(ranges, now_s)
+        self._note(transfer)
         self._settle(transfer)
 
     def opened(
@@ -215,6 +286,7 @@ class LinkCore:
         transfer.opened = True
         transfer.progress_s = now_s
         transfer.ack(ranges, now_s)
+        self._note(transfer)
         self._settle(transfer)
 
     def completed(self, connection: int, transfer_id: bytes, now_s: float) -> None:
@@ -262,7 +334,8 @@ class LinkCore:
         """Raise AssertionError when the books do not balance."""
         for transfer_id, transfer in self._transfers.items():
             transfer.check_invariants()
-            assert transfer_id in self._busy or not transfer.has_work, "work nobody would find"
+            assert (transfer_id in self._control) == transfer.has_control, "control unseen"
+            assert self._queue.has(transfer_id, transfer.spec) == bool(transfer.unsent), "queue"
             for connection, state in self._connections.items():
                 assert (transfer_id in state.in_flight) == transfer.is_in_flight(connection)
 
@@ -296,6 +369,7 @@ class LinkCore:
         now_s: float,
     ) -> None:
         transfer.turn(state, error, now_s)
+        self._note(transfer)
         self._settle(transfer)
         self._report(transfer)
 
@@ -310,7 +384,6 @@ class LinkCore:
         if transfer.ended and not transfer.pinned and not transfer.reported:
             transfer.reported = True
             self._transfers.pop(transfer.spec.transfer_id, None)
-            self._busy.pop(transfer.spec.transfer_id, None)
             self._effects.append(Ended(transfer))
 
     def _announce(self, transfer: Outgoing, connection: int) -> bool:

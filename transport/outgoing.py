@@ -12,6 +12,8 @@ other transfer.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from transport.errors import TransportError
 from transport.interfaces import OutgoingSpec, TransferProgress, TransferState
 from transport.ranges import IntervalSet, Range
@@ -32,6 +34,17 @@ _ALLOWED = {
     TransferState.FAILED: set(),
     TransferState.CANCELLED: set(),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """How a chunk was sent: bytes of its DATA body, and the codec's name ("" for raw)."""
+
+    wire_bytes: int = 0
+    codec: str = ""
+
+
+RAW_CODED = Coded()
 
 
 class Outgoing:
@@ -60,6 +73,9 @@ class Outgoing:
         self._in_flight: dict[int, IntervalSet] = {}
         self._pins: set[int] = set()
         self._resent_bytes = 0
+        self._wire_bytes = 0
+        self._codecs: set[str] = set()
+        self._digest_connection: int | None = None  # where DIGEST was sent, or is being made for
         self._opened_s = now_s
         self._first_sent_s: float | None = None
 
@@ -84,10 +100,20 @@ class Outgoing:
         )
 
     @property
-    def has_work(self) -> bool:
-        """Whether there is something to send."""
+    def needs_digest(self) -> bool:
+        """Whether all bytes are final and the receiver has not been told their digest."""
+        return (
+            self.spec.digest
+            and self.state is TransferState.OPEN
+            and self._digest_connection is None
+            and self._ready.total == self.nbytes
+        )
+
+    @property
+    def has_control(self) -> bool:
+        """Whether there is something to send that is not DATA."""
         if self.state is TransferState.OPEN:
-            return self.needs_open or bool(self.unsent)
+            return self.needs_open or self.needs_digest
         return self.needs_cancel and not self.ended
 
     def ready(self, start: int, end: int, now_s: float) -> int:
@@ -113,12 +139,26 @@ class Outgoing:
             self._first_sent_s = now_s
         return taken
 
-    def sent(self, connection: int, taken: Range, *, whole: bool) -> None:
+    def sent(self, connection: int, taken: Range, *, whole: bool, coded: Coded = RAW_CODED) -> None:
         """The connection has stopped reading `taken`; `whole` when the kernel took all of it."""
         self._pins.discard(connection)
+        self._wire_bytes += coded.wire_bytes
+        if coded.codec:
+            self._codecs.add(coded.codec)
         if whole:
             gained = self._sent.add(*taken)
             self._resent_bytes += taken[1] - taken[0] - gained
+
+    def begin_digest(self, connection: int) -> None:
+        """This connection computes and sends the digest; it is pinned until `end_digest`."""
+        self._digest_connection = connection
+        self._pins.add(connection)
+
+    def end_digest(self, connection: int, *, whole: bool) -> None:
+        """It reads no more; `whole` when the kernel took the frame."""
+        self._pins.discard(connection)
+        if not whole and self._digest_connection == connection:
+            self._digest_connection = None
 
     def is_in_flight(self, connection: int) -> bool:
         return connection in self._in_flight
@@ -145,6 +185,8 @@ class Outgoing:
         """The connection is gone: what it had in flight must be sent again, elsewhere."""
         for start, end in self._in_flight.pop(connection, ()):
             self._queue(start, end)
+        if self._digest_connection == connection:
+            self._digest_connection = None
         if connection in self.announced:
             self.announced.discard(connection)
             self.needs_open = True
@@ -173,6 +215,8 @@ class Outgoing:
             first_sent_s=self._first_sent_s,
             completed_s=self.ended_s if self.ended else None,
             num_connections=num_connections,
+            wire_bytes=self._wire_bytes,
+            codecs=tuple(sorted(self._codecs)),
         )
 
     def check_invariants(self) -> None:

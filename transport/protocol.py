@@ -20,13 +20,14 @@ import logging
 from dataclasses import dataclass
 
 from transport.config import TransportConfig
-from transport.errors import PeerError, TransportError
+from transport.errors import PeerError
 from transport.frames import (
-    MAX_PREAUTH_BYTES,
+    DataFlags,
     FrameHeader,
     FrameReader,
     FrameType,
     Step,
+    decode_digest,
     decode_open,
     decode_ranges,
     decode_reason,
@@ -34,16 +35,15 @@ from transport.frames import (
     encode_ranges,
     encode_reason,
 )
-from transport.handshake import Hello, check_version, decode_hello, own_hello
+from transport.handshake import Hello, check_version, decode_hello, own_features, own_hello
+from transport.incoming import Discarded, IncomingData, Verified
 from transport.interfaces import TransferState
-from transport.landing import Landing, Place
+from transport.landing import Landing
 from transport.landings import OpenRequest
 from transport.ranges import IntervalSet, Range
 from transport.reception import Reception
 
 logger = logging.getLogger("prfaas.transport")
-
-SINK_BYTES = 64 * 1024
 
 
 class ReceiverSession:
@@ -69,11 +69,10 @@ class ReceiverSession:
         self._reception = reception
         self._instance = instance
         self._reader = FrameReader(config.max_frame_bytes)
+        self._reader.data_flags = 0 if config.checksum else DataFlags.NO_SUM
         self._outgoing: list[bytes] = []
         self._opened: dict[bytes, Landing] = {}
-        self._landing: Landing | None = None  # of the DATA frame being read
-        self._place = Place.DISCARD
-        self._scratch = memoryview(bytearray())
+        self._data = IncomingData(connection, config, reception)
         self._acks: dict[bytes, IntervalSet] = {}
         self._unacked_bytes = 0
 
@@ -143,7 +142,7 @@ class ReceiverSession:
     def close(self, now_s: float) -> None:
         """The connection is gone: give back claims, let go of all memory."""
         self._reader.forget()
-        self._landing = None
+        self._data.forget()
         self._opened.clear()
         self._reception.landings.detach(self.connection, now_s)
 
@@ -155,6 +154,8 @@ class ReceiverSession:
             self._on_open(OpenRequest(header.transfer_id, *decode_open(body)), now_s)
         elif kind is FrameType.CANCEL:
             self._on_cancel(header.transfer_id, decode_reason(body)[1], now_s)
+        elif kind is FrameType.DIGEST:
+            self._on_digest(header.transfer_id, decode_digest(body), now_s)
         elif kind is FrameType.ERROR:
             code, message = decode_reason(body)
             raise PeerError(code, f"the sender reports: {message}")
@@ -165,7 +166,7 @@ class ReceiverSession:
         peer = decode_hello(body)
         check_version(peer, "sender")
         self._reader.established = True
-        hello = own_hello(self._instance, self._config.max_frame_bytes)
+        hello = own_hello(self._instance, self._config.max_frame_bytes, own_features(self._config))
         self._outgoing.append(hello.encode(FrameType.WELCOME))
 
     def _on_open(self, request: OpenRequest, now_s: float) -> None:
@@ -207,45 +208,30 @@ class ReceiverSession:
 
     def _on_data(self, step: Step, header: FrameHeader, now_s: float) -> None:
         if step is Step.HEADER:
-            self._place_data(header, now_s)
+            landing = self._opened.get(header.transfer_id)
+            self._data.begin(self._reader, header, landing, now_s)
             return
-        landing, self._landing = self._landing, None
-        if self._place is Place.DISCARD:
-            self._answer_discarded(header.transfer_id, landing)
-        elif landing is not None:
-            self._reader.verify_data()
-            self._commit(landing, header, now_s)
+        match self._data.finish(self._reader, header, now_s):
+            case Discarded(landing):
+                self._answer_discarded(header.transfer_id, landing)
+            case Verified(landing, verified, completed):
+                self._acknowledge(header.transfer_id, verified)
+                if completed:
+                    self._all_verified(landing, now_s)
 
-    def _place_data(self, header: FrameHeader, now_s: float) -> None:
-        landing = self._landing = self._opened.get(header.transfer_id)
-        self._place = Place.DISCARD
-        if landing is not None:
-            try:
-                placement = self._reception.claim(
-                    self.connection, landing, header.offset, header.end
-                )
-                if placement.place is Place.DIRECT:
-                    self._reader.place(placement.views)
-                self._place = placement.place
-            except PeerError:
-                raise
-            except Exception as error:
-                landing.abandon(self.connection)
-                self._fail_for_space(landing, error, now_s)
-            self._reception.landings.first_byte(header.transfer_id, now_s)
-        if self._place is not Place.DIRECT:
-            needed = header.length if self._place is Place.SCRATCH else SINK_BYTES
-            if self._scratch.nbytes < needed:
-                self._scratch = memoryview(bytearray(needed))
-            if self._place is Place.SCRATCH:
-                self._reader.place([self._scratch[: header.length]])
-            else:
-                self._reader.discard(self._scratch)
+    def _acknowledge(self, transfer_id: bytes, verified: Range) -> None:
+        pending = self._acks.get(transfer_id)
+        if pending is None:
+            pending = self._acks[transfer_id] = IntervalSet()
+        pending.add(*verified)
+        self._unacked_bytes += verified[1] - verified[0]
 
-    def _fail_for_space(self, landing: Landing, error: Exception, now_s: float) -> None:
-        logger.error("ByteSpace of %s raised", landing.transfer_id.hex(), exc_info=error)
-        message = f"the receiver's memory could not be used: {type(error).__name__}"
-        self._reception.fail(landing, PeerError("space", message), now_s)
+    def _all_verified(self, landing: Landing, now_s: float) -> None:
+        """Every byte is there: the landing is complete, or failed by its digest."""
+        if self._reception.conclude(landing, now_s):
+            self._opened.pop(landing.transfer_id, None)
+            self.flush_acks()
+            self._outgoing.append(self._reception.outcome(landing))
 
     def _answer_discarded(self, transfer_id: bytes, landing: Landing | None) -> None:
         if landing is None:
@@ -255,33 +241,13 @@ class ReceiverSession:
             self._opened.pop(transfer_id, None)
             self._outgoing.append(self._reception.outcome(landing))
 
-    def _commit(self, landing: Landing, header: FrameHeader, now_s: float) -> None:
-        scratch = self._scratch[: header.length] if self._place is Place.SCRATCH else None
-        try:
-            completed = landing.commit(self.connection, header.offset, header.end, scratch)
-        except TransportError as error:
-            self._reception.fail(landing, error, now_s)
-            return
-        except Exception as error:
-            self._fail_for_space(landing, error, now_s)
-            return
-        finally:
-            del scratch
-            if self._scratch.nbytes > SINK_BYTES:
-                self._scratch = memoryview(bytearray())  # repeats are rare: keep nothing for them
-        if not completed and landing.state is not TransferState.OPEN:
-            self._answer_discarded(header.transfer_id, landing)
-            return
-        pending = self._acks.get(header.transfer_id)
-        if pending is None:
-            pending = self._acks[header.transfer_id] = IntervalSet()
-        pending.add(header.offset, header.end)
-        self._unacked_bytes += header.length
-        if completed:
-            self._reception.completed(landing, now_s)
-            self._opened.pop(header.transfer_id, None)
-            self.flush_acks()
-            self._outgoing.append(self._reception.outcome(landing))
+    def _on_digest(self, transfer_id: bytes, digest: bytes, now_s: float) -> None:
+        landing = self._opened.get(transfer_id)
+        if landing is None:
+            message = "DIGEST for a transfer that was not opened on this connection"
+            self._outgoing.append(encode_reason(FrameType.FAIL, "not_open", message, transfer_id))
+        elif landing.expect_digest(digest):
+            self._all_verified(landing, now_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +303,7 @@ class SenderSession:
 
     def __init__(self, config: TransportConfig, instance: bytes) -> None:
         self._reader = FrameReader(max_data_bytes=0)
-        self._hello = own_hello(instance, config.max_frame_bytes)
+        self._hello = own_hello(instance, config.max_frame_bytes, own_features(config))
 
     def hello(self) -> bytes:
         """The first bytes of the connection."""
@@ -383,6 +349,3 @@ class SenderSession:
         if kind is FrameType.CANCELLED:
             return CancelAcked(transfer_id)
         raise PeerError("protocol", f"unexpected {kind.name} from a receiver")
-
-
-assert MAX_PREAUTH_BYTES <= SINK_BYTES

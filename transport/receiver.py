@@ -28,13 +28,10 @@ from transport.sockets import (
     PlainStream,
     SocketOwner,
     Stream,
-    TlsStream,
     listen,
     prepare,
-    server_context,
-    tls_handshake,
-    wrap_tls,
 )
+from transport.tls import Rotating, TlsStream, server_context, tls_handshake, wrap_tls
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -51,7 +48,7 @@ class Receiver:
     def __init__(self, bind: Endpoint, config: TransportConfig, registry: LandingRegistry) -> None:
         self._bind = bind
         self._config = config
-        self._tls = server_context(config.tls) if config.tls else None
+        self._tls = Rotating(config.tls, server_context) if config.tls else None
         self._instance = os.urandom(16)
         self._reception = Reception(config, registry, self)
         self._lock = threading.Lock()
@@ -198,7 +195,8 @@ class Receiver:
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        return self._tls
+        """What a connection that begins now uses."""
+        return self._tls.current(time.monotonic()) if self._tls else None
 
     def session(self, number: int) -> ReceiverSession:
         return ReceiverSession(

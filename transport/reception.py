@@ -54,8 +54,8 @@ class Reception:
         if landing is None:
             landing = self._ask_registry(request, now_s)
         self.landings.attach(landing, connection)
-        if landing.complete_if_empty():
-            self.completed(landing, now_s)
+        if landing.is_all_there():
+            self.conclude(landing, now_s)
         return landing
 
     def claim(self, connection: int, landing: Landing, start: int, end: int) -> Placement:
@@ -76,14 +76,21 @@ class Reception:
             if not landing.wait_claimable(rivals, self._config.handshake_timeout_s):
                 raise PeerError("busy", "the range is still being written by another connection")
 
-    def completed(self, landing: Landing, now_s: float) -> None:
-        """The last byte was verified by the caller's connection, which then tells its sender."""
+    def conclude(self, landing: Landing, now_s: float) -> bool:
+        """Nothing is missing any more, as the caller was told by the landing: judge it. True when
+        it is complete, which the caller's connection then tells its sender.
+        """
+        if not landing.judge():
+            message = "the bytes that arrived do not have the digest that the sender computed"
+            self.fail(landing, PeerError("digest", message), now_s)
+            return False
         self.landings.ended(landing.transfer_id, now_s)
         try:
             self._registry.on_complete(landing.transfer_id)
         except Exception:
             logger.exception("registry.on_complete raised for %s", landing.transfer_id.hex())
         landing.settle()
+        return True
 
     def cancel(self, landing: Landing, reason: str, now_s: float) -> None:
         """The sender asked for the end; on return nothing writes and the registry knows."""
@@ -178,7 +185,7 @@ class Reception:
             self._connections.abort(
                 holders, LinkError("lost", "its transfer ended while a frame was on its way")
             )
-            landing.wait_quiet(None)
+        landing.wait_quiet(None)
 
     def _tell_end(self, landing: Landing) -> None:
         self._connections.tell(self.landings.attached(landing), _outcome_frame(landing))

@@ -13,11 +13,16 @@ from dataclasses import replace
 
 from transport.config import Endpoint, TransportConfig
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
+from transport.link_state import LinkState
 from transport.outgoing import Outgoing
 from transport.sender_link import Link
-from transport.sockets import client_context, usable_congestion
+from transport.sockets import usable_congestion
+from transport.tls import Rotating, client_context
 
 logger = logging.getLogger("prfaas.transport")
+
+TUNE_S = 0.1
+"""How often a link with transfers is looked at by its tuner."""
 
 
 class OutgoingTransfer:
@@ -64,7 +69,7 @@ class Sender:
             congestion=usable_congestion(config.congestion),
             loopback_congestion=usable_congestion(config.loopback_congestion),
         )
-        self._tls = client_context(config.tls) if config.tls else None
+        self._tls = Rotating(config.tls, client_context) if config.tls else None
         self._instance = os.urandom(16)
         self._links: dict[Endpoint, Link] = {}
         self._lock = threading.Lock()
@@ -92,6 +97,12 @@ class Sender:
         """Connect now, so that the first transfer finds open connections."""
         with self._lock:
             self._link(endpoint).warm()
+
+    def link_state(self, endpoint: Endpoint) -> LinkState | None:
+        """What is known of the link to this endpoint; None when there is none."""
+        with self._lock:
+            link = self._links.get(endpoint)
+        return link.state() if link else None
 
     def num_connections(self, endpoint: Endpoint) -> int:
         """Established connections to this endpoint."""
@@ -140,6 +151,8 @@ class Sender:
             now_s = time.monotonic()
             for link in links:
                 try:
+                    if link.has_transfers:
+                        link.tune(now_s)
                     link.tick(now_s)
                     self._retire(link, now_s)
                 except Exception:
@@ -152,7 +165,7 @@ class Sender:
 
     def _pause_s(self, links: list[Link]) -> float | None:
         if any(link.is_active for link in links):
-            return self._config.tick_s
+            return min(self._config.tick_s, TUNE_S)
         return max(self._config.tick_s, self._config.link_idle_timeout_s) if links else None
 
     def _retire(self, link: Link, now_s: float) -> None:

@@ -21,7 +21,8 @@ from transport.handshake import Hello
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.lane import Lane
 from transport.link import Abort, Effect, LinkCore, Work
-from transport.outgoing import Outgoing
+from transport.link_state import ConnectionState, LinkState
+from transport.outgoing import RAW_CODED, Coded, Outgoing
 from transport.protocol import (
     Acked,
     CancelAcked,
@@ -31,6 +32,9 @@ from transport.protocol import (
     Opened,
     Welcomed,
 )
+from transport.tcp_info import TcpInfo
+from transport.tls import Rotating
+from transport.tuning import LinkTuner
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -51,7 +55,7 @@ class Link:
         self,
         endpoint: Endpoint,
         config: TransportConfig,
-        tls: ssl.SSLContext | None,
+        tls: Rotating[ssl.SSLContext] | None,
         *,
         instance: bytes,
         stir: Callable[[], None],
@@ -64,22 +68,19 @@ class Link:
         self._stir = stir
         self.idle_since_s = time.monotonic()
         self._core = LinkCore(config, str(endpoint))
+        self._tuner = LinkTuner(config)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._wanted = threading.Condition(self._lock)
         self._parties: dict[Outgoing, _Party] = {}
         self._lanes: dict[int, Lane] = {}  # by the id of their present connection
+        self._infos: dict[int, TcpInfo] = {}
         self._ids = itertools.count(1)
         self._warm_until_s = 0.0
         self._closing = False
-        self._threads = [
-            threading.Thread(
-                target=Lane(self).run, name=f"prfaas-send-{endpoint}-{index}", daemon=True
-            )
-            for index in range(config.num_connections)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._someone_paces = False  # a lane waits for a budget, on behalf of all
+        self._threads: list[threading.Thread] = []
+        self._grow_to(config.num_connections)
 
     # Called by the sender and its transfers.
 
@@ -131,6 +132,56 @@ class Link:
                 self.idle_since_s = now_s
             effects = self._core.pop_effects()
         self.perform(effects)
+
+    def tune(self, now_s: float) -> None:
+        """Show the link to its tuner and do what it finds."""
+        with self._lock:
+            streams = {
+                connection: lane.stream
+                for connection, lane in self._lanes.items()
+                if lane.stream is not None and lane.deadline_s is None
+            }
+        infos = {number: stream.tcp_info() for number, stream in streams.items()}
+        with self._lock:
+            self._infos = {number: info for number, info in infos.items() if info is not None}
+            self._tuner.observe(
+                self._infos,
+                acked_bytes=self._core.acked_bytes,
+                is_backlogged=self._core.is_backlogged,
+                now_s=now_s,
+            )
+            self._core.frame_bytes = self._tuner.frame_bytes
+            if self._core.width != self._tuner.width:
+                self._core.width = self._tuner.width
+                self._grow_to(self._tuner.width)
+                self._work.notify_all()
+            limited = self._tuner.send_buffers_limit
+        if limited:
+            for stream in streams.values():
+                stream.grow_send_buffer()
+
+    def state(self) -> LinkState:
+        """What is known of this link now."""
+        with self._lock:
+            return LinkState(
+                endpoint=str(self.endpoint),
+                width=self._tuner.width,
+                frame_bytes=self._tuner.frame_bytes,
+                phase=self._tuner.phase.value,
+                measured=self._tuner.measured,
+                acked_bytes=self._core.acked_bytes,
+                connections=[
+                    ConnectionState(number, self._core.carries_data(number), info)
+                    for number, info in sorted(self._infos.items())
+                ],
+            )
+
+    def _grow_to(self, width: int) -> None:
+        for index in range(len(self._threads), width):
+            name = f"prfaas-send-{self.endpoint}-{index}"
+            thread = threading.Thread(target=Lane(self).run, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     @property
     def is_active(self) -> bool:
@@ -195,28 +246,44 @@ class Link:
             effects = self._core.pop_effects()
         self.perform(effects)
 
-    def next_work(self, lane: Lane, done: Work | None, *, whole: bool = True) -> Work:
+    def next_work(
+        self, lane: Lane, done: Work | None, *, whole: bool = True, coded: Coded = RAW_CODED
+    ) -> Work:
         """Give back `done`, wait for the next; raises what ended the lane's connection."""
         while True:
             with self._lock:
-                now_s = time.monotonic()
                 if done is not None:
-                    self._core.sent(lane.connection, done, now_s, whole=whole)
+                    self._core.sent(lane.connection, done, whole=whole, coded=coded)
                     done = None
                 if lane.error is not None:
                     raise lane.error
-                work = self._core.take(lane.connection, now_s)
+                work = self._core.take(lane.connection, time.monotonic())
                 effects = self._core.pop_effects()
                 if work is None and not effects:
-                    self._work.wait()
+                    self._wait_for_work()
             self.perform(effects)
             if work is not None:
                 return work
 
+    def _wait_for_work(self) -> None:
+        """Sleep until somebody has work, or until pacing allows the next; one lane watches the
+        clock for all.
+        """
+        delay_s = None if self._someone_paces else self._core.delay_s(time.monotonic())
+        if delay_s is None:
+            self._work.wait()
+            return
+        self._someone_paces = True
+        try:
+            self._work.wait(delay_s)
+        finally:
+            self._someone_paces = False
+            self._work.notify()
+
     def unsent(self, lane: Lane, work: Work) -> None:
         """The lane could not send `work` whole and does not read its bytes any more."""
         with self._lock:
-            self._core.sent(lane.connection, work, time.monotonic(), whole=False)
+            self._core.sent(lane.connection, work, whole=False)
 
     def unreadable(self, work: Work, error: Exception) -> None:
         """The ByteSpace raised: end the transfer at both ends."""

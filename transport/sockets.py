@@ -1,13 +1,11 @@
-"""TCP and TLS sockets as streams that several threads may share. Knows no frame and no transfer.
+"""TCP sockets as streams that several threads may share. Knows no frame, no transfer and no TLS.
 
 One thread receives, one sends, any may `abort`. The file descriptor is closed by `close` only,
 which the owner calls when both are done, so that no thread ever touches a descriptor that the
 kernel has given to somebody else.
 
-Plain sockets are blocking: a thread that sends or receives sleeps in the kernel without the GIL and
-without a second system call for readiness. An OpenSSL connection must not be used by two threads at
-once, so a TLS socket is non-blocking, each operation takes a lock, and waiting happens outside of
-it.
+The sockets are blocking: a thread that sends or receives sleeps in the kernel without the GIL and
+without a second system call for readiness.
 """
 
 from __future__ import annotations
@@ -15,9 +13,7 @@ from __future__ import annotations
 import fcntl
 import ipaddress
 import logging
-import select
 import socket
-import ssl
 import struct
 import termios
 import threading
@@ -25,8 +21,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from transport.config import Endpoint, TlsFiles, TransportConfig
-from transport.errors import LinkError, LocalError, PeerError, TransportError
+from transport import kernel_limits, tcp_info
+from transport.config import MIB, Endpoint, TransportConfig
+from transport.errors import LinkError, LocalError, TransportError
+from transport.tcp_info import TcpInfo
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -34,6 +32,8 @@ Buffer = memoryview | bytes
 Address = tuple[object, ...]
 """What getaddrinfo calls sockaddr: the host first."""
 IOV_MAX = 1024
+SO_SNDBUFFORCE, SO_MAX_PACING_RATE = 32, 47
+MIN_SEND_BUFFER_BYTES, MAX_SEND_BUFFER_BYTES = 8 * MIB, 64 * MIB
 
 
 class Stream(Protocol):
@@ -46,7 +46,7 @@ class Stream(Protocol):
         ...
 
     def try_send(self, data: Buffer) -> int:
-        """Send what fits now; 0 when nothing does."""
+        """Send what fits now. After 0, when nothing does, the next call begins with these bytes."""
         ...
 
     def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
@@ -87,6 +87,30 @@ class SocketOwner:
             except (OSError, ValueError):  # ended, or handed over to its TLS wrapper
                 return 0
         return int(struct.unpack("@i", raw)[0])
+
+    def tcp_info(self) -> TcpInfo | None:
+        """What the kernel knows of the connection; None once it has ended."""
+        with self._life:
+            if self._closed:
+                return None
+            try:
+                return tcp_info.parse(
+                    self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, tcp_info.SIZE)
+                )
+            except OSError:
+                return None
+
+    def grow_send_buffer(self) -> int:
+        """Double the send buffer within the kernel's limits (CAP_NET_ADMIN may exceed them);
+        returns its size in bytes.
+        """
+        with self._life:
+            if self._closed:
+                return 0
+            try:
+                return _grow_send_buffer(self._sock)
+            except OSError:
+                return 0
 
     def abort(self) -> None:
         """As Stream.abort."""
@@ -154,69 +178,6 @@ class PlainStream(SocketOwner):
         return count
 
 
-class TlsStream(SocketOwner):
-    """TCP with TLS, after its handshake."""
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        super().__init__(sock)
-        sock.setblocking(False)
-        self._tls = sock
-        self._use = threading.Lock()
-
-    def send(self, buffers: Sequence[Buffer]) -> None:
-        for buffer in buffers:
-            rest = memoryview(buffer)
-            while rest:
-                count, wait_for = self._try_send(rest)
-                if count:
-                    rest = rest[count:]
-                else:
-                    self._wait(wait_for)
-
-    def try_send(self, data: Buffer) -> int:
-        return self._try_send(data)[0]
-
-    def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
-        while True:
-            count, wait_for = self._try_receive(buffers[0])
-            if count:
-                return count
-            self._wait(wait_for)
-
-    def try_receive(self, buffers: Sequence[memoryview]) -> int:
-        return self._try_receive(buffers[0])[0]
-
-    def _try_send(self, data: Buffer) -> tuple[int, int]:
-        with self._use:
-            try:
-                return self._tls.send(data), 0
-            except ssl.SSLWantWriteError:
-                return 0, select.POLLOUT
-            except ssl.SSLWantReadError:
-                return 0, select.POLLIN
-            except (OSError, ValueError) as error:
-                raise lost(error) from error
-
-    def _try_receive(self, view: memoryview) -> tuple[int, int]:
-        with self._use:
-            try:
-                count = self._tls.recv_into(view)
-            except ssl.SSLWantReadError:
-                return 0, select.POLLIN
-            except ssl.SSLWantWriteError:
-                return 0, select.POLLOUT
-            except (OSError, ValueError) as error:
-                raise lost(error) from error
-        if not count:
-            raise LinkError("lost", "the peer closed the connection")
-        return count, 0
-
-    def _wait(self, wait_for: int) -> None:
-        poll = select.poll()
-        poll.register(self._sock.fileno(), wait_for)
-        poll.poll()
-
-
 def _skip(buffers: list[Buffer], count: int) -> list[Buffer]:
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
@@ -228,40 +189,8 @@ def _skip(buffers: list[Buffer], count: int) -> list[Buffer]:
 
 def lost(error: Exception) -> TransportError:
     """What a socket's exception means."""
-    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return PeerError("tls", f"TLS failed: {_tls_reason(error)}")
     reason = getattr(error, "strerror", None) or str(error)
     return LinkError("lost", f"connection lost: {reason}")
-
-
-def _tls_reason(error: ssl.SSLError) -> str:
-    reason = (getattr(error, "reason", None) or str(error)).replace("_", " ").lower()
-    detail = getattr(error, "verify_message", None)
-    return f"{reason}: {detail}" if detail else reason
-
-
-def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """For the sending side; raises LocalError("tls_files")."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = files.server_name is not None
-    return _load(context, files)
-
-
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """For the receiving side, which demands a certificate too; raises LocalError("tls_files")."""
-    return _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
-
-
-def _load(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_cert_chain(files.cert, files.key)
-        context.load_verify_locations(files.ca)
-    except (OSError, ssl.SSLError) as error:
-        message = f"cannot use {files.cert}, {files.key} and {files.ca} for TLS: {error}"
-        raise LocalError("tls_files", message) from error
-    return context
 
 
 def listen(bind: Endpoint) -> socket.socket:
@@ -297,9 +226,29 @@ def prepare_to_send(sock: socket.socket, config: TransportConfig, address: Addre
     if config.notsent_lowat_bytes:
         sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, config.notsent_lowat_bytes)
     is_local = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    if config.pace_bytes_per_s:
+        # The link keeps the rate itself; this keeps each connection from sending in bursts.
+        paced = int(2 * config.pace_bytes_per_s / config.num_connections)
+        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(paced, 0xFFFFFFFF))
     congestion = config.loopback_congestion if is_local else config.congestion
     if congestion:
         sock.setsockopt(tcp, socket.TCP_CONGESTION, congestion.encode())
+
+
+def _grow_send_buffer(sock: socket.socket) -> int:
+    level = socket.SOL_SOCKET
+    size = sock.getsockopt(level, socket.SO_SNDBUF)
+    # The kernel doubles what it is given, and stops tuning a buffer that was set by hand: one
+    # below what it would have grown to by itself would be a loss.
+    wanted = min(MAX_SEND_BUFFER_BYTES, max(MIN_SEND_BUFFER_BYTES, 2 * size))
+    if size >= wanted:
+        return size
+    try:
+        sock.setsockopt(level, SO_SNDBUFFORCE, wanted // 2)
+    except PermissionError:
+        if 2 * kernel_limits.wmem_max_bytes() > max(size, kernel_limits.tcp_wmem_bytes()):
+            sock.setsockopt(level, socket.SO_SNDBUF, wanted // 2)
+    return sock.getsockopt(level, socket.SO_SNDBUF)
 
 
 def usable_congestion(name: str | None) -> str | None:
@@ -324,37 +273,6 @@ def connect(sock: socket.socket, address: Address, timeout_s: float) -> None:
         reason = "timed out" if isinstance(error, TimeoutError) else error.strerror or error
         raise LinkError("connect", f"cannot connect: {reason}") from error
     sock.settimeout(None)
-
-
-def wrap_tls(
-    context: ssl.SSLContext,
-    sock: socket.socket,
-    *,
-    is_server: bool = False,
-    server_name: str | None = None,
-) -> ssl.SSLSocket:
-    """The socket with TLS on it, before the handshake; it takes over the descriptor."""
-    try:
-        return context.wrap_socket(
-            sock,
-            server_side=is_server,
-            do_handshake_on_connect=False,
-            server_hostname=server_name,
-        )
-    except (OSError, ValueError) as error:
-        raise lost(error) from error
-
-
-def tls_handshake(sock: ssl.SSLSocket, timeout_s: float) -> TlsStream:
-    """Complete the handshake; raises PeerError("tls") or LinkError."""
-    sock.settimeout(timeout_s)
-    try:
-        sock.do_handshake()
-    except TimeoutError as error:
-        raise LinkError("handshake_timeout", "no answer in the TLS handshake") from error
-    except (OSError, ValueError) as error:
-        raise lost(error) from error
-    return TlsStream(sock)
 
 
 def resolve(endpoint: Endpoint) -> tuple[socket.AddressFamily, Address]:

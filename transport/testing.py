@@ -11,9 +11,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from transport.config import Endpoint, TransportConfig
+from transport.digest import digest_of
 from transport.errors import LinkError, PeerError, Refused, TransportError
-from transport.frames import FrameType, encode_data_header, encode_open, encode_reason
-from transport.handshake import Hello, own_hello
+from transport.frames import (
+    FrameType,
+    encode_data_header,
+    encode_frame,
+    encode_open,
+    encode_reason,
+)
+from transport.handshake import VERSION, Hello, own_hello
 from transport.interfaces import ByteSpace, OutgoingSpec
 from transport.link import Abort, LinkCore, Work
 from transport.outgoing import Outgoing
@@ -193,7 +200,7 @@ class MemoryNetwork:
         if work is None:
             return False
         connection.to_receiver += self._encode(work)
-        self.core.sent(number, work, self.now_s, whole=True)
+        self.core.sent(number, work, whole=True)
         self._perform()
         return True
 
@@ -206,9 +213,13 @@ class MemoryNetwork:
                 token=spec.token,
                 fingerprint=spec.fingerprint,
                 nbytes=work.transfer.nbytes,
+                digest=spec.digest,
             )
         if work.cancels:
             data += encode_reason(FrameType.CANCEL, "cancelled", "test", spec.transfer_id)
+        if work.digests:
+            digest = digest_of(self._spaces[work.transfer])
+            data += encode_frame(FrameType.DIGEST, spec.transfer_id, digest)
         if work.data is not None:
             start, end = work.data
             views = self._spaces[work.transfer].views(start, end - start)
@@ -348,7 +359,7 @@ class MemoryNetwork:
         self._perform()
 
 
-def greeting(version_min: int = 1, version_max: int = 1) -> bytes:
+def greeting(version_min: int = VERSION, version_max: int = VERSION) -> bytes:
     """A HELLO frame of a sender that speaks these versions."""
     hello = own_hello(SENDER_INSTANCE, 1 << 20)
     return Hello(

@@ -25,7 +25,7 @@ from transport import (
     TransportConfig,
 )
 from transport.frames import FrameType
-from transport.handshake import Hello
+from transport.handshake import VERSION, Hello
 from transport.testing import MemorySpace, RecordingListener, greeting, make_spec
 from transport.testing_loopback import LoopbackPair
 
@@ -174,7 +174,7 @@ def test_raw_peer_of_another_version_is_told_so(pair: LoopbackPair) -> None:
         answer = b""
         while chunk := sock.recv(4096):
             answer += chunk
-    assert b"the sender speaks version 7 to 9, this side speaks 1" in answer
+    assert f"the sender speaks version 7 to 9, this side speaks {VERSION}".encode() in answer
 
 
 def open_files() -> int:
@@ -309,7 +309,7 @@ def test_a_receiver_of_another_version_fails_the_transfer_at_once(pair: Loopback
         error = pair.listener.wait(handle.transfer_id)
         assert isinstance(error, PeerError)
         assert error.code == "version"
-        assert "the receiver speaks version 5 to 6, this side speaks 1" in error.message
+        assert f"the receiver speaks version 5 to 6, this side speaks {VERSION}" in error.message
         assert time.monotonic() - begin_s < CONFIG.idle_timeout_s
         listener.shutdown(socket.SHUT_RDWR)
         server.join(10)

@@ -119,7 +119,7 @@ def header_of(kind: int, *, length: int, offset: int = 0) -> bytes:
         header_of(FrameType.DATA, length=0xFFFFFFFF),
         header_of(FrameType.DATA, length=10, offset=1 << 63),
         header_of(FrameType.ACK, length=MAX_CONTROL_BYTES + 1),
-        header_of(FrameType.OPEN, length=73),
+        header_of(FrameType.OPEN, length=77),
         header_of(FrameType.COMPLETE, length=1),
         header_of(FrameType.ERROR, length=5000),
         header_of(FrameType.ACK, length=16, offset=1),
@@ -188,7 +188,7 @@ def test_a_discarded_body_needs_only_the_sink() -> None:
 
 def test_open_and_reasons_round_trip() -> None:
     frame = encode_open(ID, token=b"t" * 32, fingerprint=b"f" * 32, nbytes=12)
-    assert decode_open(frame[HEADER_BYTES:]) == (b"t" * 32, b"f" * 32, 12)
+    assert decode_open(frame[HEADER_BYTES:]) == (b"t" * 32, b"f" * 32, 12, False)
     frame = encode_reason(FrameType.FAIL, "no_room", "größer\nthan life", ID)
     assert decode_reason(frame[HEADER_BYTES:]) == ("no_room", "größer?than life")
 

@@ -40,6 +40,7 @@ def test_the_last_byte_completes_once() -> None:
     landing.claim(2, 60, 100)
     assert landing.commit(1, 0, 60, None) is False
     assert landing.commit(2, 60, 100, None) is True
+    assert landing.judge()
     assert landing.state is TransferState.COMPLETE
     assert landing.claim(1, 0, 10).place is Place.DISCARD
 
@@ -96,6 +97,7 @@ def test_memory_is_let_go_at_the_end() -> None:
     landing, memory = make_landing()
     landing.claim(1, 0, 100)
     landing.commit(1, 0, 100, None)
+    assert landing.judge()
     memory.clear()  # raises BufferError if a view were left
 
 
@@ -128,5 +130,5 @@ def test_scattered_ranges_are_bounded() -> None:
 
 def test_nothing_at_all_is_complete_at_once() -> None:
     landing, _ = make_landing(0)
-    assert landing.complete_if_empty()
-    assert not landing.complete_if_empty()
+    assert landing.is_all_there()
+    assert not landing.is_all_there()

@@ -1,0 +1,172 @@
+"""The DATA frame that one connection is reading: where its body goes, and what comes of it.
+
+A body that is not coded is read straight into its place under a claim (see `landing`), or into
+scratch memory when parts of it are there already. A coded body is read into scratch memory, and
+claimed and decoded once its checksum held. Scratch memory: one frame, two for a coded repeat.
+
+Knows no other frame and no acknowledgement.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from dataclasses import dataclass
+
+from transport.codecs import Codec, CodecError, decode
+from transport.config import TransportConfig
+from transport.errors import PeerError, TransportError
+from transport.frames import FrameHeader, FrameReader
+from transport.handshake import takes_codec
+from transport.interfaces import TransferState
+from transport.landing import Landing, Place
+from transport.ranges import Range
+from transport.reception import Reception
+
+logger = logging.getLogger("prfaas.transport")
+
+SINK_BYTES = 64 * 1024
+RAW_LENGTH = struct.Struct("<I")
+"""In front of a coded payload: how many bytes it decodes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """`verified` of the landing is in place; `completed` when nothing of it is missing any more."""
+
+    landing: Landing
+    verified: Range
+    completed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """Nothing was written: the transfer has ended, or was not opened on this connection (None)."""
+
+    landing: Landing | None
+
+
+class IncomingData:
+    """See the module docstring. `begin` for a header, then `finish` when its body is complete."""
+
+    def __init__(self, connection: int, config: TransportConfig, reception: Reception) -> None:
+        self._connection = connection
+        self._config = config
+        self._reception = reception
+        self._landing: Landing | None = None
+        self._place = Place.DISCARD
+        self._scratch = memoryview(bytearray())
+
+    def begin(
+        self, reader: FrameReader, header: FrameHeader, landing: Landing | None, now_s: float
+    ) -> None:
+        """Tell the reader where the body goes. Raises PeerError when the connection must end."""
+        self._landing = landing
+        self._place = Place.DISCARD
+        if header.codec and not takes_codec(self._config, header.codec):
+            raise PeerError("protocol", f"DATA in codec {header.codec}, which was not agreed on")
+        if landing is not None:
+            if header.codec:
+                self._place = Place.SCRATCH
+            else:
+                self._claim(reader, header, landing, now_s)
+            self._reception.landings.first_byte(header.transfer_id, now_s)
+        if self._place is Place.SCRATCH:
+            reader.place([self._scratch_of(header.length)])
+        elif self._place is not Place.DIRECT:
+            self._scratch_of(SINK_BYTES)
+            reader.discard(self._scratch)
+
+    def finish(
+        self, reader: FrameReader, header: FrameHeader, now_s: float
+    ) -> Verified | Discarded | None:
+        """The body is complete; None when the transfer failed over it and its sender was told.
+
+        Raises PeerError when the connection must end.
+        """
+        landing, self._landing = self._landing, None
+        if self._place is Place.DISCARD or landing is None:
+            return Discarded(landing)
+        reader.verify_data()
+        try:
+            if header.codec:
+                return self._decode(landing, header, now_s)
+            scratch = self._scratch[: header.length] if self._place is Place.SCRATCH else None
+            return self._commit(landing, (header.offset, header.end), scratch, now_s)
+        finally:
+            scratch = None
+            if not header.codec and self._scratch.nbytes > SINK_BYTES:
+                self._scratch = memoryview(bytearray())  # repeats are rare: keep nothing for them
+
+    def forget(self) -> None:
+        """Let go of all memory; the connection is gone."""
+        self._landing = None
+        self._scratch = memoryview(bytearray())
+
+    def _claim(
+        self, reader: FrameReader, header: FrameHeader, landing: Landing, now_s: float
+    ) -> None:
+        try:
+            placement = self._reception.claim(self._connection, landing, header.offset, header.end)
+            if placement.place is Place.DIRECT:
+                reader.place(placement.views)
+            self._place = placement.place
+        except PeerError:
+            raise
+        except Exception as error:
+            landing.abandon(self._connection)
+            self._fail_for_space(landing, error, now_s)
+
+    def _decode(
+        self, landing: Landing, header: FrameHeader, now_s: float
+    ) -> Verified | Discarded | None:
+        body = self._scratch[: header.length]
+        raw_bytes = RAW_LENGTH.unpack_from(body)[0] if header.length > RAW_LENGTH.size else 0
+        if not 0 < raw_bytes <= self._config.max_frame_bytes:
+            raise PeerError("protocol", f"coded DATA of {raw_bytes} bytes")
+        payload, end = body[RAW_LENGTH.size :], header.offset + raw_bytes
+        try:
+            placement = self._reception.claim(self._connection, landing, header.offset, end)
+            if placement.place is Place.DISCARD:
+                return Discarded(landing)
+            scratch = None
+            views = placement.views
+            if placement.place is Place.SCRATCH:
+                scratch = memoryview(bytearray(raw_bytes))
+                views = [scratch]
+            decode(Codec(header.codec), payload, raw_bytes, views)
+        except PeerError:
+            raise
+        except CodecError as error:
+            landing.abandon(self._connection)
+            raise PeerError("protocol", f"coded DATA cannot be decoded: {error}") from error
+        except Exception as error:
+            landing.abandon(self._connection)
+            self._fail_for_space(landing, error, now_s)
+            return None
+        return self._commit(landing, (header.offset, end), scratch, now_s)
+
+    def _commit(
+        self, landing: Landing, written: Range, scratch: memoryview | None, now_s: float
+    ) -> Verified | Discarded | None:
+        try:
+            completed = landing.commit(self._connection, *written, scratch)
+        except TransportError as error:
+            self._reception.fail(landing, error, now_s)
+            return None
+        except Exception as error:
+            self._fail_for_space(landing, error, now_s)
+            return None
+        if not completed and landing.state is not TransferState.OPEN:
+            return Discarded(landing)
+        return Verified(landing, written, completed)
+
+    def _fail_for_space(self, landing: Landing, error: Exception, now_s: float) -> None:
+        logger.error("ByteSpace of %s raised", landing.transfer_id.hex(), exc_info=error)
+        message = f"the receiver's memory could not be used: {type(error).__name__}"
+        self._reception.fail(landing, PeerError("space", message), now_s)
+
+    def _scratch_of(self, num_bytes: int) -> memoryview:
+        if self._scratch.nbytes < num_bytes:
+            self._scratch = memoryview(bytearray(num_bytes))
+        return self._scratch[:num_bytes]

@@ -1,0 +1,48 @@
+"""Limits that the kernel sets for TCP here, read from /proc/sys/net. Knows no socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_NET = Path("/proc/sys/net")
+
+
+def wmem_max_bytes() -> int:
+    """Most that SO_SNDBUF may ask for (the kernel then doubles it); 0 when unknown."""
+    return _numbers("core/wmem_max")[-1]
+
+
+def tcp_wmem_bytes() -> int:
+    """Largest send buffer that the kernel gives a connection by itself; 0 when unknown."""
+    return _numbers("ipv4/tcp_wmem")[-1]
+
+
+def tcp_rmem_bytes() -> int:
+    """Largest receive buffer that the kernel gives a connection by itself; 0 when unknown."""
+    return _numbers("ipv4/tcp_rmem")[-1]
+
+
+def available_congestion() -> list[str]:
+    """Congestion control algorithms that are loaded."""
+    return _words("ipv4/tcp_available_congestion_control")
+
+
+def allowed_congestion() -> list[str]:
+    """Those of them that a process without CAP_NET_ADMIN may choose."""
+    return _words("ipv4/tcp_allowed_congestion_control")
+
+
+def default_congestion() -> str:
+    """What a socket gets that does not choose; "" when unknown."""
+    return next(iter(_words("ipv4/tcp_congestion_control")), "")
+
+
+def _words(name: str) -> list[str]:
+    try:
+        return (_NET / name).read_text().split()
+    except OSError:
+        return []
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(word) for word in _words(name)] or [0]

@@ -1,0 +1,291 @@
+"""TLS 1.3 with certificates on both sides: contexts from files that may be replaced, the handshake,
+and the stream after it. Knows no frame and no transfer.
+
+Only OpenSSL's 16 KiB records cost here: AES-GCM first, then the system calls per record, which the
+stream keeps few by joining small buffers and corking the socket while it sends. Python 3.11 cannot
+choose the cipher suite of TLS 1.3 (it is AES-256-GCM, within a tenth of AES-128-GCM) nor use TLS in
+the kernel, which needs 3.12 and a kernel with the tls module, and is then enabled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from transport.config import TlsFiles
+from transport.errors import LinkError, LocalError, PeerError, TransportError
+from transport.sockets import Buffer, SocketOwner, lost
+
+logger = logging.getLogger("prfaas.transport")
+
+RECORD_BYTES: Final = 16 * 1024
+"""Most that one TLS record carries (RFC 8446, 5.1)."""
+SMALL_BYTES: Final = 2 * RECORD_BYTES
+"""Buffers up to this size are joined: copying them costs less than records of their own."""
+JOINED_BYTES: Final = 4 * RECORD_BYTES
+RECHECK_S: Final = 1.0
+
+T = TypeVar("T")
+Stamp = tuple[tuple[int, int, int, int] | None, ...]
+
+
+class Rotating(Generic[T]):
+    """What `load` makes of certificate files, made anew when the files on disk have changed.
+
+    The files are looked at when `current` is called, at most once a second, through symbolic links,
+    so a Kubernetes secret or cert-manager may replace them while this process runs. A set that
+    cannot be loaded (half-written, of two generations) leaves the last good one in use and logs one
+    warning. Connections that exist keep the certificate they began with until they end.
+
+    `load` raises LocalError; the first time that error is the constructor's.
+    """
+
+    def __init__(self, files: TlsFiles, load: Callable[[TlsFiles], T]) -> None:
+        self._files = files
+        self._load = load
+        self._lock = threading.Lock()
+        self._stamp = _stamp(files)
+        self._current = load(files)
+        self._checked_s: float | None = None
+
+    def current(self, now_s: float) -> T:
+        """What a connection that begins now should use. Any thread may ask; never raises."""
+        with self._lock:
+            if self._checked_s is None or now_s - self._checked_s >= RECHECK_S:
+                self._checked_s = now_s
+                self._check()
+            return self._current
+
+    def _check(self) -> None:
+        stamp = _stamp(self._files)
+        if stamp == self._stamp:
+            return
+        try:
+            loaded = self._load(self._files)
+        except LocalError as error:
+            if _stamp(self._files) == stamp:  # else somebody is writing just now: look again later
+                self._stamp = stamp
+                logger.warning("new certificate files are not used: %s", error.message)
+            return
+        if _stamp(self._files) == stamp:
+            self._stamp = stamp
+            self._current = loaded
+            logger.info("new connections use the new certificate files beside %s", self._files.cert)
+
+
+def _stamp(files: TlsFiles) -> Stamp:
+    return tuple(_stamp_of(path) for path in (files.cert, files.key, files.ca))
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """For the sending side; raises LocalError("tls_files")."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = files.server_name is not None
+    return _loaded(context, files)
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """For the receiving side, which demands a certificate too; raises LocalError("tls_files")."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # no sender resumes a session, and each must show its certificate
+    return _loaded(context, files)
+
+
+def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)
+    path = files.ca
+    try:
+        context.load_verify_locations(files.ca)
+        path = files.cert
+        # OpenSSL does not say which of the two is wrong: the certificate is looked at alone first.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(files.cert)
+        path = files.key
+        context.load_cert_chain(files.cert, files.key, password="")  # never asks at a terminal
+    except (OSError, ssl.SSLError) as error:
+        reason = _reason(error) if isinstance(error, ssl.SSLError) else error.strerror
+        if path == files.key:
+            reason = f"{reason} (with {files.cert})"
+        raise LocalError("tls_files", f"cannot use {path} for TLS: {reason}") from error
+    return context
+
+
+class TlsStream(SocketOwner):
+    """TCP with TLS, after its handshake: a Stream.
+
+    An OpenSSL connection must not be used by two threads at once, so the socket is non-blocking,
+    each operation takes a lock, and waiting happens outside of it.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        super().__init__(sock)
+        sock.setblocking(False)
+        self._tls = sock
+        self._use = threading.Lock()
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        pieces = _joined(buffers)
+        is_long = sum(map(len, pieces)) > RECORD_BYTES
+        if is_long:  # OpenSSL writes record by record: without this each would be a packet train
+            self._cork(True)
+        for piece in pieces:
+            rest = memoryview(piece)
+            while rest:
+                count, wait_for = self._try_send(rest)
+                if count:
+                    rest = rest[count:]
+                else:
+                    self._wait(wait_for)
+        if is_long:
+            self._cork(False)
+
+    def try_send(self, data: Buffer) -> int:
+        """As Stream.try_send. After 0 the next call must begin with the same bytes, because a
+        record of them may already be on its way.
+        """
+        return self._try_send(data)[0]
+
+    def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
+        total = 0
+        for view in buffers:
+            rest = view
+            while rest:
+                count, wait_for = self._try_receive(rest)
+                if not count:
+                    self._wait(wait_for)
+                    continue
+                total += count
+                rest = rest[count:]
+                if not fill:
+                    return total
+        return total
+
+    def try_receive(self, buffers: Sequence[memoryview]) -> int:
+        total = 0
+        for view in buffers:
+            rest = view
+            while rest:
+                count = self._try_receive(rest)[0]
+                if not count:
+                    return total
+                total += count
+                rest = rest[count:]
+        return total
+
+    def _try_send(self, data: Buffer) -> tuple[int, int]:
+        with self._use:
+            try:
+                return self._tls.send(data), 0
+            except ssl.SSLWantWriteError:
+                return 0, select.POLLOUT
+            except ssl.SSLWantReadError:
+                return 0, select.POLLIN
+            except (OSError, ValueError) as error:
+                raise tls_lost(error) from error
+
+    def _try_receive(self, view: memoryview) -> tuple[int, int]:
+        with self._use:
+            try:
+                count = self._tls.recv_into(view)
+            except ssl.SSLWantReadError:
+                return 0, select.POLLIN
+            except ssl.SSLWantWriteError:
+                return 0, select.POLLOUT
+            except (OSError, ValueError) as error:
+                raise tls_lost(error) from error
+        if not count:
+            raise LinkError("lost", "the peer closed the connection")
+        return count, 0
+
+    def _wait(self, wait_for: int) -> None:
+        poll = select.poll()
+        poll.register(self._sock.fileno(), wait_for)
+        poll.poll()
+
+    def _cork(self, is_on: bool) -> None:
+        try:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, is_on)
+        except OSError as error:
+            raise lost(error) from error
+
+
+def _joined(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The same bytes with runs of small buffers made one, up to JOINED_BYTES."""
+    pieces: list[Buffer] = []
+    run: list[Buffer] = []
+    num_bytes = 0
+    for buffer in buffers:
+        if run and (len(buffer) > SMALL_BYTES or num_bytes + len(buffer) > JOINED_BYTES):
+            pieces.append(b"".join(run) if len(run) > 1 else run[0])
+            run, num_bytes = [], 0
+        if len(buffer) > SMALL_BYTES:
+            pieces.append(buffer)
+        else:
+            run.append(buffer)
+            num_bytes += len(buffer)
+    if run:
+        pieces.append(b"".join(run) if len(run) > 1 else run[0])
+    return pieces
+
+
+def wrap_tls(
+    context: ssl.SSLContext,
+    sock: socket.socket,
+    *,
+    is_server: bool = False,
+    server_name: str | None = None,
+) -> ssl.SSLSocket:
+    """The socket with TLS on it, before the handshake; it takes over the descriptor."""
+    try:
+        return context.wrap_socket(
+            sock,
+            server_side=is_server,
+            do_handshake_on_connect=False,
+            server_hostname=server_name,
+        )
+    except (OSError, ValueError) as error:
+        raise tls_lost(error) from error
+
+
+def tls_handshake(sock: ssl.SSLSocket, timeout_s: float) -> TlsStream:
+    """Complete the handshake; raises PeerError("tls") or LinkError."""
+    sock.settimeout(timeout_s)
+    try:
+        sock.do_handshake()
+    except TimeoutError as error:
+        raise LinkError("handshake_timeout", "no answer in the TLS handshake") from error
+    except (OSError, ValueError) as error:
+        raise tls_lost(error) from error
+    return TlsStream(sock)
+
+
+def tls_lost(error: Exception) -> TransportError:
+    """What an exception of a TLS socket means."""
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        return PeerError("tls", f"TLS failed: {_reason(error)}")
+    return lost(error)
+
+
+def _reason(error: ssl.SSLError) -> str:
+    reason = (getattr(error, "reason", None) or str(error)).replace("_", " ").lower()
+    # OpenSSL names alerts after the protocol that introduced them.
+    reason = re.sub(r"^(ssl|tls)v\d+ alert ", "the peer reports: ", reason)
+    detail = getattr(error, "verify_message", None)
+    return f"{reason}: {detail}" if detail else reason

@@ -1,0 +1,276 @@
+"""How many connections one link should use, and how large its frames: found by measurement.
+
+The tuner is shown the link at every tick (`observe`) and answers with `width` and `frame_bytes`.
+Only time in which the link was backlogged counts, summed up over transfers; the first moments after
+a change do not. A *window* of such time gives one rate.
+
+    UP    the present width is doubled while that gains 8%
+    DOWN  then halved while that loses less than 3%: connections beyond need only grow the tail
+    HOLD  until round-trip time, loss or rate change, or the next look is due (1 minute of busy
+          time, doubling to 16 while nothing is found)
+
+A trial that does clearly worse is broken off early. A link that loses packets, or whose send
+buffers are the limit, is not tried with fewer. On a path under 1 ms a few connections with large
+frames are the place to begin: there CPU is the limit.
+
+Pure; time is an argument. Knows no socket. It also keeps what `LinkState` tells about the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from transport.config import KIB, MIB, TransportConfig
+from transport.tcp_info import TcpInfo
+
+NEAR_RTT_S = 1e-3
+NEAR_WIDTH = 4
+NEAR_FRAME_BYTES = MIB
+FRAME_S = 0.7e-3
+"""A frame should take about this long at the link's rate."""
+MIN_WINDOW_S = 0.4
+UP_GAIN = 1.08
+DOWN_KEEP = 0.97
+CLEARLY_WORSE = 0.8
+SHRINKABLE_LOSS = 5e-4
+LIMITED_SHARE = 0.1
+FIRST_LOOK_S, LAST_LOOK_S = 60.0, 960.0
+
+
+class Phase(Enum):
+    """What the next window is for."""
+
+    UP = "trying more connections"
+    DOWN = "trying fewer connections"
+    HOLD = "steady"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One window of a backlogged link."""
+
+    rate_bytes_per_s: float = 0.0
+    rtt_s: float = 0.0
+    min_rtt_s: float = 0.0
+    loss: float = 0.0
+    """Share of bytes that were sent again."""
+    sndbuf_limited: float = 0.0
+    """Share of the connections' busy time in which the send buffer was the limit."""
+    rwnd_limited: float = 0.0
+
+
+class LinkTuner:
+    """See the module docstring."""
+
+    def __init__(self, config: TransportConfig) -> None:
+        self.width = config.num_connections
+        self.frame_bytes = config.frame_bytes
+        self.phase = Phase.UP
+        self.measured = Measured()
+        """The last whole window."""
+        self._config = config
+        self._is_near: bool | None = None
+        self._best: tuple[int, float] | None = None  # width, bytes/s
+        self._steady = Measured()
+        self._look_s = FIRST_LOOK_S
+        self._since_look_s = 0.0
+        self._settle_s = 0.0
+        self._last: _Reading | None = None
+        self._window = _Window()
+
+    @property
+    def send_buffers_limit(self) -> bool:
+        """Whether send buffers were the limit in the last window: larger ones would help."""
+        return self.measured.sndbuf_limited > LIMITED_SHARE
+
+    def observe(
+        self,
+        infos: Mapping[int, TcpInfo],
+        *,
+        acked_bytes: int,
+        is_backlogged: bool,
+        now_s: float,
+    ) -> None:
+        """`infos` by connection; `acked_bytes` counts from the link's beginning."""
+        reading = _Reading(dict(infos), acked_bytes, is_backlogged, now_s)
+        last, self._last = self._last, reading
+        if not self._config.autotune or not infos:
+            return
+        self._look_at_distance(reading)
+        if last is None or not (last.is_backlogged and is_backlogged):
+            return
+        elapsed_s = now_s - last.now_s
+        if self._settle_s > 0:
+            self._settle_s -= elapsed_s
+            return
+        self._since_look_s += elapsed_s
+        self._window.add(last, reading)
+        if self._window.elapsed_s >= self._window_s or self._is_hopeless:
+            measured, self._window = self._window.measured(), _Window()
+            self.measured = measured
+            self._fit_frames(measured.rate_bytes_per_s)
+            self._step(measured)
+
+    @property
+    def _window_s(self) -> float:
+        return max(MIN_WINDOW_S, 8 * self._window.rtt_s)
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether a trial of fewer connections can be broken off."""
+        if self.phase is not Phase.DOWN or self._best is None:
+            return False
+        window = self._window
+        is_long_enough = window.elapsed_s >= self._window_s / 3
+        return is_long_enough and window.rate_bytes_per_s < CLEARLY_WORSE * self._best[1]
+
+    def _look_at_distance(self, reading: _Reading) -> None:
+        """The first round-trip time decides where to begin, and another path begins anew."""
+        min_rtt_s = min((i.min_rtt_s for i in reading.infos.values() if i.min_rtt_s), default=0.0)
+        if not min_rtt_s:
+            return
+        is_near = min_rtt_s < NEAR_RTT_S
+        if is_near == self._is_near:
+            return
+        self._is_near = is_near
+        start = self._config.num_connections
+        self._begin(min(start, NEAR_WIDTH) if is_near else start)
+        if is_near:
+            self.frame_bytes = max(self._config.frame_bytes, self._largest(NEAR_FRAME_BYTES))
+        else:
+            self.frame_bytes = self._config.frame_bytes
+
+    def _step(self, measured: Measured) -> None:
+        rate = measured.rate_bytes_per_s
+        if self.phase is Phase.HOLD:
+            if self._has_changed(measured) or self._since_look_s >= self._look_s:
+                self._begin(self.width)
+            return
+        if self._best is None:  # the first window of a search, at the width it begins from
+            self._best = (self.width, rate)
+            if not self._try(self.width * 2, Phase.UP):
+                self._shrink_or_hold(measured)
+        elif self.phase is Phase.UP:
+            if rate > UP_GAIN * self._best[1]:
+                self._best = (self.width, rate)
+                if not self._try(self.width * 2, Phase.UP):
+                    self._hold(measured)
+            else:
+                self._set_width(self._best[0])
+                self._shrink_or_hold(measured)
+        elif rate >= DOWN_KEEP * self._best[1]:
+            self._best = (self.width, max(rate, self._best[1]))
+            self._shrink_or_hold(measured)
+        else:
+            self._set_width(self._best[0])
+            self._hold(measured)
+
+    def _begin(self, width: int) -> None:
+        self.phase = Phase.UP
+        self._best = None
+        self._since_look_s = 0.0
+        self._window = _Window()
+        self._set_width(width)
+
+    def _shrink_or_hold(self, measured: Measured) -> None:
+        may_shrink = measured.loss < SHRINKABLE_LOSS and measured.sndbuf_limited < LIMITED_SHARE
+        if not (may_shrink and self._try(self.width // 2, Phase.DOWN)):
+            self._hold(measured)
+
+    def _try(self, width: int, phase: Phase) -> bool:
+        """Whether there is such a width to try."""
+        width = min(width, max(self._config.max_link_connections, self._config.num_connections))
+        if width < 1 or width == self.width:
+            return False
+        self.phase = phase
+        self._set_width(width)
+        return True
+
+    def _hold(self, measured: Measured) -> None:
+        found = self._best
+        if found is not None and self._steady.rate_bytes_per_s and self.phase is Phase.DOWN:
+            self._look_s = min(LAST_LOOK_S, self._look_s * 2)
+        self.phase = Phase.HOLD
+        rate = found[1] if found is not None else measured.rate_bytes_per_s
+        self._steady = Measured(rate, measured.rtt_s, measured.min_rtt_s, measured.loss)
+        self._since_look_s = 0.0
+
+    def _has_changed(self, measured: Measured) -> bool:
+        steady = self._steady
+        rate_ratio = measured.rate_bytes_per_s / max(1.0, steady.rate_bytes_per_s)
+        rtt_moved_s = abs(measured.min_rtt_s - steady.min_rtt_s)
+        has_other_rtt = rtt_moved_s > max(2e-3, 0.25 * steady.min_rtt_s)
+        has_other_loss = measured.loss > max(1e-3, 3 * steady.loss)
+        return not 0.7 < rate_ratio < 1.4 or has_other_rtt or has_other_loss
+
+    def _set_width(self, width: int) -> None:
+        if width != self.width:
+            self.width = width
+            self._settle_s = max(0.2, 4 * self._window.rtt_s, 4 * self.measured.rtt_s)
+
+    def _fit_frames(self, rate_bytes_per_s: float) -> None:
+        fitting = 64 * KIB
+        while fitting * 2 <= rate_bytes_per_s * FRAME_S:
+            fitting *= 2
+        self.frame_bytes = max(self._config.frame_bytes, self._largest(fitting))
+
+    def _largest(self, wanted_bytes: int) -> int:
+        return min(wanted_bytes, self._config.max_autotuned_frame_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    infos: dict[int, TcpInfo]
+    acked_bytes: int
+    is_backlogged: bool
+    now_s: float
+
+
+class _Window:
+    """Sums over the backlogged time of one window."""
+
+    def __init__(self) -> None:
+        self.elapsed_s = 0.0
+        self.rtt_s = 0.0
+        self._min_rtt_s = 0.0
+        self._acked_bytes = 0
+        self._sent_bytes = 0
+        self._resent_bytes = 0
+        self._busy_s = 0.0
+        self._sndbuf_limited_s = 0.0
+        self._rwnd_limited_s = 0.0
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        return self._acked_bytes / self.elapsed_s if self.elapsed_s else 0.0
+
+    def add(self, before: _Reading, after: _Reading) -> None:
+        self.elapsed_s += after.now_s - before.now_s
+        self._acked_bytes += after.acked_bytes - before.acked_bytes
+        rtts_s = []
+        for connection, info in after.infos.items():
+            earlier = before.infos.get(connection)
+            if earlier is None or info.sent_bytes == earlier.sent_bytes:
+                continue
+            rtts_s.append(info.rtt_s)
+            self._min_rtt_s = min(self._min_rtt_s or info.min_rtt_s, info.min_rtt_s)
+            self._sent_bytes += info.sent_bytes - earlier.sent_bytes
+            self._resent_bytes += info.retransmitted_bytes - earlier.retransmitted_bytes
+            self._busy_s += info.busy_s - earlier.busy_s
+            self._sndbuf_limited_s += info.sndbuf_limited_s - earlier.sndbuf_limited_s
+            self._rwnd_limited_s += info.rwnd_limited_s - earlier.rwnd_limited_s
+        if rtts_s:
+            self.rtt_s = sum(rtts_s) / len(rtts_s)
+
+    def measured(self) -> Measured:
+        busy_s = max(self._busy_s, 1e-9)
+        return Measured(
+            rate_bytes_per_s=self.rate_bytes_per_s,
+            rtt_s=self.rtt_s,
+            min_rtt_s=self._min_rtt_s,
+            loss=self._resent_bytes / max(1, self._sent_bytes),
+            sndbuf_limited=self._sndbuf_limited_s / busy_s,
+            rwnd_limited=self._rwnd_limited_s / busy_s,
+        )
