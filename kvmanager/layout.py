@@ -30,6 +30,9 @@ class KVKind(StrEnum):
     RECURRENT = "recurrent"
 
 
+_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
+
+
 class LayoutError(ValueError):
     """A layout that cannot be described or decoded."""
 
@@ -91,6 +94,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     model_id: str
     config_digest: str
     cache_dtype: str
+    """As the engine was configured, "auto/torch.bfloat16" or "fp8/torch.bfloat16"."""
     memory_order: str
     tp_size: int
     groups: tuple[KVGroup, ...]
@@ -130,6 +134,15 @@ class KVLayout(msgspec.Struct, frozen=True):
     def fingerprint(self) -> bytes:
         """32 bytes; equal exactly when the caches of two engines are interchangeable."""
         return blake3(self.encode()).digest()
+
+    @property
+    def element_bytes(self) -> int:
+        """Size of the numbers that most of the cache consists of, 1 when they are not floats of 2
+        or 4 bytes; what codecs regroup bytes by.
+        """
+        cache, _, model = self.cache_dtype.partition("/")
+        name = (model if cache == "auto" else cache).removeprefix("torch.")
+        return _ELEMENT_BYTES.get(name, 1)
 
     def rank_bytes(self, num_tokens: int) -> int:
         """Bytes of one rank's share of a transfer of `num_tokens`."""

@@ -11,10 +11,12 @@ from transport.interfaces import (
     ByteSpace,
     LandingRegistry,
     OutgoingSpec,
+    Priority,
     TransferListener,
     TransferProgress,
     TransferState,
 )
+from transport.link_state import LinkState
 from transport.receiver import Receiver
 from transport.sender import OutgoingTransfer, Sender
 
@@ -23,10 +25,12 @@ __all__ = [
     "Endpoint",
     "LandingRegistry",
     "LinkError",
+    "LinkState",
     "LocalError",
     "OutgoingSpec",
     "OutgoingTransfer",
     "PeerError",
+    "Priority",
     "Receiver",
     "Refused",
     "Sender",

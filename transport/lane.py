@@ -24,6 +24,7 @@ from transport.frames import (
     encode_reason,
 )
 from transport.handshake import Feature
+from transport.incoming import RAW_LENGTH
 from transport.link import Work
 from transport.outgoing import RAW_CODED, Coded, Outgoing
 from transport.protocol import Event, SenderSession, Welcomed
@@ -58,6 +59,7 @@ class Lane:
         self._link = link
         self._config = link.config
         self._with_sum = True
+        self._peer_features = 0
         self._backoff = Backoff(link.config.reconnect_first_s, link.config.reconnect_max_s)
 
     def abort(self, error: TransportError) -> None:
@@ -117,6 +119,7 @@ class Lane:
             raise PeerError("protocol", "the receiver spoke before it was asked")
         self.deadline_s = None
         peer = events[0].peer
+        self._peer_features = peer.features
         self._with_sum = self._config.checksum or not peer.features & Feature.NO_SUM
         self._link.established(self.connection, peer)
         return stream
@@ -189,6 +192,8 @@ class Lane:
                 return None
             if buffers:
                 stream.send(buffers)
+            if work.data is not None:
+                self._link.coder.sent(coded.codec, work.data[1] - work.data[0], coded.wire_bytes)
             return coded
         except BaseException:
             buffers.clear()
@@ -215,11 +220,22 @@ class Lane:
         return buffers
 
     def _data(self, transfer: Outgoing, start: int, end: int) -> tuple[list[Buffer], Coded]:
-        views = self._link.space(transfer).views(start, end - start)
-        header = encode_data_header(
-            transfer.spec.transfer_id, start, views, with_sum=self._with_sum
-        )
-        return [header, *views], Coded(end - start)
+        spec, raw_bytes = transfer.spec, end - start
+        views = self._link.space(transfer).views(start, raw_bytes)
+        coder = self._link.coder
+        if not coder.is_off:
+            chunk = coder.encode(
+                views, element_bytes=spec.element_bytes, features=self._peer_features
+            )
+            if chunk.payload is not None:
+                body = [RAW_LENGTH.pack(raw_bytes), chunk.payload]
+                header = encode_data_header(
+                    spec.transfer_id, start, body, codec=chunk.codec, with_sum=self._with_sum
+                )
+                coded = Coded(len(chunk.payload) + RAW_LENGTH.size, chunk.codec)
+                return [header, *body], coded
+        header = encode_data_header(spec.transfer_id, start, views, with_sum=self._with_sum)
+        return [header, *views], Coded(raw_bytes)
 
     def _read(self, stream: Stream, session: SenderSession) -> None:
         memory = memoryview(bytearray(READ_BYTES))

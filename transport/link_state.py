@@ -28,6 +28,9 @@ class LinkState:
     phase: str
     measured: Measured
     """The last window in which the link was backlogged; all zero before the first."""
+    codec: str
+    """What the last chunk was to be coded with ("raw" for nothing), and why."""
+    codec_reason: str
     acked_bytes: int
     """Acknowledged since the link began."""
     connections: list[ConnectionState] = field(default_factory=list)

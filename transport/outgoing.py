@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transport.codecs import Codec
 from transport.errors import TransportError
 from transport.interfaces import OutgoingSpec, TransferProgress, TransferState
 from transport.ranges import IntervalSet, Range
@@ -38,10 +39,10 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """How a chunk was sent: bytes of its DATA body, and the codec's name ("" for raw)."""
+    """How a chunk was sent: bytes of its DATA body, and what it went through."""
 
     wire_bytes: int = 0
-    codec: str = ""
+    codec: Codec = Codec.RAW
 
 
 RAW_CODED = Coded()
@@ -143,8 +144,8 @@ class Outgoing:
         """The connection has stopped reading `taken`; `whole` when the kernel took all of it."""
         self._pins.discard(connection)
         self._wire_bytes += coded.wire_bytes
-        if coded.codec:
-            self._codecs.add(coded.codec)
+        if coded.codec is not Codec.RAW:
+            self._codecs.add(coded.codec.name.lower())
         if whole:
             gained = self._sent.add(*taken)
             self._resent_bytes += taken[1] - taken[0] - gained

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from transport.coder import LinkCoder
 from transport.config import Endpoint, TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, TransportError
 from transport.handshake import Hello
@@ -68,6 +69,7 @@ class Link:
         self._stir = stir
         self.idle_since_s = time.monotonic()
         self._core = LinkCore(config, str(endpoint))
+        self.coder = LinkCoder(config)
         self._tuner = LinkTuner(config)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -141,6 +143,8 @@ class Link:
                 for connection, lane in self._lanes.items()
                 if lane.stream is not None and lane.deadline_s is None
             }
+            is_backlogged = self._core.is_backlogged
+        self.coder.tick(is_backlogged=is_backlogged, now_s=now_s)
         infos = {number: stream.tcp_info() for number, stream in streams.items()}
         with self._lock:
             self._infos = {number: info for number, info in infos.items() if info is not None}
@@ -169,6 +173,8 @@ class Link:
                 frame_bytes=self._tuner.frame_bytes,
                 phase=self._tuner.phase.value,
                 measured=self._tuner.measured,
+                codec=self.coder.codec_name,
+                codec_reason=self.coder.reason,
                 acked_bytes=self._core.acked_bytes,
                 connections=[
                     ConnectionState(number, self._core.carries_data(number), info)

@@ -31,6 +31,8 @@ RECORD_BYTES: Final = 16 * 1024
 SMALL_BYTES: Final = 2 * RECORD_BYTES
 """Buffers up to this size are joined: copying them costs less than records of their own."""
 JOINED_BYTES: Final = 4 * RECORD_BYTES
+HOLD_BYTES: Final = 64 * RECORD_BYTES
+"""Most that is received under the lock while another thread may want to send."""
 RECHECK_S: Final = 1.0
 
 T = TypeVar("T")
@@ -138,7 +140,10 @@ class TlsStream(SocketOwner):
         super().__init__(sock)
         sock.setblocking(False)
         self._tls = sock
+        # As recv_into, with less Python per record; typeshed knows it with bytearrays only.
+        self._read: Callable[[int, memoryview], int] = sock.read  # type: ignore[assignment]
         self._use = threading.Lock()
+        self._end: TransportError | None = None
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         pieces = _joined(buffers)
@@ -168,13 +173,12 @@ class TlsStream(SocketOwner):
             rest = view
             while rest:
                 count, wait_for = self._try_receive(rest)
-                if not count:
-                    self._wait(wait_for)
-                    continue
                 total += count
                 rest = rest[count:]
-                if not fill:
+                if total and not fill:
                     return total
+                if wait_for:
+                    self._wait(wait_for)
         return total
 
     def try_receive(self, buffers: Sequence[memoryview]) -> int:
@@ -182,11 +186,11 @@ class TlsStream(SocketOwner):
         for view in buffers:
             rest = view
             while rest:
-                count = self._try_receive(rest)[0]
-                if not count:
-                    return total
+                count, wait_for = self._try_receive(rest)
                 total += count
                 rest = rest[count:]
+                if wait_for:
+                    return total
         return total
 
     def _try_send(self, data: Buffer) -> tuple[int, int]:
@@ -201,18 +205,27 @@ class TlsStream(SocketOwner):
                 raise tls_lost(error) from error
 
     def _try_receive(self, view: memoryview) -> tuple[int, int]:
+        """Bytes stored, at most HOLD_BYTES, and what must be waited for to get more now."""
+        if self._end is not None:
+            raise self._end
+        count, wait_for, size = 0, 0, min(len(view), HOLD_BYTES)
         with self._use:
             try:
-                count = self._tls.recv_into(view)
+                while count < size:  # a call yields one record
+                    got = self._read(size - count, view[count:size])
+                    if not got:
+                        self._end = LinkError("lost", "the peer closed the connection")
+                        break
+                    count += got
             except ssl.SSLWantReadError:
-                return 0, select.POLLIN
+                wait_for = select.POLLIN
             except ssl.SSLWantWriteError:
-                return 0, select.POLLOUT
+                wait_for = select.POLLOUT
             except (OSError, ValueError) as error:
-                raise tls_lost(error) from error
-        if not count:
-            raise LinkError("lost", "the peer closed the connection")
-        return count, 0
+                self._end = tls_lost(error)
+        if self._end is not None and not count:
+            raise self._end  # after what came before it
+        return count, wait_for
 
     def _wait(self, wait_for: int) -> None:
         poll = select.poll()

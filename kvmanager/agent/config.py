@@ -57,12 +57,18 @@ class AgentConfig(BaseModel):
     """How long memory of a failed transfer waits for an engine that does not let go of it."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Prometheus port on the host of `control`; none when absent."""
+    tls_dir: Path | None = None
+    """Directory with tls.crt, tls.key and ca.crt, as cert-manager writes them; instead of the
+    three separate files. Either way new connections use files that were replaced on disk.
+    """
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_ca: Path | None = None
+    digest: bool = False
+    """Compare a BLAKE3 digest of every transfer at its end, beside the checksums of its frames."""
     trusted_network: bool = False
     """Speak to other hosts without TLS."""
-    transport: dict[str, int | float | str | None] = {}
+    transport: dict[str, int | float | str | bool | None] = {}
     """Fields of `transport.TransportConfig`."""
 
     @field_validator("listen", "control")
@@ -85,14 +91,16 @@ class AgentConfig(BaseModel):
     @model_validator(mode="after")
     def _check_security(self) -> Self:
         files = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(files) and self.tls_dir is not None:
+            raise ValueError("give tls_dir, or tls_cert, tls_key and tls_ca, not both")
         if any(files) and not all(files):
             raise ValueError("tls_cert, tls_key and tls_ca belong together: give all or none")
-        if not any(files) and not self.trusted_network:
+        if self.tls is None and not self.trusted_network:
             for name in ("listen", "control"):
                 if not _is_loopback(parse_endpoint(getattr(self, name)).host):
                     raise ValueError(
                         f"{name}: {getattr(self, name)} is reachable from other hosts without "
-                        "TLS; give tls_cert, tls_key and tls_ca, or set trusted_network"
+                        "TLS; give tls_dir or tls_cert, tls_key and tls_ca, or set trusted_network"
                     )
         if self.advertise is None and parse_endpoint(self.listen).host in ("0.0.0.0", "::"):
             raise ValueError(
@@ -103,6 +111,8 @@ class AgentConfig(BaseModel):
 
     @property
     def tls(self) -> TlsFiles | None:
+        if self.tls_dir is not None:
+            return TlsFiles.in_directory(self.tls_dir)
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
             return None
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)

@@ -32,7 +32,7 @@ from kvmanager.agent.transfer_io import now_s
 from kvmanager.custody import Key, Kind
 from kvmanager.rpc import Method, RpcError
 from kvmanager.transfer_records import LandingSpec, OutboxSpec, TransferError
-from transport import Endpoint
+from transport import Endpoint, OutgoingSpec
 
 ID_BYTES: Final = 16
 KEY_BYTES: Final = 32
@@ -106,7 +106,16 @@ class ControlService:
             transfer_id, request.nbytes, request.num_tokens, fingerprint, request.lease_s
         )
         token = _bytes(request.token, KEY_BYTES, "token")
-        outbox = agent.open_outbox(spec, token, Endpoint(request.host, request.port))
+        wire = OutgoingSpec(
+            transfer_id,
+            token,
+            fingerprint,
+            Endpoint(request.host, request.port),
+            tenant=request.tenant,
+            element_bytes=layout.element_bytes,
+            digest=agent.config.digest,
+        )
+        outbox = agent.open_outbox(spec, wire)
         return OpenOutboxReply(
             arena_epoch=agent.arena.epoch,
             runs=[(first, length) for first, length in outbox.runs],

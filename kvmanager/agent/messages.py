@@ -84,6 +84,8 @@ class OpenOutbox(msgspec.Struct, frozen=True):
     host: str
     port: int
     lease_s: float
+    tenant: str = ""
+    """Whose KVCache it is: links are shared fairly among tenants."""
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):
@@ -123,6 +125,10 @@ class TransferReport(msgspec.Struct, frozen=True):
     prefill_end_to_complete_s: float = 0.0
     opened_to_complete_s: float = 0.0
     first_sent_to_complete_s: float = 0.0
+    wire_bytes: int = 0
+    """What `sent_bytes` came to on the wire, after coding; 0 at a landing."""
+    codecs: tuple[str, ...] = ()
+    """Codecs that its bytes went through besides raw; "fp8" alone loses anything."""
 
 
 class Status(msgspec.Struct, frozen=True):

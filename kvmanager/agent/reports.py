@@ -69,6 +69,8 @@ def outbox_report(
         prefill_end_to_complete_s=_span(outbox.prefill_end_s, completed_s),
         opened_to_complete_s=_span(outbox.opened_s, completed_s),
         first_sent_to_complete_s=_span(progress.first_sent_s if progress else None, completed_s),
+        wire_bytes=progress.wire_bytes if progress else 0,
+        codecs=progress.codecs if progress else (),
     )
 
 

@@ -57,7 +57,7 @@ from kvmanager.transfer_records import (
     TellLanded,
 )
 from kvmanager.transfers import TransferTable
-from transport import Endpoint, OutgoingSpec
+from transport import OutgoingSpec
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -138,11 +138,10 @@ class NodeAgent:
         self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space)
         return landing
 
-    def open_outbox(self, spec: OutboxSpec, token: bytes, endpoint: Endpoint) -> Outbox:
+    def open_outbox(self, spec: OutboxSpec, wire: OutgoingSpec) -> Outbox:
         """Hold memory and begin to send. Raises TransferError."""
         outbox = self.table.open_outbox(spec, now_s())
         space = self.arena.view(outbox.runs, spec.nbytes)
-        wire = OutgoingSpec(spec.transfer_id, token, spec.fingerprint, endpoint)
         try:
             self.io.open(wire, space)
         except Exception as error:

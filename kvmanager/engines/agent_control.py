@@ -38,7 +38,7 @@ class AgentControl:
         return await self._client.call("Reserve", request, ReserveReply, timeout_s)
 
     async def open_outbox(
-        self, landing: Landing, lease_s: float, timeout_s: float
+        self, landing: Landing, lease_s: float, timeout_s: float, *, tenant: str = ""
     ) -> OpenOutboxReply:
         """Memory for an engine to fill, sent to `landing` as it fills. NO_ROOM, INVALID."""
         request = OpenOutbox(
@@ -50,6 +50,7 @@ class AgentControl:
             host=landing.host,
             port=landing.port,
             lease_s=lease_s,
+            tenant=tenant,
         )
         return await self._client.call("OpenOutbox", request, OpenOutboxReply, timeout_s)
 

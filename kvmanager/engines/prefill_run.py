@@ -107,7 +107,12 @@ class PrefillRunner:
         """The whole try. Raises AttemptFailed. On return or raise the try holds nothing."""
         await self._check_engine(place)
         opening = asyncio.create_task(
-            place.agent.open_outbox(job.landing, self._config.lease_s, self._config.rpc_timeout_s)
+            place.agent.open_outbox(
+                job.landing,
+                self._config.lease_s,
+                self._config.rpc_timeout_s,
+                tenant=job.cache_salt or "",
+            )
         )
         landed = False
         try:

@@ -1,177 +1,241 @@
-"""Loopback throughput of the transport: two processes, checksums on, every byte acknowledged.
+"""The transport against its peers: loopback and, as root, a veth pair between two namespaces.
 
-Run: python tests/bench/bench_transport.py [--json FILE]. Each cell is the median of --runs
-transfers of --mib MiB whose memory is cut into views of the given size. iperf3 is run beside it
-when it is installed.
+Run: python tests/bench/bench_transport.py [--quick | --full] [--json FILE]. Rounds are interleaved:
+in each of them every peer is started, warmed up, measured at every block size and stopped, so that
+one that spins while idle disturbs no other; the order turns by one from round to round. Reported
+are medians and ranges over the rounds, CPU of both ends, single 64 KiB blocks acknowledged one by
+one, cores used while idle, memory beyond the buffers, and the goals. All blocks of all peers lie in
+a permuted order in memory, and each peer's bytes are compared once a place. A peer that is not
+installed is named and left out (see README.md, also for what is not comparable).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import resource
-import shutil
-import statistics
-import subprocess
+import os
 import sys
+import tempfile
 import time
-from dataclasses import replace
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from transport import Endpoint, Receiver, Sender, TransportConfig
-from transport.testing import MemoryRegistry, MemorySpace, RecordingListener, make_spec
+import peer_report
+from peer_certificates import make_certificates
+from peer_end import KIB, MIB
+from peer_report import Measured
+from peers import (
+    Kept,
+    Peer,
+    Site,
+    iperf3,
+    mooncake,
+    mooncake_default,
+    nixl_read,
+    nixl_write,
+    ours,
+    raw,
+)
 
-KIB = 1024
-MIB = 1024 * KIB
-
-
-def serve(pipe: Connection, config: TransportConfig, nbytes: int) -> None:
-    """The receiving process: expects the transfers it is told about, reports CPU seconds at the
-    end.
-    """
-    registry = MemoryRegistry()
-    data = bytearray(nbytes)
-    memoryview(data)[:] = b"\1" * nbytes  # fault the pages in
-    receiver = Receiver(Endpoint("127.0.0.1", 0), config, registry)
-    receiver.start()
-    pipe.send(receiver.endpoint)
-    while (message := pipe.recv()) is not None:
-        number, view_bytes, size = message
-        space = MemorySpace(data, view_bytes)
-        if size != nbytes:
-            space = MemorySpace(bytearray(size), view_bytes)
-        registry.expect(make_spec(number), space)
-        pipe.send(cpu_s())
-    receiver.close()
+IDLE_S = 1.0
+NUM_ACKED = 200
+"""Single blocks a round, after a tenth as many to warm up."""
+PLACES = ("loopback", "veth")
 
 
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured. `timeout_s` is for one transfer."""
+
+    rounds: int
+    nbytes: int
+    blocks: tuple[int, ...]
+    timeout_s: float
 
 
-class Bench:
-    """A sender in this process, a receiver in another."""
-
-    def __init__(self, config: TransportConfig, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.data = bytearray(nbytes)
-        memoryview(self.data)[:] = b"\2" * nbytes
-        self.pipe, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=serve, args=(theirs, config, nbytes), daemon=True)
-        self.process.start()
-        self.endpoint: Endpoint = self.pipe.recv()
-        self.sender = Sender(config)
-        self.number = 0
-
-    def transfer(self, view_bytes: int, size: int) -> tuple[float, float]:
-        """(seconds, CPU seconds of both processes) of one acknowledged transfer."""
-        self.number += 1
-        self.pipe.send((self.number, view_bytes, size))
-        before_s = self.pipe.recv() + cpu_s()
-        spec = make_spec(self.number, self.endpoint)
-        space = MemorySpace(self.data if size == self.nbytes else bytearray(size), view_bytes)
-        listener = RecordingListener()
-        begin_s = time.perf_counter()
-        handle = self.sender.open(spec, space, listener)
-        handle.ready(0, size)
-        error = listener.wait(spec.transfer_id, 60)
-        elapsed_s = time.perf_counter() - begin_s
-        if error is not None:
-            raise error
-        self.pipe.send((0, view_bytes, self.nbytes))
-        return elapsed_s, self.pipe.recv() + cpu_s() - before_s
-
-    def close(self) -> None:
-        self.sender.close()
-        self.pipe.send(None)
-        self.process.join(5)
-
-
-def iperf3_gbits() -> float | None:
-    """One stream for two seconds, or None when it is not installed."""
-    if shutil.which("iperf3") is None:
-        return None
-    server = subprocess.Popen(
-        ["iperf3", "-s", "-1", "-p", "52017"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+def ours_fixed(name: str, num_connections: int, **config: Any) -> Peer:
+    """Ours with nothing that adapts itself, and frames as large as loopback likes them."""
+    return ours(
+        name,
+        num_connections=num_connections,
+        frame_bytes=MIB,
+        autotune=False,
+        codec="none",
+        **config,
     )
-    time.sleep(0.3)
-    try:
-        done = subprocess.run(
-            ["iperf3", "-c", "127.0.0.1", "-p", "52017", "-t", "2", "-J"],
-            capture_output=True,
-            check=True,
-            timeout=20,
-        )
-        return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 1e9
-    finally:
-        server.kill()
-        server.wait()
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, object]:
-    config = replace(
-        TransportConfig(),
-        num_connections=arguments.connections,
-        frame_bytes=arguments.frame_kib * KIB,
+def loopback_peers(folder: Path, *, full: bool) -> list[Peer]:
+    """Ours with several numbers of connections, safety settings and its defaults; the others."""
+    some = (1, 2, 4, 8, 16) if full else (1, 4, 16)
+    peers = [ours_fixed(f"ours x{num}", num) for num in some]
+    peers += [
+        ours_fixed("ours x4 no checksum", 4, checksum=False),
+        ours_fixed("ours x4 tls", 4, tls=make_certificates(folder)),
+        ours("ours defaults"),
+        raw(4),
+        iperf3(1),
+        iperf3(4),
+        mooncake(),
+        nixl_write(),
+        nixl_read(),
+    ]
+    if full:
+        settings = {"UCX_TCP_SNDBUF": "4m"}
+        peers += [raw(1), iperf3(8), mooncake_default(), nixl_write("nixl write 4m", **settings)]
+    return peers
+
+
+def veth_peers() -> list[Peer]:
+    mine = [ours_fixed("ours x4", 4), ours("ours defaults")]
+    return [*mine, raw(4), iperf3(4), mooncake(), nixl_write(), nixl_read()]
+
+
+def available(peers: Sequence[Peer]) -> tuple[list[Peer], dict[str, str]]:
+    """Those that can run, and why the others cannot."""
+    reasons = {peer.name: peer.available() for peer in peers}
+    missing = {name: reason for name, reason in reasons.items() if reason is not None}
+    for name, reason in missing.items():
+        say(f"{name}: left out: {reason}")
+    return [peer for peer in peers if peer.name not in missing], missing
+
+
+def measure(place: str, site: Site, peers: Sequence[Peer], plan: Plan) -> list[Measured]:
+    """Every peer once a round."""
+    found = {peer.name: Measured(peer.name, place) for peer in peers}
+    with ExitStack() as stack:
+        sessions = [stack.enter_context(Kept(peer, site)) for peer in peers]
+        for number in range(plan.rounds if peers else 0):
+            start_s = time.monotonic()
+            shift = number % len(peers)
+            for session in (*sessions[shift:], *sessions[:shift]):
+                measured = found[session.peer.name]
+                visit(session, measured, plan, is_first=number == 0)
+                session.close()
+                for reason in session.failures[len(measured.failures) :]:
+                    say(f"  {reason}")
+                measured.failures = list(session.failures)
+            say(f"{place}, round {number + 1}: {time.monotonic() - start_s:.0f} s")
+    return list(found.values())
+
+
+def visit(session: Kept, measured: Measured, plan: Plan, *, is_first: bool) -> None:
+    """One peer's part of a round."""
+    if is_first:
+        measured.is_verified = session.verify(64 * KIB, plan.nbytes, plan.timeout_s)
+    else:
+        session.transfer(plan.nbytes, 64 * KIB, plan.timeout_s)
+    for block_bytes in plan.blocks:
+        sample = session.transfer(plan.nbytes, block_bytes, plan.timeout_s)
+        measured.samples.setdefault(block_bytes, []).append(sample)
+    session.acked_block_us(64 * KIB, NUM_ACKED // 10, plan.timeout_s)
+    measured.acked_us += session.acked_block_us(64 * KIB, NUM_ACKED, plan.timeout_s) or []
+    if is_first:
+        measured.idle = session.idle_cpu(IDLE_S)
+        measured.rss_mib = session.rss_mib()
+
+
+def site_and_peers(
+    place: str, stack: ExitStack, nbytes: int, *, full: bool
+) -> tuple[Site, list[Peer]]:
+    """What to run where, until the stack closes; OSError if this place cannot be made."""
+    if place == "loopback":
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-bench-"))
+        return Site(nbytes_max=nbytes), loopback_peers(Path(folder), full=full)
+    from wan import DEVICE, FAR, veth
+
+    sites = stack.enter_context(veth())
+    site = Site(
+        near_prefix=sites.at_site(sites.near, []),
+        far_prefix=sites.at_site(sites.far, []),
+        far_host=FAR,
+        nbytes_max=nbytes,
+        env={"UCX_NET_DEVICES": DEVICE},
     )
-    nbytes = arguments.mib * MIB
-    bench = Bench(config, nbytes)
-    rows = []
-    try:
-        bench.transfer(64 * KIB, nbytes)  # connections, slow start
-        for view_kib in arguments.view_kib:
-            runs = [bench.transfer(view_kib * KIB, nbytes) for _ in range(arguments.runs)]
-            seconds = statistics.median(elapsed for elapsed, _ in runs)
-            cpu = statistics.median(used for _, used in runs)
-            rows.append(
-                {
-                    "view_kib": view_kib,
-                    "gbit_per_s": round(nbytes * 8 / seconds / 1e9, 2),
-                    "cpu_s_per_gib": round(cpu / (nbytes / 2**30), 3),
-                    "num_runs": len(runs),
-                }
-            )
-        small = sorted(bench.transfer(64 * KIB, 64 * KIB)[0] for _ in range(200))
-    finally:
-        bench.close()
-    return {
-        "connections": arguments.connections,
-        "frame_kib": arguments.frame_kib,
-        "mib": arguments.mib,
-        "throughput": rows,
-        "transfer_64kib_us": {
-            "p50": round(small[len(small) // 2] * 1e6),
-            "p99": round(small[len(small) * 99 // 100] * 1e6),
-        },
-        "iperf3_gbit_per_s": iperf3_gbits(),
-    }
+    return site, veth_peers()
+
+
+def run(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Measured], dict[str, str]]:
+    """What was found, and why places and peers were left out."""
+    found: list[Measured] = []
+    missing: dict[str, str] = {}
+    for place in arguments.places:
+        with ExitStack() as stack:
+            try:
+                site, peers = site_and_peers(place, stack, plan.nbytes, full=arguments.full)
+            except OSError as error:
+                missing[place] = str(error)
+                say(f"{place}: left out: {error}")
+                continue
+            wanted = [peer for peer in peers if peer.name in (arguments.peers or [peer.name])]
+            ready, left_out = available(wanted)
+            missing |= left_out
+            found += measure(place, site, ready, plan)
+    return found, missing
+
+
+def report(found: Sequence[Measured], kept: Path | None) -> None:
+    """Tables and goals on the terminal, the picture beside the raw numbers."""
+    for place in dict.fromkeys(measured.place for measured in found):
+        print(f"\n{place}\n{peer_report.table(found, place)}\n")
+        for goal in peer_report.goals(found, place):
+            print(goal.line())
+    if kept is not None and any(measured.samples for measured in found):
+        picture = kept.with_suffix(".png")
+        peer_report.plot(found, picture)
+        print(f"\npicture: {picture}")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def parse() -> tuple[argparse.Namespace, Plan]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="the default: at most 5 minutes")
+    size.add_argument("--full", action="store_true", help="every block size and setting")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, help="of one transfer: 128, or 512 with --full")
+    parser.add_argument("--blocks-kib", type=int, nargs="+", help="instead of the usual sizes")
+    parser.add_argument("--peers", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
+    parser.add_argument("--json", type=Path, help="write the result here, and a .png beside it")
+    arguments = parser.parse_args()
+    usual = (16, 64, 256, 1024, 4096) if arguments.full else (16, 64, 1024)
+    return arguments, Plan(
+        rounds=arguments.rounds,
+        nbytes=(arguments.mib or (512 if arguments.full else 128)) * MIB,
+        blocks=tuple(KIB * kib for kib in arguments.blocks_kib or usual),
+        timeout_s=60.0 if arguments.full else 20.0,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=512, help="bytes per transfer, in MiB")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--connections", type=int, default=4)
-    parser.add_argument("--frame-kib", type=int, default=1024)
-    parser.add_argument("--view-kib", type=int, nargs="+", default=[16, 64, 1024])
-    parser.add_argument("--json", type=Path, help="write the result here as well")
-    arguments = parser.parse_args()
-    result = measure(arguments)
-    print(f"{'view':>10} {'Gbit/s':>8} {'CPU s/GiB':>10}")
-    rows = result["throughput"]
-    assert isinstance(rows, list)
-    for row in rows:
-        print(f"{row['view_kib']:>6} KiB {row['gbit_per_s']:>8} {row['cpu_s_per_gib']:>10}")
-    print(f"one 64 KiB transfer, opened to complete: {result['transfer_64kib_us']} us")
-    print(f"iperf3, one stream: {result['iperf3_gbit_per_s']} Gbit/s")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    arguments, plan = parse()
+    found, missing = run(arguments, plan)
+    report(found, arguments.json)
+    if arguments.json is None:
+        return
+    result = {
+        "plan": {**asdict(plan), "places": arguments.places, "cpus": os.cpu_count()},
+        "missing": missing,
+        "goals": {
+            place: [
+                {**asdict(goal), "met": goal.is_met} for goal in peer_report.goals(found, place)
+            ]
+            for place in arguments.places
+        },
+        "measured": [measured.as_json() for measured in found],
+    }
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,138 @@
+"""Codes the chunks of one link: the shell around `CodecChooser`, shared by the link's lanes.
+
+A fixed codec is used for every chunk it makes smaller; "auto" asks the chooser and feeds it with
+what coding costs, what the link takes, and how much CPU is idle. Knows no frame and no socket.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from transport.codec_choice import SAMPLE_BYTES, Choice, ChoiceConfig, CodecChooser
+from transport.codecs import Codec, encode
+from transport.config import TransportConfig
+from transport.handshake import codec_feature
+
+CANDIDATES = (Codec.ZSTD_PLANES, Codec.LZ4)
+"""What "auto" chooses among: the best for floating-point numbers, and the cheapest for padding."""
+CPU_SAMPLE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class CodedChunk:
+    """`payload` is None where the chunk is to be sent raw."""
+
+    codec: Codec
+    payload: bytes | memoryview | None = None
+
+
+RAW_CHUNK = CodedChunk(Codec.RAW)
+
+
+class LinkCoder:
+    """See the module docstring. Thread-safe; coding itself is done outside of the lock."""
+
+    def __init__(self, config: TransportConfig) -> None:
+        self._mode = config.codec
+        self._lock = threading.Lock()
+        self._chooser: CodecChooser | None = None
+        if config.codec == "auto":
+            self._chooser = CodecChooser(CANDIDATES, ChoiceConfig(), time.monotonic())
+        self._choice: Choice | None = None
+        self._sent: dict[Codec, tuple[int, int]] = {}  # raw and wire bytes since the last tick
+        self._tick_s: float | None = None
+        self._cpu_s = 0.0
+        self._num_cores = len(os.sched_getaffinity(0))
+
+    @property
+    def is_off(self) -> bool:
+        return self._mode == "none"
+
+    @property
+    def codec_name(self) -> str:
+        """What the next chunk would be coded with; "raw" for nothing."""
+        if self._chooser is None:
+            return "raw" if self.is_off else self._mode
+        return "raw" if self._choice is None else self._choice.codec.name.lower()
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        if self._chooser is None:
+            return f'configured: codec "{self._mode}"'
+        return "nothing was sent yet" if self._choice is None else self._choice.reason
+
+    def encode(
+        self, views: Sequence[memoryview], *, element_bytes: int, features: int
+    ) -> CodedChunk:
+        """One chunk for a receiver with these features."""
+        codec = self._codec(views, element_bytes)
+        if codec is Codec.RAW or not features & codec_feature(codec):
+            return RAW_CHUNK
+        if codec is Codec.FP8 and element_bytes != 2:
+            return RAW_CHUNK
+        begin_s = time.thread_time()
+        payload = encode(codec, views, element_bytes)
+        spent_s = time.thread_time() - begin_s
+        raw_bytes, payload_bytes = sum(map(len, views)), len(payload)
+        if self._chooser is not None:
+            with self._lock:
+                self._chooser.observe_encoded(codec, raw_bytes, payload_bytes, spent_s)
+        return CodedChunk(codec, payload) if payload_bytes < raw_bytes else RAW_CHUNK
+
+    def sent(self, codec: Codec, raw_bytes: int, wire_bytes: int) -> None:
+        """The kernel took a chunk."""
+        if self._chooser is not None:
+            with self._lock:
+                raw, wire = self._sent.get(codec, (0, 0))
+                self._sent[codec] = raw + raw_bytes, wire + wire_bytes
+
+    def tick(self, *, is_backlogged: bool, now_s: float) -> None:
+        """Tell the chooser what the link took since the last tick, and how busy the host is."""
+        if self._chooser is None:
+            return
+        with self._lock:
+            sent, self._sent = self._sent, {}
+            last_s, self._tick_s = self._tick_s, now_s if is_backlogged else None
+            if last_s is not None and is_backlogged and sent:
+                codec = max(sent, key=lambda key: sent[key])
+                raw = sum(raw for raw, _ in sent.values())
+                wire = sum(wire for _, wire in sent.values())
+                self._chooser.observe_sent(codec, raw, wire, now_s - last_s, now_s=now_s)
+            if now_s - self._cpu_s >= CPU_SAMPLE_S:
+                self._cpu_s = now_s
+                idle_share = 1 - psutil.cpu_percent() / 100
+                self._chooser.observe_cpu(idle_share, self._num_cores, now_s=now_s)
+
+    def _codec(self, views: Sequence[memoryview], element_bytes: int) -> Codec:
+        if self._chooser is None:
+            return Codec.RAW if self.is_off else Codec[self._mode.upper()]
+        now_s = time.monotonic()
+        with self._lock:
+            self._choice = self._chooser.choose(now_s)
+            wanted = self._chooser.wants_sample(now_s)
+        if wanted is not None:
+            self._sample(wanted, views, element_bytes)
+        return self._choice.codec
+
+    def _sample(self, codec: Codec, views: Sequence[memoryview], element_bytes: int) -> None:
+        sample, missing = [], SAMPLE_BYTES
+        for view in views:
+            sample.append(view[:missing])
+            missing -= len(sample[-1])
+            if not missing:
+                break
+        begin_s = time.thread_time()
+        payload = encode(codec, sample, element_bytes)
+        spent_s = time.thread_time() - begin_s
+        assert self._chooser is not None
+        with self._lock:
+            self._chooser.observe_sample(
+                codec, SAMPLE_BYTES - missing, len(payload), spent_s, now_s=time.monotonic()
+            )
