@@ -2,6 +2,8 @@
 # make test   set everything up and run the tests
 # make lint   ruff, mypy, import rule
 # make bench  measurements against peers (see tests/bench/README.md)
+# make soak   minutes of faults between a sender and a receiver, every byte verified
+# make fuzz   random and mutated bytes against the wire format, guided by coverage
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,7 +12,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format bench clean
+.PHONY: help setup demo test test-fast lint format bench soak fuzz clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -50,6 +52,13 @@ format: setup
 bench: setup
 	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/bench.txt
 	@$(BIN)/python -m tests.bench $(BENCH_ARGS)
+
+soak: setup
+	@$(BIN)/python tests/soak/soak_transport.py $(SOAK_ARGS)
+
+fuzz: setup
+	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/fuzz.txt
+	@$(BIN)/python tests/fuzz/run.py $(FUZZ_ARGS)
 
 clean:
 	rm -rf $(VENV) .demo build *.egg-info bench-results

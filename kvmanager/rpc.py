@@ -6,22 +6,25 @@ call may be repeated is the caller's knowledge.
 A service is a mapping from method name to `Method`. Requests and replies are `msgspec.Struct` types
 encoded as msgpack, so adding a field with a default keeps old and new processes compatible. A
 handler fails by raising `RpcError`; the code travels as a gRPC status plus a trailer that names it.
+
+Certificate files that are replaced on disk are used for new connections, as the transport does it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, TypeVar
+from typing import Any, Final, Generic, Literal, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 import msgspec
 
-if TYPE_CHECKING:
-    from transport import TlsFiles
+from transport import LocalError, TlsFiles
+from transport.tls import Rotating, client_context, server_context
 
 logger = logging.getLogger("prfaas.kvmanager.rpc")
 
@@ -82,6 +85,9 @@ _SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
 )
 
+_RETIRE_S: Final = 300.0
+"""Most time that calls on a channel of replaced certificates get to end."""
+
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
@@ -123,7 +129,10 @@ class RpcServer:
         self._server: Any = None
 
     async def start(self) -> int:
-        """Begin to serve on the running loop; the real port. RpcError(UNAVAILABLE): not bound."""
+        """Begin to serve on the running loop; the real port.
+
+        RpcError(UNAVAILABLE): not bound; RpcError(INVALID): the TLS files cannot be used.
+        """
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         for name, methods in self._services.items():
             handlers = {
@@ -135,6 +144,8 @@ class RpcServer:
             port = self._add_port(server)
         except RuntimeError as error:
             raise RpcError("UNAVAILABLE", f"cannot bind {self._bind}: {error}") from error
+        except LocalError as error:
+            raise RpcError("INVALID", error.message) from error
         if port == 0:
             raise RpcError("UNAVAILABLE", f"cannot bind {self._bind}")
         await server.start()
@@ -150,9 +161,11 @@ class RpcServer:
     def _add_port(self, server: Any) -> int:
         if self._tls is None:
             return int(server.add_insecure_port(self._bind))
-        key, cert, ca = _read_tls(self._tls)
-        credentials = grpc.ssl_server_credentials(
-            [(key, cert)], root_certificates=ca, require_client_auth=True
+        certificates = Rotating(self._tls, _server_certificates)
+        credentials = grpc.dynamic_ssl_server_credentials(
+            certificates.current(time.monotonic()),
+            lambda: certificates.current(time.monotonic()),
+            require_client_authentication=True,
         )
         return int(server.add_secure_port(self._bind, credentials))
 
@@ -171,7 +184,10 @@ class RpcClient:
         self.target = target
         self._service = service
         self._tls = tls
+        self._credentials: Rotating[Any] | None = None
+        self._used_credentials: Any = None
         self._channel: Any = None
+        self._retiring: set[asyncio.Task[None]] = set()
 
     async def call(
         self, method: str, request: msgspec.Struct, reply_type: type[ReplyT], timeout_s: float
@@ -180,9 +196,7 @@ class RpcClient:
 
         Cancelling the awaiting task cancels the handler at the server.
         """
-        if self._channel is None:
-            self._channel = self._open_channel()
-        invoke = self._channel.unary_unary(f"/{self._service}/{method}")
+        invoke = self._current_channel().unary_unary(f"/{self._service}/{method}")
         try:
             raw: bytes = await invoke(msgspec.msgpack.encode(request), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -201,18 +215,41 @@ class RpcClient:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
 
-    def _open_channel(self) -> Any:
+    def _current_channel(self) -> Any:
+        """The channel of the present certificates; running calls end on the one before."""
         if self._tls is None:
-            return grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
-        key, cert, ca = _read_tls(self._tls)
-        credentials = grpc.ssl_channel_credentials(
-            root_certificates=ca, private_key=key, certificate_chain=cert
-        )
-        options = _CHANNEL_OPTIONS
-        if self._tls.server_name is not None:
-            options = (*options, ("grpc.ssl_target_name_override", self._tls.server_name))
-        return grpc.aio.secure_channel(self.target, credentials, options=options)
+            if self._channel is None:
+                self._channel = grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
+            return self._channel
+        credentials = self._current_credentials(self._tls)
+        if self._channel is None or credentials is not self._used_credentials:
+            self._retire()
+            self._used_credentials = credentials
+            options = _CHANNEL_OPTIONS
+            if self._tls.server_name is not None:
+                options = (*options, ("grpc.ssl_target_name_override", self._tls.server_name))
+            self._channel = grpc.aio.secure_channel(self.target, credentials, options=options)
+        return self._channel
+
+    def _current_credentials(self, tls: TlsFiles) -> Any:
+        try:
+            if self._credentials is None:
+                self._credentials = Rotating(tls, _channel_credentials)
+        except LocalError as error:
+            raise RpcError("INVALID", error.message) from error
+        return self._credentials.current(time.monotonic())
+
+    def _retire(self) -> None:
+        """Close the channel once its calls are done."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            task = asyncio.get_running_loop().create_task(channel.close(_RETIRE_S))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
 
     def _explain(self, method: str, error: Any) -> RpcError:
         named = dict(error.trailing_metadata() or ()).get(_CODE_TRAILER)
@@ -252,5 +289,23 @@ async def _abort(context: Any, code: ErrorCode, message: str) -> NoReturn:
     raise AssertionError("abort returned")
 
 
+def _server_certificates(tls: TlsFiles) -> Any:
+    """Checked first, because gRPC notices unusable files late and does not name them."""
+    server_context(tls)
+    key, cert, ca = _read_tls(tls)
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
+
+
+def _channel_credentials(tls: TlsFiles) -> Any:
+    client_context(tls)
+    key, cert, ca = _read_tls(tls)
+    return grpc.ssl_channel_credentials(
+        root_certificates=ca, private_key=key, certificate_chain=cert
+    )
+
+
 def _read_tls(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
-    return tls.key.read_bytes(), tls.cert.read_bytes(), tls.ca.read_bytes()
+    try:
+        return tls.key.read_bytes(), tls.cert.read_bytes(), tls.ca.read_bytes()
+    except OSError as error:
+        raise LocalError("tls_files", f"cannot read the files for TLS: {error}") from error

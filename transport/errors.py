@@ -21,6 +21,8 @@
   connection; `unreachable`, `idle` end a transfer that made no progress for the idle timeout.
 """
 
+import traceback
+
 
 class TransportError(Exception):
     """Base of this package's errors; `code` is stable, the message is for people."""
@@ -48,6 +50,16 @@ class LocalError(TransportError):
 
 class LinkError(TransportError):
     """The network's doing; another connection may do better."""
+
+
+def release_frames(error: BaseException) -> None:
+    """Clear the variables of the frames that an exception and its causes came through: they would
+    keep views of a ByteSpace alive for as long as the exception is.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 def bare(error: TransportError) -> TransportError:

@@ -2,9 +2,10 @@
 
 Each level keeps a virtual time per member: bytes served, divided by the member's weight. The member
 that is furthest behind is served next; one that was idle joins at the time of the others, so that
-it can neither catch up on what it missed nor be made to wait for it. Classes weigh 31 to 1: request
-KV takes all but a thirty-second part of a link that it fills, and background replication never
-starves.
+it can neither catch up on what it missed nor be made to wait for it. One that comes back before the
+others had as much still waits for them: else whoever has one frame at a time would always be next.
+Classes weigh 31 to 1: request KV takes all but a thirty-second part of a link that it fills, and
+background replication never starves.
 
 Pure state; time is an argument. Knows no frame, no connection and no transfer beyond its key.
 """
@@ -56,6 +57,7 @@ class _Level(Generic[KeyT]):
 
     def __init__(self) -> None:
         self._times: dict[KeyT, float] = {}
+        self._left: dict[KeyT, float] = {}  # those who left with more than the others had
         self._now = 0.0
 
     def __contains__(self, key: KeyT) -> bool:
@@ -68,10 +70,18 @@ class _Level(Generic[KeyT]):
         return len(self._times)
 
     def join(self, key: KeyT) -> None:
-        self._times.setdefault(key, self._now)
+        if key not in self._times:
+            self._times[key] = max(self._now, self._left.pop(key, 0.0))
 
     def leave(self, key: KeyT) -> None:
-        self._times.pop(key, None)
+        time = self._times.pop(key, None)
+        if time is None:
+            return
+        self._left = {other: left for other, left in self._left.items() if left > self._now}
+        if not self._times:
+            self._left.clear()  # nobody was waiting: all begin anew
+        elif time > self._now:
+            self._left[key] = time
 
     def serve(self, key: KeyT, cost: float) -> None:
         time = self._times.get(key)

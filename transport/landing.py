@@ -29,7 +29,7 @@ from enum import Enum
 from transport.digest import digest_of
 from transport.errors import PeerError
 from transport.interfaces import ByteSpace, TransferState
-from transport.ranges import IntervalSet, Range
+from transport.ranges import IntervalSet, Range, overlap
 
 
 class Place(Enum):
@@ -75,6 +75,7 @@ class Landing:
         self._space: ByteSpace | None = space
         self._max_ranges = max_ranges
         self._verified = IntervalSet()
+        self._final_bytes: int | None = None  # verified, once nobody asks which
         self._claims: dict[int, list[Range]] = {}
         self._received_again_bytes = 0
         self._wants_digest = wants_digest
@@ -90,7 +91,7 @@ class Landing:
 
     @property
     def verified_bytes(self) -> int:
-        return self._verified.total
+        return self._verified.total if self._final_bytes is None else self._final_bytes
 
     @property
     def received_again_bytes(self) -> int:
@@ -135,7 +136,8 @@ class Landing:
                     return False
                 if scratch is not None:
                     self._copy(missing, start, scratch)
-                gained = sum(self._verified.add(first, last) for first, last in missing)
+                # What was not missing is verified: one range, however many gaps it fills.
+                gained = self._verified.add(start, end) if missing else 0
                 self._received_again_bytes += end - start - gained
                 if len(self._verified) > self._max_ranges:
                     raise PeerError("fragmented", f"more than {self._max_ranges} separate ranges")
@@ -161,9 +163,16 @@ class Landing:
         """
         space = self._space
         agrees = True
-        if self._wants_digest and space is not None:
-            agrees = digest_of(space) == self._digest
-        del space
+        try:
+            if self._wants_digest and space is not None:
+                agrees = digest_of(space) == self._digest
+        except BaseException:
+            with self._changed:
+                self._is_being_judged = False
+                self._changed.notify_all()
+            raise
+        finally:
+            del space
         with self._changed:
             if self.state is not TransferState.OPEN or not agrees:
                 self._is_being_judged = False
@@ -247,10 +256,7 @@ class Landing:
         return frozenset(
             other
             for other, ranges in self._claims.items()
-            if other != connection
-            and any(
-                first < end and start < last for first, last in ranges for start, end in missing
-            )
+            if other != connection and overlap(ranges, missing)
         )
 
     def _copy(self, missing: list[Range], start: int, scratch: memoryview) -> None:
@@ -265,3 +271,6 @@ class Landing:
         is_read = self._claims or self._is_being_judged
         if self.state is not TransferState.OPEN and not is_read:
             self._space = None
+            if self.state is not TransferState.COMPLETE and self._final_bytes is None:
+                self._final_bytes = self._verified.total
+                self._verified = IntervalSet()  # the end is remembered for long, its ranges not

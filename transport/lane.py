@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from transport.backoff import Backoff
 from transport.digest import digest_of
-from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
+from transport.errors import LinkError, LocalError, PeerError, TransportError, bare, release_frames
 from transport.frames import (
     FrameType,
     encode_data_header,
@@ -185,8 +185,7 @@ class Lane:
                     transfer_id = work.transfer.spec.transfer_id
                     buffers.append(encode_frame(FrameType.DIGEST, transfer_id, digest))
                 if work.data is not None:
-                    data, coded = self._data(work.transfer, *work.data)
-                    buffers.extend(data)
+                    coded = self._add_data(buffers, work.transfer, *work.data)
             except Exception as error:
                 self._link.unreadable(work, error)
                 return None
@@ -195,8 +194,9 @@ class Lane:
             if work.data is not None:
                 self._link.coder.sent(coded.codec, work.data[1] - work.data[0], coded.wire_bytes)
             return coded
-        except BaseException:
+        except BaseException as error:
             buffers.clear()
+            release_frames(error)
             self._link.unsent(self, work)
             raise
 
@@ -219,7 +219,7 @@ class Lane:
             buffers.append(encode_reason(FrameType.CANCEL, "cancelled", reason, spec.transfer_id))
         return buffers
 
-    def _data(self, transfer: Outgoing, start: int, end: int) -> tuple[list[Buffer], Coded]:
+    def _add_data(self, buffers: list[Buffer], transfer: Outgoing, start: int, end: int) -> Coded:
         spec, raw_bytes = transfer.spec, end - start
         views = self._link.space(transfer).views(start, raw_bytes)
         coder = self._link.coder
@@ -233,9 +233,11 @@ class Lane:
                     spec.transfer_id, start, body, codec=chunk.codec, with_sum=self._with_sum
                 )
                 coded = Coded(len(chunk.payload) + RAW_LENGTH.size, chunk.codec)
-                return [header, *body], coded
+                buffers += [header, *body]
+                return coded
         header = encode_data_header(spec.transfer_id, start, views, with_sum=self._with_sum)
-        return [header, *views], Coded(raw_bytes)
+        buffers += [header, *views]
+        return Coded(raw_bytes)
 
     def _read(self, stream: Stream, session: SenderSession) -> None:
         memory = memoryview(bytearray(READ_BYTES))

@@ -269,6 +269,8 @@ class LinkCore:
         for start, end in ranges:
             if not transfer.was_taken(start, end):
                 raise PeerError("protocol", f"ACK of [{start}, {end}), which was never sent")
+        if self._is_scattered(transfer, ranges, now_s):
+            return
         self.acked_bytes += transfer.ack(ranges, now_s)
         self._note(transfer)
         self._settle(transfer)
@@ -283,11 +285,23 @@ class LinkCore:
             return
         if any(end > transfer.nbytes for _, end in ranges):
             raise PeerError("protocol", "OPENED lists bytes beyond the transfer")
+        if self._is_scattered(transfer, ranges, now_s):
+            return
         transfer.opened = True
         transfer.progress_s = now_s
         transfer.ack(ranges, now_s)
         self._note(transfer)
         self._settle(transfer)
+
+    def _is_scattered(self, transfer: Outgoing, ranges: list[Range], now_s: float) -> bool:
+        """Whether a receiver may not list so many ranges, which cost memory here; then it fails."""
+        # Twice a receiver's limit: a list may repeat what is known, and come in another order.
+        limit = 2 * self._config.max_ranges_per_transfer
+        if len(transfer.acked) + len(ranges) <= limit:
+            return False
+        message = f"the receiver has more than {limit} separate ranges"
+        self.fail(transfer, PeerError("fragmented", message), now_s)
+        return True
 
     def completed(self, connection: int, transfer_id: bytes, now_s: float) -> None:
         self._saw_life(connection, now_s)

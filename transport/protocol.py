@@ -17,11 +17,14 @@ are due.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.frames import (
+    MAX_CONTROL_BYTES,
+    MAX_RANGES_PER_FRAME,
     DataFlags,
     FrameHeader,
     FrameReader,
@@ -45,6 +48,8 @@ from transport.reception import Reception
 
 logger = logging.getLogger("prfaas.transport")
 
+MAX_WAITING_ANSWERS = 64
+
 
 class ReceiverSession:
     """The receiver's end of one connection. Use: fill `buffers()`, call `received`, send
@@ -63,8 +68,10 @@ class ReceiverSession:
         now_s: float,
     ) -> None:
         self.connection = connection
-        self.deadline_s: float | None = now_s + config.handshake_timeout_s
-        """When the connection must be closed unless something arrives before; None while idle."""
+        self.has_opened = False
+        """Whether the registry has accepted a transfer of this connection."""
+        self.deadline_s = now_s + config.handshake_timeout_s
+        """When the connection must be closed unless something arrives before."""
         self._config = config
         self._reception = reception
         self._instance = instance
@@ -75,6 +82,8 @@ class ReceiverSession:
         self._data = IncomingData(connection, config, reception)
         self._acks: dict[bytes, IntervalSet] = {}
         self._unacked_bytes = 0
+        self._num_unacked = 0  # DATA frames, each of which may cost a range
+        self._is_urgent = False  # somebody waits for an answer: a transfer has ended
 
     @property
     def established(self) -> bool:
@@ -86,12 +95,28 @@ class ReceiverSession:
         return self._reader.in_body
 
     @property
-    def acks_due(self) -> bool:
-        return self._unacked_bytes >= self._config.ack_batch_bytes
+    def _patience_s(self) -> float:
+        """How long the next byte may take."""
+        if not self._reader.at_boundary:
+            return self._config.idle_timeout_s
+        # A sender closes its own end earlier; a peer that does nothing must not keep its place.
+        return math.inf if self._opened else 2 * self._config.link_idle_timeout_s
 
     @property
-    def has_acks(self) -> bool:
-        return bool(self._acks)
+    def acks_due(self) -> bool:
+        """Whether answers must not wait any longer, though more is coming in."""
+        return (
+            self._is_urgent
+            or self._unacked_bytes >= self._config.ack_batch_bytes
+            or self._num_unacked >= MAX_RANGES_PER_FRAME
+            or len(self._outgoing) >= MAX_WAITING_ANSWERS
+            or sum(map(len, self._outgoing)) >= MAX_CONTROL_BYTES
+        )
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether `flush_acks` and `outgoing` would give anything to send."""
+        return bool(self._acks) or bool(self._outgoing)
 
     def buffers(self) -> list[memoryview]:
         return self._reader.buffers()
@@ -113,8 +138,7 @@ class ReceiverSession:
             self._outgoing.append(encode_reason(FrameType.ERROR, error.code, error.message))
             raise
         if self._reader.established:
-            idle = self._reader.at_boundary
-            self.deadline_s = None if idle else now_s + self._config.idle_timeout_s
+            self.deadline_s = now_s + self._patience_s
 
     def feed(self, data: bytes, now_s: float) -> None:
         """`received` for bytes that lie elsewhere; raises alike."""
@@ -132,11 +156,13 @@ class ReceiverSession:
             self._outgoing.append(encode_ranges(FrameType.ACK, transfer_id, ranges))
         self._acks.clear()
         self._unacked_bytes = 0
+        self._num_unacked = 0
 
     def outgoing(self) -> bytes:
         """Bytes to send now, each given once."""
         data = b"".join(self._outgoing)
         self._outgoing.clear()
+        self._is_urgent = False
         return data
 
     def close(self, now_s: float) -> None:
@@ -180,6 +206,7 @@ class ReceiverSession:
             )
             return
         self._opened[transfer_id] = landing
+        self.has_opened = True
         if landing.state is TransferState.OPEN:
             self._outgoing.append(encode_ranges(FrameType.OPENED, transfer_id, landing.verified()))
         else:
@@ -225,6 +252,7 @@ class ReceiverSession:
             pending = self._acks[transfer_id] = IntervalSet()
         pending.add(*verified)
         self._unacked_bytes += verified[1] - verified[0]
+        self._num_unacked += 1
 
     def _all_verified(self, landing: Landing, now_s: float) -> None:
         """Every byte is there: the landing is complete, or failed by its digest."""
@@ -232,6 +260,7 @@ class ReceiverSession:
             self._opened.pop(landing.transfer_id, None)
             self.flush_acks()
             self._outgoing.append(self._reception.outcome(landing))
+            self._is_urgent = True
 
     def _answer_discarded(self, transfer_id: bytes, landing: Landing | None) -> None:
         if landing is None:

@@ -9,6 +9,19 @@ Range = tuple[int, int]
 """(start, end), end excluded."""
 
 
+def overlap(ours: list[Range], theirs: list[Range]) -> bool:
+    """Whether two ascending lists of disjoint ranges have an integer in common; linear time."""
+    mine = other = 0
+    while mine < len(ours) and other < len(theirs):
+        if ours[mine][1] <= theirs[other][0]:
+            mine += 1
+        elif theirs[other][1] <= ours[mine][0]:
+            other += 1
+        else:
+            return True
+    return False
+
+
 class IntervalSet:
     """Disjoint, non-adjacent, ascending ranges of non-negative integers.
 

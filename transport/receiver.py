@@ -36,6 +36,8 @@ from transport.tls import Rotating, TlsStream, server_context, tls_handshake, wr
 logger = logging.getLogger("prfaas.transport")
 
 MAX_OUTBOX_BYTES = 4 * 1024 * 1024
+MAX_STRANGER_OUTBOX_BYTES = 64 * 1024
+"""The same until the registry has accepted a transfer of the connection."""
 FAREWELL_S = 1.0
 
 
@@ -247,7 +249,8 @@ class _Connection:
                 self._flush()
             except TransportError as error:
                 self.abort(bare(error))
-            if len(self._outbox) > MAX_OUTBOX_BYTES:
+            is_known = self._session is not None and self._session.has_opened
+            if len(self._outbox) > (MAX_OUTBOX_BYTES if is_known else MAX_STRANGER_OUTBOX_BYTES):
                 self.abort(PeerError("protocol", "the sender does not read its acknowledgements"))
 
     def tick(self, now_s: float) -> None:
@@ -258,13 +261,14 @@ class _Connection:
             deadline_s = farewell_s
         if deadline_s is not None and now_s >= deadline_s:
             code = "frame_timeout" if session and session.established else "handshake_timeout"
-            self.abort(LinkError(code, "the sender fell silent in the middle of a message"))
+            self.abort(LinkError(code, "the sender fell silent"))
         if self._outbox:
             self.push(b"")
 
     def _flush(self) -> None:
         while self._outbox and self._stream is not None:
-            count = self._stream.try_send(bytes(self._outbox))
+            with memoryview(self._outbox) as waiting:  # a copy would cost all of it per answer
+                count = self._stream.try_send(waiting)
             if not count:
                 return
             del self._outbox[:count]
@@ -309,9 +313,11 @@ class _Connection:
         return stream
 
     def _serve(self, stream: Stream, session: ReceiverSession) -> None:
-        """Receive once; acknowledge before waiting for bytes that are not there yet."""
+        """Receive once; answer before waiting for bytes that are not there yet, and now and then
+        while they keep coming.
+        """
         buffers = session.buffers()
-        count = stream.try_receive(buffers) if session.has_acks else 0
+        count = stream.try_receive(buffers) if session.has_answers else 0
         if not count:
             session.flush_acks()
             self._push_outgoing(session)
@@ -320,7 +326,7 @@ class _Connection:
         session.received(count, time.monotonic())
         if session.acks_due:
             session.flush_acks()
-        self._push_outgoing(session)
+            self._push_outgoing(session)
 
     def _push_outgoing(self, session: ReceiverSession) -> None:
         data = session.outgoing()

@@ -80,7 +80,14 @@ class Reception:
         """Nothing is missing any more, as the caller was told by the landing: judge it. True when
         it is complete, which the caller's connection then tells its sender.
         """
-        if not landing.judge():
+        try:
+            agrees = landing.judge()
+        except Exception as error:  # of the ByteSpace
+            logger.error("ByteSpace of %s raised", landing.transfer_id.hex(), exc_info=error)
+            message = f"the receiver's memory could not be used: {type(error).__name__}"
+            self.fail(landing, PeerError("space", message), now_s)
+            return False
+        if not agrees:
             message = "the bytes that arrived do not have the digest that the sender computed"
             self.fail(landing, PeerError("digest", message), now_s)
             return False

@@ -23,10 +23,14 @@ logger = logging.getLogger("prfaas.transport")
 
 TUNE_S = 0.1
 """How often a link with transfers is looked at by its tuner."""
+LINGER_S = 1.0
+"""For how long the watchdog goes on looking at a link that has become idle."""
 
 
 class OutgoingTransfer:
-    """A handle; its methods may be called from any thread and never wait for the network."""
+    """A handle; its methods may be called from any thread, and none but `wait_acked` waits for the
+    network.
+    """
 
     def __init__(self, link: Link, transfer: Outgoing) -> None:
         self._link = link
@@ -53,6 +57,12 @@ class OutgoingTransfer:
         """
         self._link.cancel(self._transfer, reason)
 
+    def wait_acked(self, num_bytes: int, timeout_s: float) -> bool:
+        """Wait until the receiver has acknowledged so many bytes; False when the transfer ended
+        without them, or at the timeout.
+        """
+        return self._link.wait_acked(self._transfer, num_bytes, timeout_s)
+
     def progress(self) -> TransferProgress:
         return self._link.progress(self._transfer)
 
@@ -74,6 +84,7 @@ class Sender:
         self._links: dict[Endpoint, Link] = {}
         self._lock = threading.Lock()
         self._stirred = threading.Event()
+        self._rests = True  # the watchdog will not look by itself before long
         self._closed = False  # no more transfers
         self._stopped = False  # no more lanes
         self._watchdog = threading.Thread(
@@ -138,7 +149,7 @@ class Sender:
                 self._config,
                 self._tls,
                 instance=self._instance,
-                stir=self._stirred.set,
+                stir=self._stir,
             )
         return link
 
@@ -160,11 +171,21 @@ class Sender:
                     logger.exception("watchdog of the link to %s", link.endpoint)
             if stopped:
                 return
-            self._stirred.wait(self._pause_s(links))
+            self._rests = True  # before looking: whoever begins something now is seen, or stirs
+            pause_s = self._pause_s(links, now_s)
+            self._rests = pause_s is None or pause_s > self._config.tick_s
+            self._stirred.wait(pause_s)
             self._stirred.clear()
 
-    def _pause_s(self, links: list[Link]) -> float | None:
-        if any(link.is_active for link in links):
+    def _stir(self) -> None:
+        """Something begins: wake the watchdog, unless it looks soon anyway. A wake costs the thread
+        that begins a transfer more than the rest of its call.
+        """
+        if self._rests:
+            self._stirred.set()
+
+    def _pause_s(self, links: list[Link], now_s: float) -> float | None:
+        if any(link.is_active or now_s - link.idle_since_s < LINGER_S for link in links):
             return min(self._config.tick_s, TUNE_S)
         return max(self._config.tick_s, self._config.link_idle_timeout_s) if links else None
 

@@ -74,6 +74,8 @@ class Link:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._wanted = threading.Condition(self._lock)
+        self._acked = threading.Condition(self._lock)
+        self._num_waiting = 0
         self._parties: dict[Outgoing, _Party] = {}
         self._lanes: dict[int, Lane] = {}  # by the id of their present connection
         self._infos: dict[int, TcpInfo] = {}
@@ -113,6 +115,17 @@ class Link:
             self._core.cancel(transfer, LocalError("cancelled", reason), time.monotonic())
             self._work.notify_all()
         self._stir()
+
+    def wait_acked(self, transfer: Outgoing, num_bytes: int, timeout_s: float) -> bool:
+        with self._lock:
+            self._num_waiting += 1
+            try:
+                self._acked.wait_for(
+                    lambda: transfer.acked.total >= num_bytes or transfer.ended, timeout_s
+                )
+            finally:
+                self._num_waiting -= 1
+            return transfer.acked.total >= num_bytes
 
     def progress(self, transfer: Outgoing) -> TransferProgress:
         with self._lock:
@@ -177,10 +190,21 @@ class Link:
                 codec_reason=self.coder.reason,
                 acked_bytes=self._core.acked_bytes,
                 connections=[
-                    ConnectionState(number, self._core.carries_data(number), info)
+                    self._connection_state(number, info)
                     for number, info in sorted(self._infos.items())
                 ],
             )
+
+    def _connection_state(self, number: int, info: TcpInfo) -> ConnectionState:
+        lane = self._lanes.get(number)
+        stream = lane.stream if lane is not None else None
+        return ConnectionState(
+            number,
+            self._core.carries_data(number),
+            info,
+            congestion=stream.congestion() if stream is not None else "",
+            send_buffer_bytes=stream.send_buffer_bytes() if stream is not None else 0,
+        )
 
     def _grow_to(self, width: int) -> None:
         for index in range(len(self._threads), width):
@@ -210,6 +234,7 @@ class Link:
         with self._lock:
             self._closing = True
             self._core.broken(LocalError("closed", "the sender was closed"), time.monotonic())
+            self._acked.notify_all()
             for lane in self._lanes.values():
                 lane.abort(LocalError("closed", "the sender was closed"))
             self._work.notify_all()
@@ -320,6 +345,8 @@ class Link:
                 for event in events:
                     self._handle(lane.connection, event, time.monotonic())
             finally:
+                if self._num_waiting:
+                    self._acked.notify_all()
                 effects = self._core.pop_effects()
         self.perform(effects)
 

@@ -43,7 +43,7 @@ class TcpInfo:
 
 
 def parse(raw: bytes) -> TcpInfo | None:
-    """None when the kernel gave less than struct tcp_info has had since Linux 4.9."""
+    """None when the kernel gave less than struct tcp_info has had since Linux 4.10."""
     if len(raw) < _MIN.size + 88:
         return None
     fields = _MIN.unpack_from(raw)

@@ -1,10 +1,12 @@
 """TLS 1.3 with certificates on both sides: contexts from files that may be replaced, the handshake,
 and the stream after it. Knows no frame and no transfer.
 
-Only OpenSSL's 16 KiB records cost here: AES-GCM first, then the system calls per record, which the
-stream keeps few by joining small buffers and corking the socket while it sends. Python 3.11 cannot
-choose the cipher suite of TLS 1.3 (it is AES-256-GCM, within a tenth of AES-128-GCM) nor use TLS in
-the kernel, which needs 3.12 and a kernel with the tls module, and is then enabled.
+Its cost is AES-GCM first, then system calls and copies per record of 16 KiB, which the stream keeps
+few: it joins small buffers, corks the socket while it sends and decrypts straight into the
+destination. Buffering whole frames in `ssl.MemoryBIO` was measured to cost more than it saves.
+Python 3.11 can neither choose the cipher suite of TLS 1.3 (OpenSSL takes AES-256-GCM, a little
+slower than AES-128-GCM) nor ask for TLS in the kernel; from 3.12 on the latter is used where the
+kernel has it.
 """
 
 from __future__ import annotations
@@ -207,7 +209,7 @@ class TlsStream(SocketOwner):
     def _try_receive(self, view: memoryview) -> tuple[int, int]:
         """Bytes stored, at most HOLD_BYTES, and what must be waited for to get more now."""
         if self._end is not None:
-            raise self._end
+            raise self._taken_end()
         count, wait_for, size = 0, 0, min(len(view), HOLD_BYTES)
         with self._use:
             try:
@@ -224,8 +226,14 @@ class TlsStream(SocketOwner):
             except (OSError, ValueError) as error:
                 self._end = tls_lost(error)
         if self._end is not None and not count:
-            raise self._end  # after what came before it
+            raise self._taken_end()  # else after what came before it has been handed over
         return count, wait_for
+
+    def _taken_end(self) -> TransportError:
+        """The error is not kept: its traceback would keep views of a ByteSpace alive."""
+        end, self._end = self._end, None
+        assert end is not None
+        return end
 
     def _wait(self, wait_for: int) -> None:
         poll = select.poll()

@@ -58,6 +58,9 @@ def agent_command(
     metrics_port: Annotated[
         int | None, typer.Option(help="Prometheus port on the control host [none].")
     ] = None,
+    tls_dir: Annotated[
+        Path | None, typer.Option(help="Directory with tls.crt, tls.key and ca.crt.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of this node.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of this node.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="PEM CA that signed all nodes.")] = None,

@@ -50,6 +50,7 @@ NUM_LAYERS, NUM_WARM_LAYERS = 24, 8
 IDLE_S = 10.0
 FIRST_BYTES = 4 * MIB
 """The first transfer of a session: opens connections and tells how much can be moved in time."""
+MAX_WARM_TRANSFERS = 6
 MAX_TRANSFER_BYTES = 768 * MIB
 """Also what each end of a peer holds; touching it is most of the time that opening takes."""
 TIMEOUT_S = 90.0
@@ -183,17 +184,16 @@ class Bench:
             yield [stack.enter_context(Kept(peer, site)) for peer in peers]
 
     def _warm(self, session: Kept, nbytes_max: int) -> int:
-        """Open the session and fill its connections; bytes that will take about as long as asked,
-        the most if it is near that.
+        """Open the session and move more and more until a transfer takes nearly as long as asked:
+        short ones tell of TCP's start, not of the path. How many bytes do.
         """
         nbytes = FIRST_BYTES
-        for stretch in (4.0, 1.3):  # the first transfer is mostly TCP's start
+        for _ in range(MAX_WARM_TRANSFERS):
             sample = session.transfer(nbytes, BLOCK_BYTES, TIMEOUT_S)
-            if sample is None:
-                return FIRST_BYTES
-            wanted = int(sample.gbit_per_s * 1e9 / 8 * self._target_s)
-            nbytes = nbytes_max if stretch * wanted >= nbytes_max else wanted
-            nbytes = max(FIRST_BYTES, nbytes // MIB * MIB)
+            if sample is None or sample.seconds > 0.7 * self._target_s or nbytes == nbytes_max:
+                break
+            wanted = 1.3 * sample.gbit_per_s * 1e9 / 8 * self._target_s
+            nbytes = min(nbytes_max, max(2 * nbytes, int(wanted) // MIB * MIB))
         return nbytes
 
     def _transfer(
@@ -302,6 +302,7 @@ def main() -> None:
     arguments = _parse()
     signal.signal(signal.SIGTERM, _stop)
     measured: list[Measured] = []
+    status = 0
     try:
         with wan() as link:
             bench = Bench(link, arguments)
@@ -312,9 +313,12 @@ def main() -> None:
                 bench.run(arguments, arguments.wmem_mib)
     except KeyboardInterrupt:
         _say("stopped: what follows is what was measured so far")
-    results = Results(measured)
-    print(tables(results))
-    _keep_results(results, measured, arguments.json)
+        status = 130
+    if measured:
+        results = Results(measured)
+        print(tables(results))
+        _keep_results(results, measured, arguments.json)
+    sys.exit(status)
 
 
 def _keep_results(results: Results, measured: Sequence[Measured], file: Path) -> None:

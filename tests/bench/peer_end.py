@@ -90,6 +90,11 @@ class End(Protocol):
         has a clock of its own; None to take the caller's.
         """
 
+    def run_blocks(self, job: Job) -> list[float]:
+        """The same block by block, each begun when the one before it was acknowledged; seconds of
+        each. Only of peers that say `acks_blocks`.
+        """
+
     def settle(self) -> None:
         """Outside of timing, at both sides: wait for what the transfer left behind."""
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,19 @@ class Sending:
         handle = self._sender.open(make_spec(job.number, self._endpoint), space, ending)
         handle.ready(0, job.nbytes)
         ending.wait()
+
+    def run_blocks(self, job: Job) -> list[float]:
+        ending = Ending()
+        space = BlockSpace(self._place.buffer, job)
+        handle = self._sender.open(make_spec(job.number, self._endpoint), space, ending)
+        taken_s = []
+        for start in range(0, job.nbytes, job.block_bytes):
+            begin_s = time.perf_counter()
+            handle.ready(start, job.block_bytes)
+            handle.wait_acked(start + job.block_bytes, TIMEOUT_S)
+            taken_s.append(time.perf_counter() - begin_s)
+        ending.wait()
+        return taken_s
 
     def settle(self) -> None: ...
 

@@ -51,6 +51,10 @@ class Worker:
             taken_s.append(reported_s or time.perf_counter() - start_s)
         return taken_s
 
+    def run_blocks(self, job: list[int]) -> list[float]:
+        """Seconds of each block of one transfer, one at a time."""
+        return self.end.run_blocks(Job(*job))
+
     def settle(self) -> None:
         self.end.settle()
 

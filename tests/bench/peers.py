@@ -77,6 +77,8 @@ class Peer:
     env: Mapping[str, str] = field(default_factory=dict)
     driver: Side = "sender"
     moves_blocks: bool = True
+    acks_blocks: bool = False
+    """Whether one transfer can grow block by block, each acknowledged."""
 
     def available(self) -> str | None:
         """Why it cannot run on this machine, None if it can."""
@@ -118,10 +120,17 @@ class Session:
         return Sample(nbytes, taken_s[0], cpu_s["sender"], cpu_s["receiver"])
 
     def acked_block_us(self, block_bytes: int, count: int, timeout_s: float = 60.0) -> list[float]:
-        """Microseconds of `count` transfers of one block, each sent once the one before it was
-        acknowledged; PeerFailure.
+        """Microseconds of `count` blocks, each sent once the one before it was acknowledged: blocks
+        of one transfer where the peer can do that, else transfers of one block. PeerFailure.
         """
-        taken_s, _ = self._run(block_bytes, block_bytes, count, timeout_s)
+        if self.peer.acks_blocks:
+            count = min(count, self.site.nbytes_max // block_bytes)
+            job = self._job(block_bytes * count, block_bytes)
+            self._both("prepare", timeout_s, job=job)
+            taken_s: list[float] = self._ends[self.peer.driver].ask("run_blocks", timeout_s, job=job)
+            self._both("settle")
+        else:
+            taken_s, _ = self._run(block_bytes, block_bytes, count, timeout_s)
         return [1e6 * seconds for seconds in taken_s]
 
     def _run(
@@ -259,7 +268,7 @@ class Kept:
 
 def ours(name: str = "ours", **config: Any) -> Peer:
     """This project's transport; `config`: fields of TransportConfig, `tls` as a dict of paths."""
-    return Peer(name, "ours", config)
+    return Peer(name, "ours", config, acks_blocks=True)
 
 
 def raw(connections: int = 4) -> Peer:

@@ -1,17 +1,35 @@
-"""Mutual TLS over real sockets, with certificates that the `openssl` command makes for the test."""
+"""Mutual TLS over real sockets, with certificates made for the test."""
 
 from __future__ import annotations
 
 import random
-import subprocess
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from certificates import make_authority, make_node
 
-from transport import LocalError, PeerError, Sender, TlsFiles, TransportConfig
-from transport.testing_loopback import HurtfulProxy, LoopbackPair
+from transport import (
+    Endpoint,
+    LinkError,
+    LocalError,
+    PeerError,
+    Receiver,
+    Sender,
+    TlsFiles,
+    TransportConfig,
+    TransportError,
+)
+from transport.testing import MemoryRegistry, MemorySpace, make_spec
+from transport.testing_loopback import LOOPBACK, LoopbackPair
+from transport.testing_proxy import HurtfulProxy
+from transport.tls import TlsStream, client_context, server_context, tls_handshake, wrap_tls
 
 MIB = 1024 * 1024
 CONFIG = TransportConfig(
@@ -23,36 +41,6 @@ CONFIG = TransportConfig(
     reconnect_first_s=0.02,
     reconnect_max_s=0.2,
 )
-
-
-def openssl(*arguments: str | Path) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=30)
-
-
-def make_authority(folder: Path, name: str) -> Path:
-    """A self-signed CA; its key lies beside the certificate."""
-    cert = folder / f"{name}.pem"
-    openssl(
-        *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-        *("-days", "2", "-subj", f"/CN={name}", "-keyout", folder / f"{name}.key", "-out", cert),
-    )
-    return cert
-
-
-def make_node(folder: Path, name: str, ca: Path, *, trusts: Path | None = None) -> TlsFiles:
-    """Files of a node certified by `ca` that trusts `trusts` (the same CA unless given)."""
-    request, cert, key = (folder / f"{name}.{kind}" for kind in ("csr", "pem", "key"))
-    extensions = folder / f"{name}.ext"
-    extensions.write_text(f"subjectAltName=DNS:{name}\n")
-    openssl(
-        *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-        *("-subj", f"/CN={name}", "-keyout", key, "-out", request),
-    )
-    openssl(
-        *("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca.with_suffix(".key")),
-        *("-CAcreateserial", "-days", "2", "-extfile", extensions, "-out", cert),
-    )
-    return TlsFiles(cert=cert, key=key, ca=trusts or ca)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +59,13 @@ def stranger(folder: Path, node: TlsFiles) -> TlsFiles:
     return make_node(folder, "stranger", make_authority(folder, "other-ca"), trusts=node.ca)
 
 
-def outcome(pair: LoopbackPair) -> Exception | None:
+def connection(endpoint: Endpoint) -> socket.socket:
+    sock = socket.create_connection((endpoint.host, endpoint.port), 5)
+    sock.settimeout(5)
+    return sock
+
+
+def outcome(pair: LoopbackPair) -> TransportError | None:
     data = bytearray(random.Random(0).randbytes(3 * MIB + 5))
     handle, landed = pair.begin(1, data)
     handle.ready(0, len(data))
@@ -162,3 +156,147 @@ def test_the_receivers_name_is_checked_when_asked(node: TlsFiles, name: str, mat
 def test_unusable_files_are_named(node: TlsFiles) -> None:
     with pytest.raises(LocalError, match=r"missing\.pem"):
         Sender(replace(CONFIG, tls=replace(node, cert=Path("missing.pem"))))
+
+
+def test_an_expired_certificate_is_named_on_both_sides(
+    folder: Path, node: TlsFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = make_node(folder, "expired", node.ca, num_days=-1)
+    ours, expired = replace(CONFIG, tls=node), replace(CONFIG, tls=old)
+    with closing(LoopbackPair(expired, receiver_config=ours)) as pair:
+        error = outcome(pair)
+        assert isinstance(error, PeerError)
+        assert error.message == "TLS failed: the peer reports: certificate expired"
+    assert "certificate has expired" in caplog.text
+    with closing(LoopbackPair(ours, receiver_config=expired)) as pair:
+        assert "certificate has expired" in str(outcome(pair))
+
+
+def test_a_sender_without_certificate_is_refused(node: TlsFiles) -> None:
+    registry = MemoryRegistry()
+    with closing(Receiver(LOOPBACK, replace(CONFIG, tls=node), registry)) as receiver:
+        receiver.start()
+        context = ssl.create_default_context(cafile=node.ca)
+        context.check_hostname = False
+        with (
+            connection(receiver.endpoint) as sock,
+            context.wrap_socket(sock) as wrapped,
+            pytest.raises(ssl.SSLError, match=r"(?i)certificate.required"),
+        ):
+            assert wrapped.recv(1)
+    assert registry.num_asked == 0
+
+
+def test_a_wrong_token_is_refused(node: TlsFiles) -> None:
+    with closing(LoopbackPair(replace(CONFIG, tls=node))) as pair:
+        spec, landed = make_spec(1, pair.endpoint), bytearray(1000)
+        pair.registry.expect(spec, MemorySpace(landed))
+        forged = replace(spec, token=bytes(32))
+        handle = pair.sender.open(forged, MemorySpace(bytearray(b"x" * 1000)), pair.listener)
+        handle.ready(0, 1000)
+        error = pair.listener.wait(spec.transfer_id)
+        assert isinstance(error, PeerError)
+        assert error.code == "bad_token"
+        assert landed == bytes(1000)
+
+
+def test_a_recorded_connection_played_again_writes_nothing() -> None:
+    """What an observer of a plain connection can do: its bytes open no transfer a second time."""
+    recorded = bytearray()
+
+    def record(data: bytes, is_forward: bool) -> bytes:
+        if is_forward:
+            recorded.extend(data)
+        return data
+
+    config = replace(CONFIG, num_connections=1)
+    with closing(LoopbackPair(config)) as pair, closing(HurtfulProxy(pair.endpoint)) as proxy:
+        proxy.damage = record
+        data = bytearray(random.Random(0).randbytes(MIB))
+        handle, landed = pair.begin(1, data, via=proxy.endpoint)
+        handle.ready(0, len(data))
+        assert pair.listener.wait(handle.transfer_id) is None
+        assert landed == data
+        assert len(recorded) > MIB
+        landed[:] = bytes(MIB)  # the memory has another owner now
+        with connection(pair.endpoint) as sock:
+            sock.sendall(recorded)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(65536):  # until the receiver has read all of it and hung up
+                pass
+        assert landed == bytes(MIB)
+        assert pair.registry.num_asked == 1
+        assert pair.registry.completed == [handle.transfer_id]
+        assert not pair.registry.failed
+
+
+def connected_streams(files: TlsFiles) -> tuple[TlsStream, TlsStream]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = connection(Endpoint("127.0.0.1", listener.getsockname()[1]))
+        far, _ = listener.accept()
+    accepted: list[TlsStream] = []
+    wrapped = wrap_tls(server_context(files), far, is_server=True)
+    thread = threading.Thread(target=lambda: accepted.append(tls_handshake(wrapped, 5)))
+    thread.start()
+    stream = tls_handshake(wrap_tls(client_context(files), near), 5)
+    thread.join()
+    return stream, accepted[0]
+
+
+def test_many_small_buffers_arrive_in_order(node: TlsFiles) -> None:
+    """The stream joins small buffers; a frame of many views must not be reordered by that."""
+    sizes = [1, 40_000, 3, 0, 16_384, 32_768, 32_769, 70_000, 5]
+    buffers = [bytes([number]) * size for number, size in enumerate(sizes)]
+    near, far = connected_streams(node)
+    received = bytearray(sum(sizes))
+    views = [memoryview(received)[:100_000], memoryview(received)[100_000:]]
+    thread = threading.Thread(target=lambda: far.receive(views, fill=True))
+    thread.start()
+    near.send(buffers)
+    thread.join(5)
+    assert received == b"".join(buffers)
+    for stream in (near, far):
+        stream.close()
+
+
+def test_what_came_before_the_end_is_received_first(node: TlsFiles) -> None:
+    near, far = connected_streams(node)
+    near.send([b"farewell"])
+    near.close()
+    memory = memoryview(bytearray(100))
+    assert far.receive([memory], fill=False) == 8
+    for _ in range(2):
+        with pytest.raises(LinkError, match=r"lost|closed"):
+            far.receive([memory], fill=False)
+        with pytest.raises(LinkError):
+            far.try_receive([memory])
+    far.close()
+
+
+def test_abort_ends_waiting_threads(node: TlsFiles) -> None:
+    near, far = connected_streams(node)
+    endings: list[Exception] = []
+
+    def ended(wait: Callable[[], object]) -> threading.Thread:
+        def run() -> None:
+            with pytest.raises(LinkError) as caught:
+                wait()
+            endings.append(caught.value)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    memory = memoryview(bytearray(100))
+    threads = [
+        ended(lambda: near.receive([memory], fill=True)),
+        ended(lambda: near.send([bytes(64 * MIB)])),  # far more than fits
+    ]
+    while not near.unsent_bytes():
+        time.sleep(0.01)
+    near.abort()
+    for thread in threads:
+        thread.join(5)
+    assert len(endings) == 2
+    for stream in (near, far):
+        stream.close()

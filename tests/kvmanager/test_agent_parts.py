@@ -14,7 +14,14 @@ from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.testing import SMALL_LAYOUT
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.transfer_records import Landing, LandingSpec, Outbox, OutboxSpec, State
-from transport import Endpoint, Refused, TransferProgress, TransferState, TransportError
+from transport import (
+    Endpoint,
+    Refused,
+    TlsFiles,
+    TransferProgress,
+    TransferState,
+    TransportError,
+)
 
 OTHER = msgspec.structs.replace(SMALL_LAYOUT, model_id="other")
 PAIR = msgspec.structs.replace(SMALL_LAYOUT, tp_size=2)
@@ -121,8 +128,20 @@ class TestConfig:
         for extra in (
             {"trusted_network": True},
             {"tls_cert": Path("c"), "tls_key": Path("k"), "tls_ca": Path("a")},
+            {"tls_dir": Path("d")},
         ):
             AgentConfig(listen="10.0.0.1:7100", **extra)
+
+    def test_tls_files_lie_in_the_directory_under_cert_managers_names(self) -> None:
+        files = AgentConfig(tls_dir=Path("d")).transport_config.tls
+        assert files == TlsFiles(Path("d/tls.crt"), Path("d/tls.key"), Path("d/ca.crt"))
+
+    @pytest.mark.parametrize("name", ["tls_cert", "tls_key", "tls_ca"])
+    def test_tls_directory_and_files_exclude_each_other(self, name: str) -> None:
+        files = dict.fromkeys(("tls_cert", "tls_key", "tls_ca"), "x")
+        for settings in ({name: "x"}, files):
+            with pytest.raises(ConfigError, match="give tls_dir, or tls_cert"):
+                load(None, {"tls_dir": "d", **settings})
 
 
 class News:

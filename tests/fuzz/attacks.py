@@ -1,0 +1,372 @@
+"""Attacks on both ends of a connection without sockets, by scripts made from bytes.
+
+`attack_reader`, `attack_receiver` and `attack_sender` raise AssertionError when a promise of the
+transport breaks, and let every exception through that is not a PeerError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from hostile import (
+    SIZES_BYTES,
+    Choices,
+    Forger,
+    GuardedSpace,
+    OnceRegistry,
+    held_bytes,
+    own_greeting,
+    pieces,
+)
+
+from transport.config import TransportConfig
+from transport.errors import LocalError, PeerError, TransportError
+from transport.frames import (
+    MAX_CONTROL_BYTES,
+    FrameReader,
+    FrameType,
+    Step,
+    decode_open,
+    decode_ranges,
+    decode_reason,
+)
+from transport.handshake import decode_hello, own_hello
+from transport.interfaces import TransferState
+from transport.landing import Landing
+from transport.outgoing import Outgoing
+from transport.protocol import ReceiverSession, SenderSession
+from transport.ranges import IntervalSet
+from transport.reception import Reception
+from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
+
+CONFIG = TransportConfig(
+    frame_bytes=300,
+    max_frame_bytes=900,
+    ack_batch_bytes=500,
+    drop_grace_s=0,
+    handshake_timeout_s=5,
+    max_transfers_per_connection=3,
+    max_ranges_per_transfer=20,
+)
+MAX_SESSION_BYTES = 2 * MAX_CONTROL_BYTES + 64 * 1024 + CONFIG.ack_batch_bytes * 100
+"""What one session may hold under CONFIG: a control body and its copy, a sink of 64 KiB or repeated
+data, which is smaller, and acknowledgements of single bytes.
+"""
+
+
+# FrameReader.
+
+
+def attack_reader(data: bytes) -> None:
+    """The same hostile bytes in two fragmentations: the same frames and the same end, and never
+    more memory than one control body.
+    """
+    choices = Choices(data)
+    established, cut_seed = bool(choices.below(4)), choices.take(24)
+    forger = Forger(choices)
+    wire = b""
+    for _ in range(12):
+        if choices:
+            wire += forger.next()
+    whole = _read(wire, [wire], established)
+    assert _read(wire, pieces(Choices(cut_seed), wire), established) == whole
+    for _, body in whole[0]:
+        for decode in (decode_open, decode_ranges, decode_reason, decode_hello):
+            with suppress(PeerError):
+                decode(body)
+
+
+def _read(
+    wire: bytes, fragments: list[bytes], established: bool
+) -> tuple[list[tuple[FrameType, bytes]], str]:
+    reader = FrameReader(CONFIG.max_frame_bytes)
+    reader.established = established
+    frames: list[tuple[FrameType, bytes]] = []
+    placed, sink = bytearray(), bytearray(100)
+    try:
+        for fragment in fragments:
+            while fragment:
+                target = reader.buffers()[0]
+                count = min(target.nbytes, len(fragment))
+                target[:count] = fragment[:count]
+                fragment = fragment[count:]
+                step, header = reader.advance(count), reader.header
+                assert held_bytes(reader, (placed, sink)) < MAX_CONTROL_BYTES + 8192
+                if step is Step.PARTIAL or header is None:
+                    continue
+                if header.kind is not FrameType.DATA:
+                    if step is Step.FRAME:
+                        frames.append((header.kind, reader.control_body()))
+                elif step is Step.FRAME:
+                    if placed:
+                        reader.verify_data()
+                    frames.append((header.kind, bytes(placed)))
+                elif header.length % 2:
+                    placed = bytearray()
+                    reader.discard(memoryview(sink))
+                else:
+                    placed = bytearray(header.length)
+                    reader.place([memoryview(placed)])
+    except PeerError as error:
+        return frames, error.code
+    return frames, ""
+
+
+# ReceiverSession.
+
+
+@dataclass
+class _Frozen:
+    """What of one transfer is verified, as it was when it was verified."""
+
+    space: GuardedSpace
+    verified: IntervalSet = field(default_factory=IntervalSet)
+    content: bytes = b""
+    ended: bool = False
+
+
+class ReceiverUnderFire:
+    """A `Reception` and connections to it, whose promises are checked after every step."""
+
+    def __init__(self, config: TransportConfig = CONFIG) -> None:
+        self.now_s = 0.0
+        self._config = config
+        self.registry = OnceRegistry()
+        self.frozen: dict[bytes, _Frozen] = {}
+        for number, nbytes in enumerate(SIZES_BYTES):
+            space = GuardedSpace(nbytes)
+            self.registry.expect(make_spec(number), space)
+            self.frozen[make_spec(number).transfer_id] = _Frozen(space, content=space.content)
+        self.reception = Reception(config, self.registry, self)
+        self.sessions: dict[int, ReceiverSession] = {}
+        self._senders: dict[int, SenderSession] = {}
+        self._num_made = 0
+        self._num_fed = 0
+
+    def connect(self) -> int:
+        self._num_made += 1
+        number = self._num_made
+        self.sessions[number] = ReceiverSession(
+            number,
+            config=self._config,
+            reception=self.reception,
+            instance=b"R" * 16,
+            now_s=self.now_s,
+        )
+        self._senders[number] = SenderSession(CONFIG, b"S" * 16)
+        return number
+
+    def feed(self, number: int, data: bytes) -> None:
+        """As the shell does: receive, acknowledge when due, close when a rule was broken."""
+        session = self.sessions.get(number)
+        if session is None:
+            return
+        try:
+            session.feed(data, self.now_s)
+            if session.acks_due:
+                session.flush_acks()
+        except PeerError:
+            try:
+                self._senders[number].feed(session.outgoing())
+            except PeerError:
+                self.close(number)
+            else:
+                raise AssertionError("a broken rule was not answered with ERROR") from None
+        else:
+            self._senders[number].feed(session.outgoing())
+            self._num_fed += 1
+            if self._num_fed % 4 == 0:  # to look is slow
+                spaces = [frozen.space.data for frozen in self.frozen.values()]
+                assert held_bytes(session, spaces) <= MAX_SESSION_BYTES
+        self.check()
+
+    def idle(self, number: int) -> None:
+        """Nothing more is waiting in the socket."""
+        session = self.sessions.get(number)
+        if session is not None:
+            session.flush_acks()
+            self._senders[number].feed(session.outgoing())
+
+    def close(self, number: int) -> None:
+        session = self.sessions.pop(number, None)
+        if session is not None:
+            session.close(self.now_s)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        for number, session in list(self.sessions.items()):
+            if session.deadline_s is not None and session.deadline_s <= self.now_s:
+                self.close(number)
+        self.reception.expire(self.now_s)
+        self.check()
+
+    def check(self) -> None:
+        for transfer_id, frozen in self.frozen.items():
+            frozen.space.check()
+            self._check_frozen(frozen, self.reception.landings.find(transfer_id))
+
+    def _check_frozen(self, frozen: _Frozen, landing: Landing | None) -> None:
+        content = frozen.space.content
+        for start, end in frozen.verified:
+            assert content[start:end] == frozen.content[start:end], (
+                "a verified byte was overwritten"
+            )
+        if frozen.ended:
+            assert content == frozen.content, "written after the end"
+        elif landing is None:
+            assert content == frozen.content, "written without an OPEN"
+        else:
+            landing.check_invariants()
+            frozen.ended = landing.state is not TransferState.OPEN
+            frozen.content = content
+            for start, end in landing.verified():
+                frozen.verified.add(start, end)
+
+    # Connections, for Reception.
+
+    def abort(self, connections: Collection[int], error: TransportError) -> None:
+        for number in connections:
+            self.close(number)
+
+    def tell(self, connections: Collection[int], frame: bytes) -> None:
+        for number in connections:
+            if number in self.sessions:
+                self._senders[number].feed(frame)
+
+
+def attack_receiver(data: bytes) -> None:
+    """Up to three connections send hostile frames about the same transfers."""
+    choices = Choices(data)
+    fire = ReceiverUnderFire(replace(CONFIG, checksum=choices.below(4) > 0))
+    forger = Forger(choices, (FrameType.OPEN, FrameType.DATA, FrameType.DATA, FrameType.DATA))
+    numbers = [fire.connect(), fire.connect(), fire.connect()]
+    rests: dict[int, bytes] = {}
+    for number in numbers:
+        if choices.below(8):
+            fire.feed(number, own_greeting())
+    for _ in range(40):
+        if not choices:
+            break
+        slot, action = choices.below(3), choices.below(32)
+        number = numbers[slot]
+        if action == 31:
+            fire.pass_time(choices.below(200))
+        elif action == 30:
+            fire.reception.drop(make_spec(choices.below(5)).transfer_id, "test", fire.now_s)
+        elif action == 29:
+            fire.close(number)
+        elif action == 28:
+            fire.idle(number)
+        else:
+            wire = rests.pop(number, b"") + forger.next()
+            kept = choices.below(len(wire)) if action >= 22 else 0  # others speak in mid-frame
+            rests[number] = wire[len(wire) - kept :]
+            wire = wire[: len(wire) - kept]
+            for piece in pieces(choices, wire) if action & 1 else [wire]:
+                fire.feed(number, piece)
+        if numbers[slot] not in fire.sessions:
+            numbers[slot] = fire.connect()
+            fire.feed(numbers[slot], own_greeting())
+    for number in list(fire.sessions):
+        fire.close(number)
+    fire.pass_time(CONFIG.idle_timeout_s)
+    assert not fire.reception.landings.open_ones()
+    fire.pass_time(CONFIG.tombstone_s)
+    assert all(fire.reception.landings.find(key) is None for key in fire.frozen)
+
+
+# SenderSession and LinkCore.
+
+
+class SenderUnderFire:
+    """The sending end of a link whose receiver says what the test makes it say."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork(CONFIG, MemoryRegistry())
+        self.contents: list[tuple[bytearray, bytes]] = []
+        self.transfers: list[Outgoing] = []
+        for number, nbytes in enumerate(SIZES_BYTES):
+            data = bytearray((number + index) % 256 for index in range(nbytes))
+            self.contents.append((data, bytes(data)))
+            transfer = self.network.open(make_spec(number), MemorySpace(data, 256))
+            self.network.ready(transfer, 0, nbytes - nbytes // 3)
+            self.transfers.append(transfer)
+
+    def connect(self, *, welcomed: bool) -> int:
+        number = self.network.connect()
+        if welcomed:
+            hello = own_hello(b"R" * 16, CONFIG.max_frame_bytes)
+            self.hear(number, hello.encode(FrameType.WELCOME))
+        return number
+
+    def hear(self, number: int, data: bytes) -> None:
+        """The receiver says `data` on this connection."""
+        connection = self.network.connections.get(number)
+        if connection is None:
+            return
+        connection.to_sender += data
+        self.network.answer(number, len(data))
+        assert held_bytes(connection.sender) < MAX_CONTROL_BYTES + 8192
+        self.check()
+
+    def send(self, number: int) -> None:
+        """The next work of this connection goes where nobody reads it."""
+        if self.network.send(number):
+            self.network.connections[number].to_receiver.clear()
+        self.check()
+
+    def check(self) -> None:
+        self.network.core.check_invariants()
+        for data, original in self.contents:
+            assert data == original, "what is to be sent was written to"
+
+    def end(self) -> None:
+        """Whatever was said, every transfer ends, and its owner hears so once."""
+        network, listener = self.network, self.network.listener
+        for number in list(network.connections):
+            network.cut(number)
+        for transfer in self.transfers:
+            network.ready(transfer, 0, transfer.nbytes)
+        for _ in range(3):
+            network.now_s += CONFIG.idle_timeout_s
+            network.expire()
+            self.check()
+        ends = sorted([*listener.completed, *listener.failed])
+        assert ends == sorted(make_spec(number).transfer_id for number in range(len(SIZES_BYTES)))
+
+
+def attack_sender(data: bytes) -> None:
+    """A hostile receiver on two connections, while transfers are sent and cancelled."""
+    choices = Choices(data)
+    fire = SenderUnderFire()
+    forger = Forger(choices, (FrameType.ACK, FrameType.OPENED))
+    numbers = [fire.connect(welcomed=bool(choices.below(8))) for _ in range(2)]
+    for _ in range(40):
+        if not choices:
+            break
+        slot, action = choices.below(2), choices.below(16)
+        if action == 15:
+            fire.network.now_s += choices.below(20)
+            fire.network.expire()
+        elif action == 14:
+            fire.network.cut(numbers[slot])
+        elif action == 13:
+            transfer = fire.transfers[choices.below(len(fire.transfers))]
+            fire.network.core.cancel(transfer, LocalError("cancelled", "test"), fire.network.now_s)
+        elif action >= 9:
+            fire.send(numbers[slot])
+        else:
+            for piece in pieces(choices, forger.next()) if action & 1 else [forger.next()]:
+                fire.hear(numbers[slot], piece)
+        if numbers[slot] not in fire.network.connections:
+            numbers[slot] = fire.connect(welcomed=True)
+    fire.end()
+
+
+ATTACKS: dict[str, Callable[[bytes], None]] = {
+    "frames": attack_reader,
+    "receiver_session": attack_receiver,
+    "sender_session": attack_sender,
+}

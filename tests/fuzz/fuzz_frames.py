@@ -1,0 +1,19 @@
+"""Coverage-guided fuzzing of FrameReader and the decoders of bodies; see run.py.
+
+Run: python tests/fuzz/fuzz_frames.py [libFuzzer options] [FILE ...]
+A FILE is an input to repeat.
+"""
+
+import logging
+import sys
+
+import atheris  # type: ignore[import-untyped]
+
+with atheris.instrument_imports(include=["transport"]):
+    from attacks import attack_reader
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    atheris.Setup(sys.argv, attack_reader)
+    atheris.Fuzz()

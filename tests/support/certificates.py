@@ -1,0 +1,40 @@
+"""Certificate files for tests, made by the `openssl` command."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from transport import TlsFiles
+
+
+def openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=30)
+
+
+def make_authority(folder: Path, name: str) -> Path:
+    """A self-signed CA; its key lies beside the certificate."""
+    cert = folder / f"{name}.pem"
+    openssl(
+        *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+        *("-days", "2", "-subj", f"/CN={name}", "-keyout", folder / f"{name}.key", "-out", cert),
+    )
+    return cert
+
+
+def make_node(
+    folder: Path, name: str, ca: Path, *, trusts: Path | None = None, num_days: int = 2
+) -> TlsFiles:
+    """Files of a node certified by `ca` for `num_days` from now; it trusts `trusts`, else `ca`."""
+    request, cert, key = (folder / f"{name}.{kind}" for kind in ("csr", "pem", "key"))
+    extensions = folder / f"{name}.ext"
+    extensions.write_text(f"subjectAltName=DNS:{name}\n")
+    openssl(
+        *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+        *("-subj", f"/CN={name}", "-keyout", key, "-out", request),
+    )
+    openssl(
+        *("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca.with_suffix(".key")),
+        *("-CAcreateserial", "-days", str(num_days), "-extfile", extensions, "-out", cert),
+    )
+    return TlsFiles(cert=cert, key=key, ca=trusts or ca)
