@@ -62,20 +62,6 @@ class Codec(IntEnum):
         return self in (Codec.LZ4_PLANES, Codec.ZSTD_PLANES)
 
 
-def usable_codecs(setting: str) -> tuple[Codec, ...]:
-    """The codecs besides RAW that a side with `TransportConfig.codec` = `setting` sends and takes.
-
-    "fp8" keeps the lossless ones, for peers that did not agree to it and for other elements.
-    """
-    lossless = tuple(codec for codec in Codec if codec.is_lossless and codec is not Codec.RAW)
-    if setting == "none":
-        return ()
-    if setting == "auto":
-        return lossless
-    codec = Codec[setting.upper()]
-    return (codec,) if codec.is_lossless else (*lossless, codec)
-
-
 class _Scratch:
     """What a thread keeps from chunk to chunk."""
 

@@ -12,13 +12,15 @@
   connection), `not_prfaas`, `version` (the peer speaks something else, or another version), `tls`
   (handshake failed: wrong or missing certificate, or TLS on one side only), `busy` (a limit of the
   receiver), `bad_token`, `mismatch` (an OPEN of a known transfer with other credentials or another
-  size), `not_open`, `dropped`, `fragmented` (the sender scattered its ranges beyond the limit),
-  `registry`, `receiver_restarted`, and every code a registry chose for `Refused`.
+  size), `not_open`, `dropped`, `fragmented` (ranges scattered beyond the limit), `digest` (all of
+  it arrived, and is not what was sent), `registry`, `receiver_restarted`, and every code a registry
+  chose for `Refused`.
 - LocalError: `cancelled` (a PeerError at the receiver), `closed` (this Sender or Receiver was
   closed), `space` (the ByteSpace raised; a PeerError when the other side's did), `tls_files`,
   `bind`, `internal`.
-- LinkError: `connect`, `lost`, `handshake_timeout`, `frame_timeout`, `ack_timeout` end one
-  connection; `unreachable`, `idle` end a transfer that made no progress for the idle timeout.
+- LinkError: `connect`, `lost`, `handshake_timeout`, `frame_timeout`, `ack_timeout`, `renewed` (it
+  has carried what a TLS key may) end one connection; `unreachable`, `idle` end a transfer that made
+  no progress for the idle timeout.
 """
 
 import traceback

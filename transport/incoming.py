@@ -129,21 +129,19 @@ class IncomingData:
             placement = self._reception.claim(self._connection, landing, header.offset, end)
             if placement.place is Place.DISCARD:
                 return Discarded(landing)
-            scratch = None
-            views = placement.views
-            if placement.place is Place.SCRATCH:
-                scratch = memoryview(bytearray(raw_bytes))
-                views = [scratch]
+            is_repeat = placement.place is Place.SCRATCH
+            scratch = memoryview(bytearray(raw_bytes)) if is_repeat else None
+            views = placement.views if scratch is None else [scratch]
             decode(Codec(header.codec), payload, raw_bytes, views)
         except PeerError:
             raise
-        except CodecError as error:
-            landing.abandon(self._connection)
+        except CodecError as error:  # the claim ends with the connection, when no view is left
             raise PeerError("protocol", f"coded DATA cannot be decoded: {error}") from error
         except Exception as error:
             landing.abandon(self._connection)
             self._fail_for_space(landing, error, now_s)
             return None
+        del placement, views  # whoever hears of the end of a transfer may want its memory back
         return self._commit(landing, (header.offset, end), scratch, now_s)
 
     def _commit(

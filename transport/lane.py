@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("prfaas.transport")
 
 READ_BYTES: Final = 64 * 1024
+MAX_TLS_BYTES = 256 * 1024**3
+"""A TLS connection is renewed after so many bytes: AES-GCM keys wear out at 2^24.5 full records
+(RFC 8446, 5.5), and OpenSSL does not change them by itself.
+"""
 
 
 class Lane:
@@ -161,12 +165,17 @@ class Lane:
         )
         reader.start()
         try:
+            num_bytes = 0
             work = self._link.next_work(self, None)
             while True:
                 coded = self._send(stream, work)
                 if coded is None:
                     work = self._link.next_work(self, work, whole=False)
                 else:
+                    num_bytes += coded.wire_bytes
+                    if num_bytes > MAX_TLS_BYTES and self._link.tls is not None:
+                        self._link.sent(self, work, coded)
+                        raise LinkError("renewed", "the TLS connection has carried enough bytes")
                     work = self._link.next_work(self, work, coded=coded)
         finally:
             stream.abort()

@@ -73,6 +73,7 @@ class Link:
         self._tuner = LinkTuner(config)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
+        self._standby = threading.Condition(self._lock)  # of lanes that carry no data for now
         self._wanted = threading.Condition(self._lock)
         self._acked = threading.Condition(self._lock)
         self._num_waiting = 0
@@ -113,7 +114,7 @@ class Link:
     def cancel(self, transfer: Outgoing, reason: str) -> None:
         with self._lock:
             self._core.cancel(transfer, LocalError("cancelled", reason), time.monotonic())
-            self._work.notify_all()
+            self._wake_lanes()
         self._stir()
 
     def wait_acked(self, transfer: Outgoing, num_bytes: int, timeout_s: float) -> bool:
@@ -171,7 +172,7 @@ class Link:
             if self._core.width != self._tuner.width:
                 self._core.width = self._tuner.width
                 self._grow_to(self._tuner.width)
-                self._work.notify_all()
+                self._wake_lanes()
             limited = self._tuner.send_buffers_limit
         if limited:
             for stream in streams.values():
@@ -237,7 +238,7 @@ class Link:
             self._acked.notify_all()
             for lane in self._lanes.values():
                 lane.abort(LocalError("closed", "the sender was closed"))
-            self._work.notify_all()
+            self._wake_lanes()
             self._wanted.notify_all()
 
     def join(self, deadline_s: float) -> bool:
@@ -245,6 +246,10 @@ class Link:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _wake_lanes(self) -> None:
+        self._work.notify_all()
+        self._standby.notify_all()
 
     # Called by the lanes.
 
@@ -291,15 +296,18 @@ class Link:
                 work = self._core.take(lane.connection, time.monotonic())
                 effects = self._core.pop_effects()
                 if work is None and not effects:
-                    self._wait_for_work()
+                    self._wait_for_work(lane)
             self.perform(effects)
             if work is not None:
                 return work
 
-    def _wait_for_work(self) -> None:
+    def _wait_for_work(self, lane: Lane) -> None:
         """Sleep until somebody has work, or until pacing allows the next; one lane watches the
-        clock for all.
+        clock for all. A lane that stands by sleeps apart: being woken for work, it would not do it.
         """
+        if not self._core.carries_data(lane.connection):
+            self._standby.wait()
+            return
         delay_s = None if self._someone_paces else self._core.delay_s(time.monotonic())
         if delay_s is None:
             self._work.wait()
@@ -310,6 +318,11 @@ class Link:
         finally:
             self._someone_paces = False
             self._work.notify()
+
+    def sent(self, lane: Lane, work: Work, coded: Coded) -> None:
+        """The kernel took `work` whole, and the lane wants nothing more."""
+        with self._lock:
+            self._core.sent(lane.connection, work, whole=True, coded=coded)
 
     def unsent(self, lane: Lane, work: Work) -> None:
         """The lane could not send `work` whole and does not read its bytes any more."""
@@ -334,7 +347,7 @@ class Link:
             if in_handshake and error.code in _HOPELESS:
                 self._core.broken(error, time.monotonic())
                 self._warm_until_s = 0.0
-            self._work.notify_all()
+            self._wake_lanes()
             effects = self._core.pop_effects()
         self.perform(effects)
 
@@ -354,7 +367,7 @@ class Link:
         """The reader found the connection ended."""
         with self._lock:
             lane.abort(error)
-            self._work.notify_all()
+            self._wake_lanes()
 
     def _handle(self, connection: int, event: Event, now_s: float) -> None:
         match event:
@@ -379,7 +392,7 @@ class Link:
                     lane = self._lanes.get(effect.connection)
                     if lane is not None:
                         lane.abort(effect.error)
-                        self._work.notify_all()
+                        self._wake_lanes()
             else:
                 self._report(effect.transfer)
 

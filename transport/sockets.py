@@ -100,6 +100,27 @@ class SocketOwner:
             except OSError:
                 return None
 
+    def congestion(self) -> str:
+        """The congestion control that the socket has; "" once it has ended."""
+        with self._life:
+            if self._closed:
+                return ""
+            try:
+                raw = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            except OSError:
+                return ""
+        return raw.split(b"\0", 1)[0].decode()
+
+    def send_buffer_bytes(self) -> int:
+        """SO_SNDBUF, which counts the kernel's overhead as well; 0 once the socket has ended."""
+        with self._life:
+            if self._closed:
+                return 0
+            try:
+                return self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            except OSError:
+                return 0
+
     def grow_send_buffer(self) -> int:
         """Double the send buffer within the kernel's limits (CAP_NET_ADMIN may exceed them);
         returns its size in bytes.

@@ -1,13 +1,16 @@
 """How many connections one link should use, and how large its frames: found by measurement.
 
 The tuner is shown the link at every tick (`observe`) and answers with `width` and `frame_bytes`.
-Only time in which the link was backlogged counts, summed up over transfers; the first moments after
-a change do not. A *window* of such time gives one rate.
+Only time in which the link was backlogged counts, summed up over transfers; the first moments of
+the link and after a change do not: new connections are in slow start. A *window* of such time gives
+one rate; it is as long as it takes to tell rates apart, where round trips are long or acknowledged
+frames are few.
 
     UP    the present width is doubled while that gains 8%
     DOWN  then halved while that loses less than 3%: connections beyond need only grow the tail
-    HOLD  until round-trip time, loss or rate change, or the next look is due (1 minute of busy
-          time, doubling to 16 while nothing is found)
+    HOLD  until round-trip time, loss or rate change for three windows on end (BBR alone makes one
+          in ten seconds slow, to probe), or the next look is due (1 minute of busy time, doubling
+          to 16 while nothing is found)
 
 A trial that does clearly worse is broken off early. A link that loses packets, or whose send
 buffers are the limit, is not tried with fewer. On a path under 1 ms a few connections with large
@@ -19,18 +22,26 @@ Pure; time is an argument. Knows no socket. It also keeps what `LinkState` tells
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from transport.config import KIB, MIB, TransportConfig
 from transport.tcp_info import TcpInfo
 
-NEAR_RTT_S = 1e-3
+NEAR_RTT_S, FAR_RTT_S = 1e-3, 2e-3
+"""A path is near below the first, far above the second, and in between what it was."""
 NEAR_WIDTH = 4
 NEAR_FRAME_BYTES = MIB
-FRAME_S = 0.7e-3
+FRAME_S = 2e-3
 """A frame should take about this long at the link's rate."""
-MIN_WINDOW_S = 0.4
+MIN_WINDOW_S, MAX_WINDOW_S = 0.4, 3.0
+WINDOW_RTTS = 8
+WINDOW_FRAMES = 8
+"""Frames a connection should have acknowledged in a window: they are counted when they are whole,
+one more or less in a window is chance.
+"""
+SETTLE_S, SETTLE_RTTS, START_RTTS = 0.2, 8, 16
+CHANGED_WINDOWS = 3
 UP_GAIN = 1.08
 DOWN_KEEP = 0.97
 CLEARLY_WORSE = 0.8
@@ -69,14 +80,16 @@ class LinkTuner:
         self.frame_bytes = config.frame_bytes
         self.phase = Phase.UP
         self.measured = Measured()
-        """The last whole window."""
+        """The last window in which anything was acknowledged."""
         self._config = config
         self._is_near: bool | None = None
-        self._best: tuple[int, float] | None = None  # width, bytes/s
-        self._steady = Measured()
+        self._begun_width = self.width
+        self._best: _Found | None = None
+        self._steady: Measured | None = None  # None until a first search has ended
+        self._num_changed_windows = 0
         self._look_s = FIRST_LOOK_S
         self._since_look_s = 0.0
-        self._settle_s = 0.0
+        self._settle_s = SETTLE_S
         self._last: _Reading | None = None
         self._window = _Window()
 
@@ -107,77 +120,98 @@ class LinkTuner:
             return
         self._since_look_s += elapsed_s
         self._window.add(last, reading)
-        if self._window.elapsed_s >= self._window_s or self._is_hopeless:
+        if self._is_whole or self._is_hopeless:
             measured, self._window = self._window.measured(), _Window()
-            self.measured = measured
-            self._fit_frames(measured.rate_bytes_per_s)
-            self._step(measured)
+            if measured.rate_bytes_per_s:  # a link that stands still says nothing about its width
+                self.measured = measured
+                self._fit_frames(measured.rate_bytes_per_s)
+                self._step(measured)
 
     @property
     def _window_s(self) -> float:
-        return max(MIN_WINDOW_S, 8 * self._window.rtt_s)
+        return max(MIN_WINDOW_S, WINDOW_RTTS * self._window.rtt_s)
+
+    @property
+    def _enough_bytes(self) -> int:
+        return WINDOW_FRAMES * self.width * self.frame_bytes
+
+    @property
+    def _is_whole(self) -> bool:
+        window = self._window
+        if window.elapsed_s < self._window_s:
+            return False
+        return window.acked_bytes >= self._enough_bytes or window.elapsed_s >= MAX_WINDOW_S
 
     @property
     def _is_hopeless(self) -> bool:
         """Whether a trial of fewer connections can be broken off."""
         if self.phase is not Phase.DOWN or self._best is None:
             return False
-        window = self._window
-        is_long_enough = window.elapsed_s >= self._window_s / 3
-        return is_long_enough and window.rate_bytes_per_s < CLEARLY_WORSE * self._best[1]
+        window, best_bytes_per_s = self._window, self._best.measured.rate_bytes_per_s
+        is_long_enough = (
+            window.elapsed_s >= self._window_s / 3
+            and window.elapsed_s * best_bytes_per_s >= self._enough_bytes / 3
+        )
+        return is_long_enough and window.rate_bytes_per_s < CLEARLY_WORSE * best_bytes_per_s
 
     def _look_at_distance(self, reading: _Reading) -> None:
         """The first round-trip time decides where to begin, and another path begins anew."""
         min_rtt_s = min((i.min_rtt_s for i in reading.infos.values() if i.min_rtt_s), default=0.0)
         if not min_rtt_s:
             return
-        is_near = min_rtt_s < NEAR_RTT_S
+        is_near = min_rtt_s < (FAR_RTT_S if self._is_near else NEAR_RTT_S)
         if is_near == self._is_near:
             return
         self._is_near = is_near
         start = self._config.num_connections
+        self._steady = None
         self._begin(min(start, NEAR_WIDTH) if is_near else start)
+        self._settle_s = max(SETTLE_S, START_RTTS * min_rtt_s)
         if is_near:
             self.frame_bytes = max(self._config.frame_bytes, self._largest(NEAR_FRAME_BYTES))
         else:
             self.frame_bytes = self._config.frame_bytes
 
     def _step(self, measured: Measured) -> None:
-        rate = measured.rate_bytes_per_s
+        best = self._best
         if self.phase is Phase.HOLD:
-            if self._has_changed(measured) or self._since_look_s >= self._look_s:
-                self._begin(self.width)
-            return
-        if self._best is None:  # the first window of a search, at the width it begins from
-            self._best = (self.width, rate)
-            if not self._try(self.width * 2, Phase.UP):
-                self._shrink_or_hold(measured)
+            self._watch(measured)
+        elif best is None:  # the first window of a search, at the width it begins from
+            self._grow_or_shrink(measured)
         elif self.phase is Phase.UP:
-            if rate > UP_GAIN * self._best[1]:
-                self._best = (self.width, rate)
-                if not self._try(self.width * 2, Phase.UP):
-                    self._hold(measured)
+            if measured.rate_bytes_per_s > UP_GAIN * best.measured.rate_bytes_per_s:
+                self._grow_or_shrink(measured)
             else:
-                self._set_width(self._best[0])
-                self._shrink_or_hold(measured)
-        elif rate >= DOWN_KEEP * self._best[1]:
-            self._best = (self.width, max(rate, self._best[1]))
-            self._shrink_or_hold(measured)
+                self._set_width(best.width)
+                self._shrink_or_hold(best)
+        elif measured.rate_bytes_per_s >= DOWN_KEEP * best.measured.rate_bytes_per_s:
+            # The highest rate stays the one to keep, so that small losses do not add up.
+            rate = max(measured.rate_bytes_per_s, best.measured.rate_bytes_per_s)
+            self._best = _Found(self.width, replace(measured, rate_bytes_per_s=rate))
+            self._shrink_or_hold(self._best)
         else:
-            self._set_width(self._best[0])
-            self._hold(measured)
+            self._set_width(best.width)
+            self._hold(best)
 
     def _begin(self, width: int) -> None:
         self.phase = Phase.UP
         self._best = None
+        self._begun_width = width
+        self._num_changed_windows = 0
         self._since_look_s = 0.0
         self._window = _Window()
         self._set_width(width)
 
-    def _shrink_or_hold(self, measured: Measured) -> None:
+    def _grow_or_shrink(self, measured: Measured) -> None:
+        self._best = _Found(self.width, measured)
+        if not self._try(self.width * 2, Phase.UP):
+            self._shrink_or_hold(self._best)
+
+    def _shrink_or_hold(self, best: _Found) -> None:
+        measured = best.measured
         may_shrink = measured.loss < SHRINKABLE_LOSS and measured.sndbuf_limited < LIMITED_SHARE
-        if not (may_shrink and self._try(self.width // 2, Phase.DOWN)):
-            self._hold(measured)
+        if not (may_shrink and self._try(best.width // 2, Phase.DOWN)):
+            self._hold(best)
 
     def _try(self, width: int, phase: Phase) -> bool:
         """Whether there is such a width to try."""
@@ -188,36 +222,53 @@ class LinkTuner:
         self._set_width(width)
         return True
 
-    def _hold(self, measured: Measured) -> None:
-        found = self._best
-        if found is not None and self._steady.rate_bytes_per_s and self.phase is Phase.DOWN:
-            self._look_s = min(LAST_LOOK_S, self._look_s * 2)
+    def _hold(self, best: _Found) -> None:
+        found_nothing = self._steady is not None and best.width == self._begun_width
+        self._look_s = min(LAST_LOOK_S, self._look_s * 2) if found_nothing else FIRST_LOOK_S
         self.phase = Phase.HOLD
-        rate = found[1] if found is not None else measured.rate_bytes_per_s
-        self._steady = Measured(rate, measured.rtt_s, measured.min_rtt_s, measured.loss)
+        self._steady = best.measured
         self._since_look_s = 0.0
 
-    def _has_changed(self, measured: Measured) -> bool:
-        steady = self._steady
-        rate_ratio = measured.rate_bytes_per_s / max(1.0, steady.rate_bytes_per_s)
-        rtt_moved_s = abs(measured.min_rtt_s - steady.min_rtt_s)
-        has_other_rtt = rtt_moved_s > max(2e-3, 0.25 * steady.min_rtt_s)
-        has_other_loss = measured.loss > max(1e-3, 3 * steady.loss)
-        return not 0.7 < rate_ratio < 1.4 or has_other_rtt or has_other_loss
+    def _watch(self, measured: Measured) -> None:
+        has_changed = self._steady is not None and _has_changed(self._steady, measured)
+        self._num_changed_windows = self._num_changed_windows + 1 if has_changed else 0
+        if self._num_changed_windows >= CHANGED_WINDOWS:
+            self._steady = None
+            self._begin(self.width)
+        elif self._since_look_s >= self._look_s:
+            self._begin(self.width)
 
     def _set_width(self, width: int) -> None:
         if width != self.width:
             self.width = width
-            self._settle_s = max(0.2, 4 * self._window.rtt_s, 4 * self.measured.rtt_s)
+            self._settle_s = max(SETTLE_S, SETTLE_RTTS * self.measured.rtt_s)
 
     def _fit_frames(self, rate_bytes_per_s: float) -> None:
+        wanted_bytes = rate_bytes_per_s * FRAME_S
+        if 0.4 * wanted_bytes < self.frame_bytes <= 1.2 * wanted_bytes:
+            return
         fitting = 64 * KIB
-        while fitting * 2 <= rate_bytes_per_s * FRAME_S:
+        while fitting * 2 <= wanted_bytes:
             fitting *= 2
         self.frame_bytes = max(self._config.frame_bytes, self._largest(fitting))
 
     def _largest(self, wanted_bytes: int) -> int:
         return min(wanted_bytes, self._config.max_autotuned_frame_bytes)
+
+
+def _has_changed(steady: Measured, measured: Measured) -> bool:
+    rate_ratio = measured.rate_bytes_per_s / max(1.0, steady.rate_bytes_per_s)
+    rtt_moved_s = abs(measured.min_rtt_s - steady.min_rtt_s)
+    is_rtt_known = bool(measured.min_rtt_s and steady.min_rtt_s)
+    has_other_rtt = is_rtt_known and rtt_moved_s > max(2e-3, 0.25 * steady.min_rtt_s)
+    has_other_loss = measured.loss > max(1e-3, 3 * steady.loss)
+    return not 0.7 < rate_ratio < 1.4 or has_other_rtt or has_other_loss
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    width: int
+    measured: Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +286,7 @@ class _Window:
         self.elapsed_s = 0.0
         self.rtt_s = 0.0
         self._min_rtt_s = 0.0
-        self._acked_bytes = 0
+        self.acked_bytes = 0
         self._sent_bytes = 0
         self._resent_bytes = 0
         self._busy_s = 0.0
@@ -244,11 +295,11 @@ class _Window:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        return self._acked_bytes / self.elapsed_s if self.elapsed_s else 0.0
+        return self.acked_bytes / self.elapsed_s if self.elapsed_s else 0.0
 
     def add(self, before: _Reading, after: _Reading) -> None:
         self.elapsed_s += after.now_s - before.now_s
-        self._acked_bytes += after.acked_bytes - before.acked_bytes
+        self.acked_bytes += after.acked_bytes - before.acked_bytes
         rtts_s = []
         for connection, info in after.infos.items():
             earlier = before.infos.get(connection)

@@ -95,6 +95,22 @@ def test_cut_connections_are_resumed_under_tls(node: TlsFiles) -> None:
         assert landed == data
 
 
+def test_a_connection_is_renewed_before_its_key_wears_out(
+    node: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.lane.MAX_TLS_BYTES", MIB)
+    with (
+        closing(LoopbackPair(replace(CONFIG, tls=node))) as pair,
+        closing(HurtfulProxy(pair.endpoint)) as proxy,
+    ):
+        data = bytearray(random.Random(0).randbytes(16 * MIB))
+        handle, landed = pair.begin(1, data, via=proxy.endpoint)
+        handle.ready(0, len(data))
+        assert pair.listener.wait(handle.transfer_id) is None
+        assert landed == data
+        assert proxy.num_accepted > CONFIG.num_connections
+
+
 def test_cancel_and_drop_work_under_tls(node: TlsFiles) -> None:
     with closing(LoopbackPair(replace(CONFIG, tls=node))) as pair:
         one, _ = pair.begin(1, bytearray(MIB))

@@ -21,7 +21,6 @@ from transport.codecs import (
     decode,
     encode,
     max_payload_bytes,
-    usable_codecs,
 )
 
 KIB = 1024
@@ -162,13 +161,6 @@ def test_encode_refuses_what_it_is_not_for() -> None:
         encode(Codec.FP8, [data], 4)
     with pytest.raises(ValueError, match="do not hold"):
         decode(Codec.RAW, data, 5, [memoryview(bytearray(4))])
-
-
-def test_usable_codecs_take_the_lossy_one_only_by_name() -> None:
-    assert usable_codecs("none") == ()
-    assert set(usable_codecs("auto")) == set(PACKING)
-    assert usable_codecs("zstd_planes") == (Codec.ZSTD_PLANES,)
-    assert Codec.FP8 in usable_codecs("fp8")
 
 
 # --- FP8

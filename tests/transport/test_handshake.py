@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from transport.codecs import Codec
+from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.frames import HEADER_BYTES, FrameType
-from transport.handshake import VERSION, Hello, check_version, decode_hello, own_hello
+from transport.handshake import (
+    VERSION,
+    Hello,
+    check_version,
+    decode_hello,
+    own_features,
+    own_hello,
+    takes_codec,
+)
 
 
 def test_hello_round_trips_and_may_grow() -> None:
@@ -38,3 +48,20 @@ def test_another_version_is_named_in_words() -> None:
         PeerError, match=f"the receiver speaks version 90 to 91, this side speaks {VERSION}"
     ):
         check_version(Hello(90, 91, 1, 0, bytes(16)), "receiver")
+
+
+def test_the_lossy_codec_is_taken_only_by_name() -> None:
+    assert not any(takes_codec(TransportConfig(codec="none"), codec) for codec in Codec)
+    auto = TransportConfig(codec="auto")
+    assert {codec for codec in Codec if takes_codec(auto, codec)} == set(Codec) - {
+        Codec.RAW,
+        Codec.FP8,
+    }
+    assert takes_codec(TransportConfig(codec="fp8"), Codec.FP8)
+    assert not takes_codec(TransportConfig(codec="fp8"), 15)
+
+
+def test_features_follow_the_configuration() -> None:
+    assert own_features(TransportConfig(codec="none")) == 0
+    assert own_features(TransportConfig(codec="none", checksum=False)) == 1
+    assert own_features(TransportConfig(codec="fp8")) == 0b111110 << 8

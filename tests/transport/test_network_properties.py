@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.frames import FrameType, encode_frame, encode_reason
+from transport.interfaces import Priority
 from transport.protocol import ReceiverSession, SenderSession
 from transport.reception import Reception
 from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, greeting, make_spec
@@ -21,7 +23,7 @@ from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, greeti
 CONFIG = TransportConfig(frame_bytes=700, max_frame_bytes=900, drop_grace_s=0, ack_batch_bytes=1)
 
 USUAL = ["send", "deliver", "answer", "ready"]
-RARE = ["cut", "connect", "connect", "connect", "damage", "give_up", "give_up"]
+RARE = ["cut", "connect", "connect", "connect", "damage", "give_up", "give_up", "width"]
 
 
 @settings(max_examples=120, deadline=None)
@@ -36,7 +38,12 @@ def test_transfers_survive_any_weather(seed: int, num_moves: int, num_transfers:
     network.run()
     contents, landings, handles, waiting = {}, {}, {}, []
     for number, size in enumerate(sizes, start=1):
-        spec = make_spec(number)
+        spec = replace(
+            make_spec(number),
+            priority=rng.choice(list(Priority)),
+            tenant=rng.choice("ab"),
+            digest=rng.random() < 0.5,
+        )
         contents[number], landings[number] = bytearray(rng.randbytes(size)), bytearray(size)
         registry.expect(spec, MemorySpace(landings[number], 512))
         handles[number] = network.open(spec, MemorySpace(contents[number], 333))
@@ -66,6 +73,9 @@ def test_transfers_survive_any_weather(seed: int, num_moves: int, num_transfers:
             network.give_up(number)
         elif name == "ready" and waiting:
             make_ready()
+        elif name == "width":
+            network.core.width = rng.randrange(1, 5)
+            network.core.frame_bytes = rng.choice([700, 850])
         elif name == "damage":
             network.deliver(number, amount, damage=lambda data: flip(data, rng))
         network.check_invariants()

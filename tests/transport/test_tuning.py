@@ -294,7 +294,13 @@ def test_without_autotune_nothing_changes() -> None:
 
 @pytest.mark.parametrize(
     ("rate_bytes_per_s", "frame_bytes"),
-    [(0.1 * GBIT, 256 * KIB), (1 * GBIT, 256 * KIB), (10 * GBIT, 512 * KIB), (40 * GBIT, 2 * MIB)],
+    [
+        (0.1 * GBIT, 256 * KIB),
+        (1 * GBIT, 256 * KIB),
+        (2 * GBIT, 512 * KIB),
+        (10 * GBIT, 2 * MIB),
+        (40 * GBIT, 2 * MIB),
+    ],
 )
 def test_the_frame_size_follows_the_rate(rate_bytes_per_s: float, frame_bytes: int) -> None:
     link = SimulatedLink(Path(rate_bytes_per_s, 5e-3))
