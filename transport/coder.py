@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -107,8 +108,9 @@ class LinkCoder:
                 self._chooser.observe_sent(codec, raw, wire, now_s - last_s, now_s=now_s)
             if now_s - self._cpu_s >= CPU_SAMPLE_S:
                 self._cpu_s = now_s
-                idle_share = 1 - psutil.cpu_percent() / 100
-                self._chooser.observe_cpu(idle_share, self._num_cores, now_s=now_s)
+                with suppress(OSError):  # out of descriptors: what was measured last still holds
+                    idle_share = 1 - psutil.cpu_percent() / 100
+                    self._chooser.observe_cpu(idle_share, self._num_cores, now_s=now_s)
 
     def _codec(self, views: Sequence[memoryview], element_bytes: int) -> Codec:
         if self._chooser is None:

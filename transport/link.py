@@ -59,6 +59,8 @@ Effect = Ended | Abort
 class _Connection:
     peer: Hello
     progress_s: float
+    heard_s: float
+    """When the receiver last said something here."""
     kernel_queue_bytes: int = 0
     aborted: bool = False
     in_flight: set[bytes] = field(default_factory=set)
@@ -130,7 +132,7 @@ class LinkCore:
 
     def connected(self, connection: int, peer: Hello, now_s: float) -> None:
         """The handshake is done. Transfers of an earlier life of the receiver cannot go on."""
-        self._connections[connection] = _Connection(peer, now_s)
+        self._connections[connection] = _Connection(peer, now_s, now_s)
         for transfer in list(self._transfers.values()):
             known = transfer.receiver_instance
             if known is None or known == peer.instance:
@@ -152,6 +154,7 @@ class LinkCore:
     def broken(self, error: TransportError, now_s: float) -> None:
         """No connection can work until somebody changes something: fail what is open at once."""
         for transfer in list(self._transfers.values()):
+            self._leave(transfer)
             self.fail(transfer, error, now_s)
 
     def fail(self, transfer: Outgoing, error: TransportError, now_s: float) -> None:
@@ -356,6 +359,7 @@ class LinkCore:
             if silent_s >= self._config.ack_timeout_s and state.in_flight:
                 message = f"no acknowledgement for {self._config.ack_timeout_s:g} s"
                 self._abort(connection, LinkError("ack_timeout", message))
+                self._abort_unproven(state.progress_s)
         for transfer in list(self._transfers.values()):
             self._expire_transfer(transfer, now_s)
 
@@ -378,10 +382,12 @@ class LinkCore:
         elif transfer.state is TransferState.CANCELLING:
             if now_s - transfer.progress_s >= self._config.ack_timeout_s:
                 logger.warning("cancel of %s not acknowledged", transfer.spec.transfer_id.hex())
+                self._leave(transfer)
                 self._end(transfer, TransferState.CANCELLED, transfer.error, now_s)
         elif not transfer.waits:
             transfer.progress_s = now_s
         elif now_s - transfer.progress_s >= self._config.idle_timeout_s:
+            self._leave(transfer)
             self.fail(transfer, self._no_progress(), now_s)
 
     def _no_progress(self) -> LinkError:
@@ -431,7 +437,24 @@ class LinkCore:
             state.aborted = True
             self._effects.append(Abort(connection, error))
 
+    def _leave(self, transfer: Outgoing) -> None:
+        """Close the connections that announced a transfer which is about to end without the
+        receiver's word: while one of them lives the receiver would keep memory for it.
+        """
+        for connection in transfer.announced:
+            message = "its transfer ended without an answer"
+            self._abort(connection, LinkError("lost", message))
+
+    def _abort_unproven(self, since_s: float) -> None:
+        """Close idle connections on which nothing was heard since one that timed out began to wait:
+        what ended that one mostly ended them too, and each would cost a timeout to find out.
+        """
+        for connection, state in self._connections.items():
+            if not state.in_flight and state.heard_s <= since_s:
+                message = "idle since before another connection fell silent"
+                self._abort(connection, LinkError("ack_timeout", message))
+
     def _saw_life(self, connection: int, now_s: float) -> None:
         state = self._connections.get(connection)
         if state is not None:
-            state.progress_s = now_s
+            state.progress_s = state.heard_s = now_s

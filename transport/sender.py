@@ -162,10 +162,10 @@ class Sender:
             now_s = time.monotonic()
             for link in links:
                 try:
-                    if link.has_transfers:
-                        link.tune(now_s)
                     link.tick(now_s)
                     self._retire(link, now_s)
+                    if link.has_transfers:  # last: timeouts must not depend on it
+                        link.tune(now_s)
                 except Exception:
                     # Without its timeouts a sender would hang for ever: better a log line per tick.
                     logger.exception("watchdog of the link to %s", link.endpoint)

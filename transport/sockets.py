@@ -10,6 +10,8 @@ without a second system call for readiness.
 
 from __future__ import annotations
 
+# Loaded at the first getaddrinfo otherwise; out of descriptors that fails, and then for good.
+import encodings.idna  # noqa: F401
 import fcntl
 import ipaddress
 import logging

@@ -1,22 +1,29 @@
-"""A sender and a receiver over real sockets on 127.0.0.1, and a proxy between them that misbehaves
-on command.
+"""A sender and a receiver over real sockets on 127.0.0.1, and a rig that brings a transfer between
+them to the point where a fault shall strike and looks for what is left afterwards.
 
-For integration tests of this package and of those who use it. The proxy knows bytes, not frames.
+For integration tests of this package and of those who use it. Faults come from `testing_proxy`.
 """
 
 from __future__ import annotations
 
-import socket
+import os
+import random
 import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
 
 from transport.config import Endpoint, TransportConfig
+from transport.errors import TransportError
 from transport.receiver import Receiver
 from transport.sender import OutgoingTransfer, Sender
 from transport.testing import MemoryRegistry, MemorySpace, RecordingListener, make_spec
+from transport.testing_proxy import HurtfulProxy
 
 LOOPBACK = Endpoint("127.0.0.1", 0)
+POLL_S = 0.005
 
 
 class LoopbackPair:
@@ -50,90 +57,189 @@ class LoopbackPair:
         return self.sender.open(spec, MemorySpace(data), self.listener), landed
 
 
-class HurtfulProxy:
-    """Forwards TCP connections to `target` and does to them what a test asks for.
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What this process holds of the kernel: open descriptors and threads."""
 
-    `damage(data, is_forward)` may change bytes on their way. While `hold` is clear nothing moves.
-    `bytes_per_read` slows things down, so that a test can act in the middle of a transfer.
+    descriptors: dict[str, str]
+    threads: frozenset[str]
+
+    @classmethod
+    def take(cls) -> Self:
+        descriptors: dict[str, str] = {}
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
+            except OSError:
+                continue  # the one that listed the directory
+        threads = (f"{thread.name} {thread.ident}" for thread in threading.enumerate())
+        return cls(descriptors, frozenset(threads))
+
+    def leaks(self) -> list[str]:
+        """What is there now and was not then."""
+        now = Census.take()
+        opened = [
+            f"descriptor {number} {what}"
+            for number, what in now.descriptors.items()
+            if number not in self.descriptors
+        ]
+        return sorted(opened) + sorted(f"thread {name}" for name in now.threads - self.threads)
+
+
+class Phase(StrEnum):
+    """How far a transfer has come."""
+
+    BEFORE = "before"
+    """The link is connected, the transfer is not open."""
+    DURING = "during"
+    """A half is acknowledged, more is on its way."""
+    LAST_FRAME = "last_frame"
+    """All but one byte is acknowledged, that one is on its way."""
+    LAST_ACK = "last_ack"
+    """Everything is in place, the sender has not been told."""
+
+
+class LaggardSpace(MemorySpace):
+    """Memory that takes its time: every look-up lasts `pause_s`, the next one `once_s` longer."""
+
+    pause_s = 0.0
+    once_s = 0.0
+
+    def views(self, offset: int, length: int) -> list[memoryview]:
+        pause_s, self.once_s = self.pause_s + self.once_s, 0.0
+        if pause_s:
+            time.sleep(pause_s)
+        return super().views(offset, length)
+
+
+class FaultRig:
+    """One transfer from a sender through a `HurtfulProxy` to a receiver.
+
+    Use: `bring_to(phase)`, hurt something, `go_on()`, let the proxy resume, `outcome()`; then
+    `check_usable()` once the fault is gone and `check_left_nothing()` at the end.
     """
 
-    def __init__(self, target: Endpoint) -> None:
-        self.target = target
-        self.damage: Callable[[bytes, bool], bytes] | None = None
-        self.flows = threading.Event()
-        self.flows.set()
-        self.bytes_per_read = 65536
-        self.num_forwarded_bytes = 0
-        self.num_accepted = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._closing = False
-        self._spawn(self._accept)
+    def __init__(
+        self,
+        config: TransportConfig,
+        *,
+        nbytes: int = 2 * 1024 * 1024,
+        receiver_config: TransportConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.census = Census.take()
+        self.config = config
+        self.data = bytearray(random.Random(seed).randbytes(nbytes))
+        self.landed = bytearray(nbytes)
+        self.pair = LoopbackPair(config, receiver_config=receiver_config)
+        self.proxy = HurtfulProxy(self.pair.endpoint)
+        self.spec = make_spec(1, self.proxy.endpoint)
+        self.transfer_id = self.spec.transfer_id
+        self.source = MemorySpace(self.data)
+        self.landing = LaggardSpace(self.landed, 48 * 1024)
+        self.pair.registry.expect(self.spec, self.landing)
+        self.handle: OutgoingTransfer | None = None
+        self._expected = bytes(self.data)
 
-    @property
-    def endpoint(self) -> Endpoint:
-        return Endpoint("127.0.0.1", self._listener.getsockname()[1])
+    # To the point where it hurts.
 
-    def cut(self) -> None:
-        """Break every connection that is open now."""
-        with self._lock:
-            for sock in self._sockets:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+    def bring_to(self, phase: Phase) -> None:
+        """What is on its way then stays in the proxy, or before it, until the proxy resumes."""
+        self.pair.sender.warm(self.spec.endpoint)
+        wanted = self.config.num_connections
+        eventually(lambda: self.pair.sender.num_connections(self.spec.endpoint) >= wanted)
+        if phase is Phase.BEFORE:
+            return
+        handle = self._open()
+        first_bytes = len(self.data) // 2 if phase is Phase.DURING else len(self.data) - 1
+        handle.ready(0, first_bytes)
+        eventually(lambda: handle.progress().acked_bytes == first_bytes)
+        self.proxy.stall("backward" if phase is Phase.LAST_ACK else "forward")
+        handle.ready(first_bytes, len(self.data) - first_bytes)
+        if phase is Phase.LAST_ACK:
+            eventually(self.is_complete)
+        else:
+            eventually(lambda: handle.progress().sent_bytes > first_bytes)
+
+    def go_on(self) -> None:
+        """Open the transfer if it is not; everything is ready from now on. The proxy still stalls
+        what `bring_to` made it stall.
+        """
+        handle = self.handle or self._open()
+        handle.ready(0, len(self.data))
+
+    def outcome(self, timeout_s: float) -> TransportError | None:
+        """How the transfer ended at the sender, whose memory must be free by then; TimeoutError,
+        AssertionError when it ended well with other bytes than were sent.
+        """
+        error = self.pair.listener.wait(self.transfer_id, timeout_s)
+        self.source.release()
+        if error is None:
+            assert self.is_exact(), "wrong bytes were acknowledged"
+        return error
+
+    def is_complete(self) -> bool:
+        """Whether the receiver has everything."""
+        return self.transfer_id in self.pair.registry.completed
+
+    def is_exact(self) -> bool:
+        """Whether it has what was sent; asked after a good end only."""
+        return self.landed == self._expected
+
+    def restart_receiver(self) -> None:
+        """A new receiver on the port of the old one."""
+        self.pair.receiver.close()
+        self.pair.receiver = Receiver(self.pair.endpoint, self.config, self.pair.registry)
+        self.pair.receiver.start()
+
+    # What must hold afterwards.
+
+    def check_usable(self, number: int = 2, timeout_s: float = 5.0) -> None:
+        """A further transfer between the same two, the fault being gone, is exact."""
+        data = bytearray(random.Random(number).randbytes(300_000))
+        handle, landed = self.pair.begin(number, data, via=self.spec.endpoint)
+        handle.ready(0, len(data))
+        assert self.pair.listener.wait(handle.transfer_id, timeout_s) is None
+        assert landed == data
+
+    def check_left_nothing(self) -> None:
+        """The landing's memory is free once the receiver's side heard of the end, or dropped it;
+        after `close` no descriptor and no thread is left.
+        """
+        registry = self.pair.registry
+        if self.transfer_id not in registry.completed and self.transfer_id not in registry.failed:
+            self.pair.receiver.drop(self.transfer_id, "the test is over")
+        self.landing.release()
+        self.close()
+        eventually(lambda: not self.census.leaks(), 5.0, lambda: ", ".join(self.census.leaks()))
 
     def close(self) -> None:
-        self._closing = True
-        self.flows.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self.cut()
-        for thread in self._threads:
-            thread.join(5)
-        self._listener.close()
+        self.pair.close()
+        self.proxy.close()
 
-    def _spawn(self, target: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=target, args=args, name="proxy", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _open(self) -> OutgoingTransfer:
+        self.handle = self.pair.sender.open(self.spec, self.source, self.pair.listener)
+        return self.handle
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            self.num_accepted += 1
-            try:
-                far = socket.create_connection((self.target.host, self.target.port), 2)
-            except OSError:
-                near.close()
-                continue
-            far.settimeout(None)
-            with self._lock:
-                self._sockets |= {near, far}
-            ends = threading.Barrier(2)
-            self._spawn(self._pump, near, far, True, ends)
-            self._spawn(self._pump, far, near, False, ends)
 
-    def _pump(
-        self, source: socket.socket, sink: socket.socket, is_forward: bool, ends: threading.Barrier
-    ) -> None:
-        try:
-            while data := source.recv(self.bytes_per_read):
-                self.flows.wait()
-                if self.damage is not None:
-                    data = self.damage(data, is_forward)
-                if is_forward:
-                    self.num_forwarded_bytes += len(data)
-                sink.sendall(data)
-        except OSError:
-            pass  # cut, by a test or by either end
-        for sock in (source, sink):
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        ends.wait(10)
-        with self._lock:
-            self._sockets.discard(source)
-        source.close()
+def eventually(
+    condition: Callable[[], bool],
+    timeout_s: float = 10.0,
+    describe: Callable[[], str] = lambda: "it did not happen in time",
+) -> None:
+    """Wait until `condition` holds; AssertionError with `describe()` if it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, describe()
+        time.sleep(POLL_S)
+
+
+__all__ = [
+    "Census",
+    "FaultRig",
+    "HurtfulProxy",
+    "LaggardSpace",
+    "LoopbackPair",
+    "Phase",
+    "eventually",
+]

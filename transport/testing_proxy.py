@@ -1,0 +1,333 @@
+"""A TCP proxy that misbehaves on command: resets, silence, damage, delay, connections half gone.
+
+One thread moves the bytes of all connections, so a command holds for everything that moves after it
+returns. Knows bytes, not frames.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from transport.config import Endpoint
+
+Direction = Literal["forward", "backward"]
+"""forward: from whoever connected to the proxy towards its target; backward: the answers."""
+
+BOTH: Final[tuple[Direction, ...]] = ("forward", "backward")
+MAX_HELD_BYTES: Final = 256 * 1024
+HELD_POLL_S: Final = 0.005
+RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
+
+
+@dataclass(slots=True)
+class _Pipe:
+    """One direction of one connection."""
+
+    source: socket.socket
+    sink: socket.socket
+    direction: Direction
+    held: deque[tuple[float, memoryview]] = field(default_factory=deque)
+    """What was read and not yet passed on, each with the instant before which it must not leave."""
+    held_bytes: int = 0
+    is_swallowing: bool = False
+    is_read_out: bool = False
+    """The source said its end."""
+    is_ended: bool = False
+    """And the sink was told."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    number: int
+    near: socket.socket
+    far: socket.socket
+    pipes: tuple[_Pipe, _Pipe]
+    is_holed: bool = False
+    """Bytes of it were lost: its ends must not learn from each other how they end."""
+
+
+class HurtfulProxy:
+    """Forwards TCP connections to `target` and does to them what a test asks for.
+
+    `damage(data, is_forward)` may change bytes on their way. While `flows` is clear nothing moves.
+    `bytes_per_read` slows things down, so that a test can act in the middle of a transfer.
+    `delay_s(connection, is_forward)` keeps what a connection (numbered from 1) carries that long,
+    so that connections overtake each other. A reset or an end passes through like bytes do.
+    """
+
+    def __init__(self, target: Endpoint) -> None:
+        self.target = target
+        self.damage: Callable[[bytes, bool], bytes] | None = None
+        self.delay_s: Callable[[int, bool], float] | None = None
+        self.flows = threading.Event()
+        self.flows.set()
+        self.bytes_per_read = 65536
+        self.num_forwarded_bytes = 0
+        self.num_accepted = 0
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._listener.setblocking(False)
+        self.endpoint = Endpoint("127.0.0.1", self._listener.getsockname()[1])
+        self._connections: dict[int, _Connection] = {}
+        self._stalled: set[Direction] = set()
+        self._swallowed: set[Direction] = set()
+        self._commands: deque[tuple[Callable[[], None], threading.Event]] = deque()
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
+        self._thread.start()
+
+    # Commands; each has taken effect when it returns.
+
+    @property
+    def num_open(self) -> int:
+        return len(self._connections)
+
+    def cut(self) -> None:
+        """End every connection that is open now, at both ends, as a peer that closes would."""
+        self._command(lambda: self._drop_all(is_reset=False))
+
+    def reset(self) -> None:
+        """Every connection that is open now gets a TCP reset at both ends."""
+        self._command(lambda: self._drop_all(is_reset=True))
+
+    def stall(self, *directions: Direction) -> None:
+        """Freeze these directions (both if none is named): nothing moves, nothing is lost."""
+        self._command(lambda: self._stalled.update(directions or BOTH))
+
+    def swallow(self, *directions: Direction) -> None:
+        """From now on bytes of all connections, new ones too, vanish: a black hole."""
+
+        def act() -> None:
+            self._swallowed.update(directions or BOTH)
+            self._lose(directions or BOTH)
+
+        self._command(act)
+
+    def vanish(self, *directions: Direction) -> None:
+        """The connections of now lose what is sent on them, ends and resets included, and nobody is
+        told; new connections are well. This is what a host that went away leaves behind.
+        """
+        self._command(lambda: self._lose(directions or BOTH))
+
+    def resume(self) -> None:
+        """End a stall."""
+        self._command(self._stalled.clear)
+
+    def heal(self) -> None:
+        """End every fault; connections that lost bytes are reset."""
+        self.damage = None
+        self.delay_s = None
+        self.bytes_per_read = 65536
+        self.flows.set()
+        self._command(self._heal)
+
+    def close(self) -> None:
+        """End everything and free every descriptor. May be called twice."""
+        if self._closing:
+            return
+        self._closing = True
+        self.flows.set()
+        self._ring()
+        self._thread.join(5)
+        for sock in (self._listener, self._bell, self._ringer):
+            sock.close()
+
+    def _command(self, act: Callable[[], None]) -> None:
+        done = threading.Event()
+        self._commands.append((act, done))
+        self._ring()
+        if not self._closing and not done.wait(10):
+            raise TimeoutError("the proxy does not obey")
+
+    def _ring(self) -> None:
+        with suppress(OSError):
+            self._ringer.send(b"!")
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            self._drop_all(is_reset=False)
+
+    def _turn(self) -> None:
+        now_s = time.monotonic()
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
+        actions: dict[int, list[tuple[_Connection, _Pipe, int]]] = {}
+        timeout_s = self._register(actions, now_s) if self.flows.is_set() else HELD_POLL_S
+        for fd, waiting in actions.items():
+            events = 0
+            for _, _, event in waiting:
+                events |= event
+            poll.register(fd, events)
+        for fd, got in poll.poll(None if timeout_s is None else max(1, int(timeout_s * 1000))):
+            if fd == self._bell.fileno():
+                self._obey()
+                return  # what was found ready may be gone now
+            if fd == self._listener.fileno():
+                self._accept()
+            for connection, pipe, event in actions.get(fd, ()):
+                if got & (event | select.POLLERR | select.POLLHUP):
+                    self._move(connection, pipe, event)
+
+    def _register(
+        self, actions: dict[int, list[tuple[_Connection, _Pipe, int]]], now_s: float
+    ) -> float | None:
+        """Note what may move now; returns how long until something else may."""
+        timeout_s: float | None = None
+        for connection in self._connections.values():
+            for pipe in connection.pipes:
+                if pipe.direction in self._stalled:
+                    continue
+                if not pipe.is_read_out and pipe.held_bytes < MAX_HELD_BYTES:
+                    waiting = actions.setdefault(pipe.source.fileno(), [])
+                    waiting.append((connection, pipe, select.POLLIN))
+                if not pipe.held or pipe.is_swallowing:
+                    continue
+                wait_s = pipe.held[0][0] - now_s
+                if wait_s <= 0:
+                    waiting = actions.setdefault(pipe.sink.fileno(), [])
+                    waiting.append((connection, pipe, select.POLLOUT))
+                else:
+                    timeout_s = wait_s if timeout_s is None else min(timeout_s, wait_s)
+        return timeout_s
+
+    def _obey(self) -> None:
+        with suppress(BlockingIOError):
+            self._bell.recv(4096)
+        while self._commands:
+            act, done = self._commands.popleft()
+            act()
+            done.set()
+
+    def _accept(self) -> None:
+        try:
+            near, _ = self._listener.accept()
+        except OSError:
+            time.sleep(HELD_POLL_S)  # it gave up already, or this process is out of descriptors
+            return
+        self.num_accepted += 1
+        try:
+            far = socket.create_connection((self.target.host, self.target.port), 2)
+        except OSError:
+            _end_socket(near, is_reset=True)
+            return
+        for sock in (near, far):
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        pipes = (_Pipe(near, far, "forward"), _Pipe(far, near, "backward"))
+        connection = _Connection(self.num_accepted, near, far, pipes)
+        for pipe in pipes:
+            pipe.is_swallowing = pipe.direction in self._swallowed
+        connection.is_holed = bool(self._swallowed)
+        self._connections[connection.number] = connection
+
+    def _move(self, connection: _Connection, pipe: _Pipe, event: int) -> None:
+        if connection.number not in self._connections:
+            return
+        try:
+            if event == select.POLLIN:
+                self._read(connection, pipe)
+            else:
+                self._write(pipe)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._broken(connection, pipe.source if event == select.POLLIN else pipe.sink)
+            return
+        self._pass_on_end(connection, pipe)
+
+    def _read(self, connection: _Connection, pipe: _Pipe) -> None:
+        data = pipe.source.recv(self.bytes_per_read)
+        if not data:
+            pipe.is_read_out = True
+            return
+        is_forward = pipe.direction == "forward"
+        if is_forward:
+            self.num_forwarded_bytes += len(data)
+        if pipe.is_swallowing:
+            return
+        if self.damage is not None:
+            data = self.damage(data, is_forward)
+        delay_s = self.delay_s(connection.number, is_forward) if self.delay_s is not None else 0.0
+        pipe.held.append((time.monotonic() + delay_s, memoryview(data)))
+        pipe.held_bytes += len(data)
+
+    def _write(self, pipe: _Pipe) -> None:
+        leave_s, data = pipe.held.popleft()
+        count = 0
+        try:
+            count = pipe.sink.send(data)
+        finally:
+            if count < len(data):
+                pipe.held.appendleft((leave_s, data[count:]))
+        pipe.held_bytes -= count
+
+    def _pass_on_end(self, connection: _Connection, pipe: _Pipe) -> None:
+        if pipe.is_read_out and not pipe.is_ended and (pipe.is_swallowing or not pipe.held):
+            pipe.is_ended = True
+            if not pipe.is_swallowing:
+                with suppress(OSError):
+                    pipe.sink.shutdown(socket.SHUT_WR)
+        if all(pipe.is_ended for pipe in connection.pipes):
+            self._drop(connection, is_reset=False)
+
+    def _broken(self, connection: _Connection, sock: socket.socket) -> None:
+        """One end reset its side: the other learns it, unless the way between them is gone."""
+        if not connection.is_holed:
+            self._drop(connection, is_reset=True)
+            return
+        for pipe in connection.pipes:
+            if pipe.sink is sock:
+                pipe.is_swallowing = True
+            else:
+                pipe.is_read_out = pipe.is_ended = True
+        self._pass_on_end(connection, connection.pipes[0])
+
+    def _lose(self, directions: tuple[Direction, ...]) -> None:
+        for connection in self._connections.values():
+            connection.is_holed = True
+            for pipe in connection.pipes:
+                if pipe.direction in directions:
+                    pipe.is_swallowing = True
+                    pipe.held.clear()
+                    pipe.held_bytes = 0
+
+    def _heal(self) -> None:
+        self._stalled.clear()
+        self._swallowed.clear()
+        for connection in list(self._connections.values()):
+            if connection.is_holed:
+                self._drop(connection, is_reset=True)
+
+    def _drop_all(self, *, is_reset: bool) -> None:
+        for connection in list(self._connections.values()):
+            self._drop(connection, is_reset=is_reset)
+
+    def _drop(self, connection: _Connection, *, is_reset: bool) -> None:
+        del self._connections[connection.number]
+        for sock in (connection.near, connection.far):
+            _end_socket(sock, is_reset=is_reset)
+
+
+def _end_socket(sock: socket.socket, *, is_reset: bool) -> None:
+    with suppress(OSError):
+        if is_reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        else:
+            sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
