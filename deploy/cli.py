@@ -41,6 +41,7 @@ _COMMANDS: dict[str, _Entry] = {
     "up": _Entry("deploy.region.cli", "up_command", "Start a region and keep it running."),
     "status": _Entry("deploy.region.cli", "status_command", "Show what runs and what it holds."),
     "down": _Entry("deploy.region.cli", "down_command", "Stop a region."),
+    "doctor": _Entry("deploy.doctor.cli", "doctor_app", "Measure a link; say what limits it."),
     "region": _Entry("deploy.region.file_cli", "region_app", "Check region files; their schema."),
     "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),

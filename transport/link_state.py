@@ -15,6 +15,10 @@ class ConnectionState:
     number: int
     carries_data: bool
     info: TcpInfo
+    congestion: str = ""
+    """TCP_CONGESTION that its socket really has; "" once the connection has ended."""
+    send_buffer_bytes: int = 0
+    """SO_SNDBUF as the kernel has it now; 0 once the connection has ended."""
 
 
 @dataclass(frozen=True, slots=True)

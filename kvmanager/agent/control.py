@@ -19,6 +19,14 @@ from kvmanager.agent.messages import (
     CancelReply,
     OpenOutbox,
     OpenOutboxReply,
+    ProbeEnd,
+    ProbeEndReply,
+    ProbeLanding,
+    ProbeLandingReply,
+    ProbeSend,
+    ProbeSendReply,
+    ProbeStatus,
+    ProbeStatusReply,
     Renew,
     RenewReply,
     Reserve,
@@ -57,6 +65,10 @@ class ControlService:
             "OpenOutbox": self._method(OpenOutbox, OpenOutboxReply, self.open_outbox),
             "Await": self._method(Await, TransferReport, self.wait),
             "Status": self._method(Status, StatusReply, self.status),
+            "ProbeLanding": self._method(ProbeLanding, ProbeLandingReply, self.probe_landing),
+            "ProbeSend": self._method(ProbeSend, ProbeSendReply, self.probe_send),
+            "ProbeStatus": self._method(ProbeStatus, ProbeStatusReply, self.probe_status),
+            "ProbeEnd": self._method(ProbeEnd, ProbeEndReply, self.probe_end),
         }
 
     async def reserve(self, request: Reserve) -> ReserveReply:
@@ -99,8 +111,7 @@ class ControlService:
                 "INVALID",
                 f"{request.num_tokens} tokens take {expected} bytes here, not {request.nbytes}",
             )
-        if not request.host or not 0 < request.port <= 65535:
-            raise RpcError("INVALID", f"{request.host!r}:{request.port} is no endpoint")
+        endpoint = _endpoint(request.host, request.port)
         transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
         spec = OutboxSpec(
             transfer_id, request.nbytes, request.num_tokens, fingerprint, request.lease_s
@@ -110,7 +121,7 @@ class ControlService:
             transfer_id,
             token,
             fingerprint,
-            Endpoint(request.host, request.port),
+            endpoint,
             tenant=request.tenant,
             element_bytes=layout.element_bytes,
             digest=agent.config.digest,
@@ -142,6 +153,31 @@ class ControlService:
 
     async def status(self, _: Status) -> StatusReply:
         return self._agent.status()
+
+    async def probe_landing(self, request: ProbeLanding) -> ProbeLandingReply:
+        return self._agent.prober.open_landing(request, now_s())
+
+    async def probe_send(self, request: ProbeSend) -> ProbeSendReply:
+        return await self._agent.prober.open_send(
+            _bytes(request.transfer_id, ID_BYTES, "transfer_id"),
+            keys=(
+                _bytes(request.token, KEY_BYTES, "token"),
+                _bytes(request.fingerprint, KEY_BYTES, "fingerprint"),
+            ),
+            endpoint=_endpoint(request.host, request.port),
+            nbytes=request.nbytes,
+            lease_s=request.lease_s,
+            clock_s=now_s,
+        )
+
+    async def probe_status(self, request: ProbeStatus) -> ProbeStatusReply:
+        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        return self._agent.prober.status(transfer_id, request.role, request.lease_s, now_s())
+
+    async def probe_end(self, request: ProbeEnd) -> ProbeEndReply:
+        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        reason = request.reason[:MAX_REASON_CHARS] or "ended by its caller"
+        return ProbeEndReply(self._agent.prober.end(transfer_id, reason, now_s()))
 
     def _find(self, transfer_id: bytes, kind: str) -> Key:
         table = self._agent.table
@@ -184,6 +220,12 @@ def _bytes(text: str, size: int | None, field: str) -> bytes:
     if size is not None and len(value) != size:
         raise RpcError("INVALID", f"{field} has {len(value)} bytes, not {size}")
     return value
+
+
+def _endpoint(host: str, port: int) -> Endpoint:
+    if not host or not 0 < port <= 65535:
+        raise RpcError("INVALID", f"{host!r}:{port} is no endpoint")
+    return Endpoint(host, port)
 
 
 def _num_tokens(number: int) -> int:

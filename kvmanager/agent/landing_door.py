@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvmanager.arena import ArenaSpace
-from transport import Refused, TransportError
+from transport import ByteSpace, Refused, TransportError
 
 
 class LandingNews(Protocol):
@@ -30,7 +29,7 @@ class LandingNews(Protocol):
 class _Open:
     token: bytes
     fingerprint: bytes
-    space: ArenaSpace
+    space: ByteSpace
 
 
 class LandingDoor:
@@ -42,9 +41,7 @@ class LandingDoor:
         self._lock = threading.Lock()
         self._open: dict[bytes, _Open] = {}
 
-    def admit(
-        self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ArenaSpace
-    ) -> None:
+    def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ByteSpace) -> None:
         """From now on a sender with this token is let into `space`."""
         with self._lock:
             self._open[transfer_id] = _Open(token, fingerprint, space)
@@ -56,7 +53,7 @@ class LandingDoor:
 
     def accept(
         self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int
-    ) -> ArenaSpace:
+    ) -> ByteSpace:
         with self._lock:
             landing = self._open.get(transfer_id)
         if landing is None:

@@ -19,6 +19,7 @@ from kvmanager.agent.engine_server import EngineServer
 from kvmanager.agent.instances import EngineRefused, InstanceBook
 from kvmanager.agent.messages import StatusReply, TransferReport
 from kvmanager.agent.metrics import AgentMetrics
+from kvmanager.agent.probing import Prober
 from kvmanager.agent.protocol import (
     Abort,
     AgentMessage,
@@ -105,6 +106,7 @@ class NodeAgent:
             undo.push_async_callback(self.io.stop)
             self.data_endpoint = self.io.start()
             self.advertised = config.advertised(self.data_endpoint)
+            self.prober = Prober(self.io, config.transport_config, self.advertised)
             await self._engines.start()
             undo.pop_all()
         self._ticking = asyncio.create_task(self._tick())
@@ -124,6 +126,7 @@ class NodeAgent:
             await self._ticking
         for transfer_id in {*self.table.landings, *self.table.outboxes}:
             self.perform(self.table.cancel(transfer_id, "the agent is stopping", now_s()))
+        self.prober.close(now_s())
         await self._engines.stop()
         await self.io.settle(STOP_GRACE_S)
         await self.io.stop()
@@ -299,6 +302,7 @@ class NodeAgent:
             await asyncio.sleep(TICK_S)
             before = set(self.table.outboxes)
             try:
+                self.prober.tick(now_s())
                 self.perform(self.table.expire(now_s()))
                 for transfer_id in before - self.table.outboxes.keys():
                     self.io.forget(transfer_id)

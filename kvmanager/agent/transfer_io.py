@@ -16,13 +16,15 @@ from typing import Protocol
 
 from kvmanager.agent.landing_door import LandingDoor
 from kvmanager.agent.messages import LinkStatus
-from kvmanager.arena import ArenaSpace
 from transport import (
+    ByteSpace,
     Endpoint,
+    LinkState,
     OutgoingSpec,
     OutgoingTransfer,
     Receiver,
     Sender,
+    TransferListener,
     TransferProgress,
     TransportConfig,
     TransportError,
@@ -96,9 +98,7 @@ class TransferIo:
 
     # Landings.
 
-    def admit(
-        self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ArenaSpace
-    ) -> None:
+    def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ByteSpace) -> None:
         """Let the sender that has the token in."""
         self._door.admit(transfer_id, token, fingerprint, space)
 
@@ -122,12 +122,24 @@ class TransferIo:
 
     # Outboxes.
 
-    def open(self, spec: OutgoingSpec, space: ArenaSpace) -> None:
+    def open(self, spec: OutgoingSpec, space: ByteSpace) -> None:
         """Begin to send; `outbox_ended` follows. Raises ValueError or RuntimeError, then not."""
         handle = self._sender.open(spec, space, _OutboxBridge(self))
         self._outgoing[spec.transfer_id] = Outgoing(
             handle, spec.endpoint, self._loop.create_future()
         )
+
+    def open_probe(
+        self, spec: OutgoingSpec, space: ByteSpace, listener: TransferListener
+    ) -> OutgoingTransfer:
+        """Begin to send what is no outbox: `listener`, not `news`, is told of its end, from a
+        transport thread. Raises as `open`.
+        """
+        return self._sender.open(spec, space, listener)
+
+    def link_state(self, endpoint: Endpoint) -> LinkState | None:
+        """What the sender knows of its link to this endpoint; None when there is none."""
+        return self._sender.link_state(endpoint)
 
     def ready(self, transfer_id: bytes, ranges: list[tuple[int, int]]) -> None:
         outgoing = self._outgoing[transfer_id]

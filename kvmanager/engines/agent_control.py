@@ -10,6 +10,15 @@ from kvmanager.agent.messages import (
     CancelReply,
     OpenOutbox,
     OpenOutboxReply,
+    ProbeEnd,
+    ProbeEndReply,
+    ProbeLanding,
+    ProbeLandingReply,
+    ProbeRole,
+    ProbeSend,
+    ProbeSendReply,
+    ProbeStatus,
+    ProbeStatusReply,
     Renew,
     RenewReply,
     Reserve,
@@ -82,6 +91,28 @@ class AgentControl:
     async def status(self, timeout_s: float) -> StatusReply:
         """Memory, transfers, engines, links."""
         return await self._client.call("Status", Status(), StatusReply, timeout_s)
+
+    async def probe_landing(
+        self, nbytes: int, lease_s: float, timeout_s: float
+    ) -> ProbeLandingReply:
+        """A landing for one probe, which takes no arena memory. NO_ROOM, INVALID."""
+        request = ProbeLanding(nbytes, lease_s)
+        return await self._client.call("ProbeLanding", request, ProbeLandingReply, timeout_s)
+
+    async def probe_send(self, request: ProbeSend, timeout_s: float) -> None:
+        """Begin to send a probe to a landing. NO_ROOM, INVALID, NOT_FOUND (ended already)."""
+        await self._client.call("ProbeSend", request, ProbeSendReply, timeout_s)
+
+    async def probe_status(
+        self, transfer_id: str, role: ProbeRole, lease_s: float, timeout_s: float
+    ) -> ProbeStatusReply:
+        """How one end of a probe is doing; prolongs it. NOT_FOUND."""
+        request = ProbeStatus(transfer_id, role, lease_s)
+        return await self._client.call("ProbeStatus", request, ProbeStatusReply, timeout_s)
+
+    async def probe_end(self, transfer_id: str, reason: str, timeout_s: float) -> None:
+        """End a probe's ends at this agent. Idempotent."""
+        await self._client.call("ProbeEnd", ProbeEnd(transfer_id, reason), ProbeEndReply, timeout_s)
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""

@@ -1,0 +1,1 @@
+"""Measures a path between two node agents and explains what limits it."""

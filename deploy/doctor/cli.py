@@ -1,0 +1,178 @@
+"""`prfaas doctor`: turns arguments into calls, and errors into exit statuses.
+
+What a command needs is imported by it, so that its help appears at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deploy.command_line import JsonOption, fail
+
+if TYPE_CHECKING:
+    from deploy.doctor.agents import Pair
+    from deploy.doctor.probe import ProbePlan, ProbeRun, Sample
+
+MAX_MIB = 8192
+
+doctor_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    help="Find out why something is slow, and what would mend it.",
+)
+
+
+@doctor_app.callback()
+def _root() -> None:
+    pass
+
+
+@doctor_app.command("link")
+def link_command(
+    sender: Annotated[str, typer.Argument(metavar="A", help="sending agent, see above")],
+    receiver: Annotated[str, typer.Argument(metavar="B", help="receiving agent, see above")],
+    seconds: Annotated[float, typer.Option(min=1, max=300, help="how long to send")] = 10.0,
+    mib: Annotated[int, typer.Option(min=1, max=MAX_MIB, help="send at most this much")] = MAX_MIB,
+    rate_gbps: Annotated[
+        float | None, typer.Option(min=1e-6, help="what the link should carry, Gbit/s")
+    ] = None,
+    via: Annotated[
+        str | None, typer.Option(help="host:port that A connects to, if not what B advertises")
+    ] = None,
+    region: Annotated[str | None, typer.Option(help="region; not needed if only one runs")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="directory of the region's run")] = None,
+    tls_dir: Annotated[
+        Path | None, typer.Option(help="tls.crt, tls.key and ca.crt; default: the region's")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the path from agent A to agent B, and say what limits it.
+
+    A and B are nodes, clusters (their first node) or instances of the region that runs here, or
+    host:port of an agent's control port anywhere.
+
+    A sends real bytes to B the way KVCache goes: same ports, connections, tuning, TLS and
+    checksums, behind the KVCache that requests wait for. They take no landing memory at B and are
+    thrown away. It ends after --seconds or --mib, or with Ctrl-C, at both ends.
+
+    How to read it: every connection may have a window on its way for one round trip, so the
+    kernels allow connections x window / round trip; with --rate-gbps the link allows that much.
+    The least of these is what to expect. The limit that is named is where the rate ended:
+
+    \b
+    sender CPU, receiver CPU   that host is full: give the agent more CPUs
+    send, receive window       buffers are small for the round trip: set the sysctl that is shown
+    link                       loss, or the path carries no more
+    receiver's memory          TCP memory of B's kernel is used up
+
+    Exit status 0 if all is well, 1 if there is something to mend or nothing could be measured,
+    2 for wrong arguments. Without --rate-gbps nobody knows whether a
+    full CPU or link is too slow, so these do not count.
+
+    \b
+    prfaas doctor link prefill-a pd-b
+    prfaas doctor link a1 b1 --seconds 20 --rate-gbps 10
+    prfaas doctor link 10.0.0.5:7101 10.1.0.7:7101 --tls-dir /etc/prfaas/tls --json
+    """
+    from kvmanager.agent.config import parse_endpoint
+
+    try:
+        endpoint = None if via is None else parse_endpoint(via)
+    except ValueError as error:
+        fail(f"--via: {error}", 2)
+    pair = _pair(sender, receiver, run_dir, region)
+    from deploy.doctor.probe import CannotMeasure, ProbePlan
+
+    place = pair.via if endpoint is None else (endpoint.host, endpoint.port)
+    plan = ProbePlan(seconds, mib << 20, place)
+    try:
+        run = asyncio.run(_measure(pair, tls_dir, plan))
+        _report(pair, run, rate_gbps, as_json)
+    except CannotMeasure as error:
+        if as_json:
+            _print_json({"healthy": False, "error": str(error)})
+        fail(f"cannot measure: {error}", 1)
+    except KeyboardInterrupt:
+        fail("stopped; the probe is ended at both ends", 128 + signal.SIGINT)
+
+
+def _pair(sender: str, receiver: str, run_dir: Path | None, region: str | None) -> Pair:
+    from deploy.doctor.agents import UnknownAgent, find_pair
+    from deploy.region.rundir import RunDirectoryError, default_base
+
+    try:
+        return find_pair(sender, receiver, run_dir, default_base(dict(os.environ)), region)
+    except UnknownAgent as error:
+        fail(str(error), 2)
+    except RunDirectoryError as error:
+        fail(str(error), 1)
+
+
+async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRun:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from deploy.doctor.probe import NamedAgent, run_probe
+    from deploy.units import format_rate
+    from kvmanager.engines.agent_control import AgentControl
+    from transport import TlsFiles
+
+    tls = pair.tls if tls_dir is None else TlsFiles.in_directory(tls_dir)
+    agents = [
+        NamedAgent(place.name, AgentControl(place.control, tls))
+        for place in (pair.sender, pair.receiver)
+    ]
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[seen]}"))
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            title = f"{pair.sender.name} → {pair.receiver.name}"
+            task = progress.add_task(title, total=1.0, seen="connecting")
+
+            def show(sample: Sample, since_first_s: float) -> None:
+                done = sample.sender.done_bytes
+                seen = f"{done >> 20} MiB, {since_first_s:.0f} of {plan.seconds_s:g} s"
+                if since_first_s > 0:
+                    seen += f", {format_rate(done / since_first_s)}"
+                if sample.sender.link is not None:
+                    seen += f", {sample.sender.link.width} connections"
+                share = max(since_first_s / plan.seconds_s, done / plan.nbytes)
+                progress.update(task, completed=min(1.0, share), seen=seen)
+
+            return await run_probe(agents[0], agents[1], plan, show)
+    finally:
+        for agent in agents:
+            await agent.control.close()
+
+
+def _report(pair: Pair, run: ProbeRun, rate_gbps: float | None, as_json: bool) -> None:
+    """Print, and exit with the status. Raises CannotMeasure."""
+    from rich.console import Console
+
+    from deploy.doctor import report
+    from deploy.doctor.diagnosis import diagnose
+    from deploy.doctor.measurement import summarise
+    from deploy.units import GBIT_PER_S
+
+    measured = summarise(run)
+    diagnosis = diagnose(measured, None if rate_gbps is None else rate_gbps * GBIT_PER_S)
+    names = (pair.sender.name, pair.receiver.name)
+    if as_json:
+        _print_json(report.as_json(names, run.endpoint, measured, diagnosis))
+    else:
+        Console().print(report.render(names, run.endpoint, measured, diagnosis))
+    raise typer.Exit(0 if diagnosis.is_healthy else 1)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    import msgspec
+
+    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+    sys.stdout.buffer.flush()

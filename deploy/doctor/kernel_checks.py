@@ -1,0 +1,134 @@
+"""Which settings of the two kernels this path needs otherwise. Pure.
+
+A check compares the present value with what a rate at the path's round-trip time takes; `is_wrong`
+only where it holds this path back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from deploy.doctor.measurement import Measurement
+from deploy.doctor.windows import (
+    RECEIVE_PAYLOAD_SHARE,
+    SEND_PAYLOAD_SHARE,
+    path_rtt_s,
+    send_buffer_bytes,
+)
+from kvmanager.agent.messages import KernelTcp
+from transport.tuning import NEAR_RTT_S
+
+MIB = 1 << 20
+LEAST_BUFFER_BYTES = 4 * MIB
+_FIRST_TWO = {"net.ipv4.tcp_wmem": "4096 16384", "net.ipv4.tcp_rmem": "4096 131072"}
+"""Least and first size of buffers, as kernels come with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCheck:
+    """One setting: its value now, the value to set, and the command with the exact number.
+
+    `wanted` and `fix` are empty where it may stay.
+    """
+
+    host: Literal["sender", "receiver"]
+    name: str
+    present: str
+    wanted: str
+    fix: str
+    is_wrong: bool
+
+
+def kernel_checks(measured: Measurement, target_bytes_per_s: float) -> list[KernelCheck]:
+    """All settings that matter for sending at this rate."""
+    checks = _buffer_checks(measured, target_bytes_per_s)
+    checks += [_congestion_check(measured)]
+    used = set(measured.path.congestion) or {measured.sender_kernel.default_congestion}
+    if used & {"cubic", "reno"} and measured.path.min_rtt_s >= NEAR_RTT_S:
+        checks.append(_idle_check(measured.sender_kernel))
+    return checks
+
+
+def _buffer_checks(measured: Measurement, target_bytes_per_s: float) -> list[KernelCheck]:
+    in_flight = target_bytes_per_s * path_rtt_s(measured) / max(1, measured.width)
+    sender, receiver = measured.sender_kernel, measured.receiver_kernel
+    send, receive = in_flight / SEND_PAYLOAD_SHARE, in_flight / RECEIVE_PAYLOAD_SHARE
+    # Either of the first two is enough: the sender asks for what tcp_wmem does not give it.
+    reachable = max(send_buffer_bytes(sender), measured.path.send_buffer_bytes)
+    is_short_send = 0 < reachable < send
+    is_short_receive = 0 < receiver.tcp_rmem_bytes < receive
+    wmem, rmem = _power_of_two(send), _power_of_two(receive)
+    return [
+        _size_check("sender", "net.ipv4.tcp_wmem", sender.tcp_wmem_bytes, wmem, is_short_send),
+        _size_check("sender", "net.core.wmem_max", sender.wmem_max_bytes, wmem // 2, is_short_send),
+        _size_check(
+            "receiver", "net.ipv4.tcp_rmem", receiver.tcp_rmem_bytes, rmem, is_short_receive
+        ),
+    ]
+
+
+def _size_check(
+    host: Literal["sender", "receiver"], name: str, present: int, wanted: int, is_wrong: bool
+) -> KernelCheck:
+    is_wrong = is_wrong and present < wanted
+    first_two = _FIRST_TWO.get(name, "")
+    value = f"{first_two} {wanted}".strip()
+    unit = " max" if first_two else ""
+    return KernelCheck(
+        host=host,
+        name=name + unit,
+        present=_size(present) if present else "unknown",
+        wanted=_size(wanted) if is_wrong else "",
+        fix=f"on the {host}: sysctl -w {name}={_quoted(value)}" if is_wrong else "",
+        is_wrong=is_wrong,
+    )
+
+
+def _congestion_check(measured: Measurement) -> KernelCheck:
+    kernel, wanted = measured.sender_kernel, measured.wanted_congestion
+    used = measured.path.congestion
+    is_far = measured.path.min_rtt_s >= NEAR_RTT_S
+    is_wrong = bool(wanted) and is_far and bool(used) and set(used) != {wanted}
+    name = "net.ipv4.tcp_allowed_congestion_control"
+    allowed = " ".join([*kernel.allowed_congestion, wanted])
+    load = "" if wanted in kernel.available_congestion else f"modprobe tcp_{wanted} && "
+    return KernelCheck(
+        host="sender",
+        name=name,
+        present=" ".join(kernel.allowed_congestion) or "unknown",
+        wanted=allowed if is_wrong else "",
+        fix=(
+            f"on the sender: {load}sysctl -w {name}={_quoted(allowed)}, then restart its agent"
+            if is_wrong
+            else ""
+        ),
+        is_wrong=is_wrong,
+    )
+
+
+def _idle_check(kernel: KernelTcp) -> KernelCheck:
+    name, is_wrong = "net.ipv4.tcp_slow_start_after_idle", kernel.slow_start_after_idle
+    return KernelCheck(
+        host="sender",
+        name=name,
+        present=str(int(is_wrong)),
+        wanted="0" if is_wrong else "",
+        fix=f"on the sender: sysctl -w {name}=0 (not needed with bbr)" if is_wrong else "",
+        is_wrong=is_wrong,
+    )
+
+
+def _power_of_two(nbytes: float) -> int:
+    size = LEAST_BUFFER_BYTES
+    while size < nbytes:
+        size *= 2
+    return size
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / MIB:.4g} MiB" if nbytes >= MIB else f"{nbytes >> 10} KiB"
+
+
+def _quoted(value: str) -> str:
+    return f'"{value}"' if " " in value else value

@@ -1,0 +1,200 @@
+"""What the samples of a probe say: rates, round trips, shares of time. Pure; judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from deploy.doctor.probe import CannotMeasure, ProbeRun, Sample
+from kvmanager.agent.messages import AgentLoad, KernelTcp
+from transport import LinkState
+
+MIN_PLATEAU_S = 0.4
+SETTLING_SHARE = 1 / 3
+"""Of the probe's time, left out of the plateau: slow start and the first steps of tuning."""
+RISING = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class EndLoad:
+    """What one agent and its host did during the plateau."""
+
+    agent_cpus: float
+    """CPU seconds a second of the agent's process."""
+    usable_cpus: float
+    host_busy: float
+    """Share of all CPUs of the host, whoever used them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LandingMemory:
+    """The receiver's arena as far as landings may use it."""
+
+    cap_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathNumbers:
+    """What the sending sockets saw during the plateau; shares are of time or of bytes."""
+
+    rtt_s: float
+    min_rtt_s: float
+    loss: float
+    busy: float
+    """Of the time of connections in use: something was waiting to be sent or acknowledged."""
+    rwnd_limited: float
+    """Of that busy time: the receiver's window was the limit."""
+    sndbuf_limited: float
+    congestion: tuple[str, ...]
+    """What the sockets really use."""
+    send_buffer_bytes: int
+    """The largest of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """All that a diagnosis is made from. Rates are bytes a second."""
+
+    seconds_s: float
+    nbytes: int
+    rate_bytes_per_s: float
+    """The plateau, transfers of others on the same link included."""
+    is_rising: bool
+    """The last third of the plateau was clearly faster than the first."""
+    other_bytes_per_s: float
+    """Of that rate, transfers of others."""
+    width: int
+    max_connections: int
+    frame_bytes: int
+    tuning: str
+    wanted_congestion: str
+    path: PathNumbers
+    sender: EndLoad
+    receiver: EndLoad
+    sender_kernel: KernelTcp
+    receiver_kernel: KernelTcp
+    landing_memory: LandingMemory
+
+
+def summarise(run: ProbeRun) -> Measurement:
+    """Raises CannotMeasure when there is too little to tell a rate."""
+    samples = _plateau(run.samples)
+    first, last = samples[0], samples[-1]
+    link = _link(last)
+    rates = [_rate(before, after) for before, after in pairwise(samples)]
+    rate = median(rates)
+    if not rate:
+        raise CannotMeasure(
+            f"bytes to {run.endpoint} came to a halt: {last.sender.done_bytes} were acknowledged"
+            " and then none; is the receiving host or the path stalled?"
+        )
+    elapsed_s = last.sender.load.now_s - first.sender.load.now_s
+    own = (last.sender.done_bytes - first.sender.done_bytes) / elapsed_s
+    total = (link.acked_bytes - _link(first).acked_bytes) / elapsed_s
+    status = run.receiver_status
+    return Measurement(
+        seconds_s=run.samples[-1].sender.load.now_s - run.samples[0].sender.load.now_s,
+        nbytes=run.samples[-1].sender.done_bytes,
+        rate_bytes_per_s=rate,
+        is_rising=_is_rising(rates),
+        other_bytes_per_s=max(0.0, total - own),
+        width=link.width,
+        max_connections=last.sender.max_connections,
+        frame_bytes=link.frame_bytes,
+        tuning=link.phase,
+        wanted_congestion=last.sender.congestion,
+        path=_path(samples),
+        sender=_load(first.sender.load, last.sender.load),
+        receiver=_load(first.receiver.load, last.receiver.load),
+        sender_kernel=last.sender.kernel,
+        receiver_kernel=last.receiver.kernel,
+        landing_memory=LandingMemory(
+            status.landing_cap_bytes,
+            min(status.free_bytes, status.landing_cap_bytes - status.landing_bytes),
+        ),
+    )
+
+
+def _plateau(samples: Sequence[Sample]) -> list[Sample]:
+    """Those after the settling; all of them had a link with something to send."""
+    going = [s for s in samples if s.sender.state == "open" and s.sender.link is not None]
+    if going:
+        begin_s, end_s = going[0].sender.load.now_s, going[-1].sender.load.now_s
+        settled_s = begin_s + SETTLING_SHARE * (end_s - begin_s)
+        settled = [s for s in going if s.sender.load.now_s >= settled_s]
+        if settled[-1].sender.load.now_s - settled[0].sender.load.now_s >= MIN_PLATEAU_S:
+            return settled
+    raise CannotMeasure(
+        "the probe was over before a rate could be told; give more --seconds, or a larger --mib"
+    )
+
+
+def _link(sample: Sample) -> LinkState:
+    assert sample.sender.link is not None
+    return sample.sender.link
+
+
+def _rate(before: Sample, after: Sample) -> float:
+    elapsed_s = max(1e-9, after.sender.load.now_s - before.sender.load.now_s)
+    return (_link(after).acked_bytes - _link(before).acked_bytes) / elapsed_s
+
+
+def _is_rising(rates: Sequence[float]) -> bool:
+    third = len(rates) // 3
+    return third > 0 and median(rates[-third:]) > RISING * median(rates[:third])
+
+
+def _load(before: AgentLoad, after: AgentLoad) -> EndLoad:
+    elapsed_s = max(1e-9, after.now_s - before.now_s)
+    busy = (after.host_busy_s - before.host_busy_s) / (elapsed_s * after.host_cpus)
+    return EndLoad(
+        agent_cpus=(after.cpu_s - before.cpu_s) / elapsed_s,
+        usable_cpus=after.usable_cpus,
+        host_busy=min(1.0, max(0.0, busy)),
+    )
+
+
+def _path(samples: Sequence[Sample]) -> PathNumbers:
+    sums = _Sums()
+    for before, after in pairwise(samples):
+        sums.add(before, after)
+    connections = [item for item in _link(samples[-1]).connections if item.carries_data]
+    return PathNumbers(
+        rtt_s=median(sums.rtts_s) if sums.rtts_s else 0.0,
+        min_rtt_s=min((rtt_s for rtt_s in sums.min_rtts_s if rtt_s), default=0.0),
+        loss=sums.resent_bytes / max(1, sums.sent_bytes),
+        busy=min(1.0, sums.busy_s / max(1e-9, sums.connection_s)),
+        rwnd_limited=sums.rwnd_limited_s / max(1e-9, sums.busy_s),
+        sndbuf_limited=sums.sndbuf_limited_s / max(1e-9, sums.busy_s),
+        congestion=tuple(sorted({item.congestion for item in connections if item.congestion})),
+        send_buffer_bytes=max((item.send_buffer_bytes for item in connections), default=0),
+    )
+
+
+class _Sums:
+    """Over the connections that sent something between two samples."""
+
+    def __init__(self) -> None:
+        self.rtts_s: list[float] = []
+        self.min_rtts_s: list[float] = []
+        self.connection_s = self.busy_s = self.rwnd_limited_s = self.sndbuf_limited_s = 0.0
+        self.sent_bytes = self.resent_bytes = 0
+
+    def add(self, before: Sample, after: Sample) -> None:
+        elapsed_s = after.sender.load.now_s - before.sender.load.now_s
+        earlier = {item.number: item.info for item in _link(before).connections}
+        for item in _link(after).connections:
+            old, new = earlier.get(item.number), item.info
+            if old is None or new.sent_bytes == old.sent_bytes:
+                continue
+            self.rtts_s.append(new.rtt_s)
+            self.min_rtts_s.append(new.min_rtt_s)
+            self.connection_s += elapsed_s
+            self.busy_s += new.busy_s - old.busy_s
+            self.rwnd_limited_s += new.rwnd_limited_s - old.rwnd_limited_s
+            self.sndbuf_limited_s += new.sndbuf_limited_s - old.sndbuf_limited_s
+            self.sent_bytes += new.sent_bytes - old.sent_bytes
+            self.resent_bytes += new.retransmitted_bytes - old.retransmitted_bytes
