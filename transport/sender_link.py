@@ -80,6 +80,7 @@ class Link:
         self._parties: dict[Outgoing, _Party] = {}
         self._lanes: dict[int, Lane] = {}  # by the id of their present connection
         self._infos: dict[int, TcpInfo] = {}
+        self._acked_wire_bytes = 0  # as the kernel counts: coding must not look like a faster link
         self._ids = itertools.count(1)
         self._warm_until_s = 0.0
         self._closing = False
@@ -157,14 +158,18 @@ class Link:
                 for connection, lane in self._lanes.items()
                 if lane.stream is not None and lane.deadline_s is None
             }
-            is_backlogged = self._core.is_backlogged
-        self.coder.tick(is_backlogged=is_backlogged, now_s=now_s)
+            # While connections are being tried, the link's rate says nothing about codecs.
+            is_steady = self._core.is_backlogged and not self._tuner.is_searching
+        self.coder.tick(is_backlogged=is_steady, now_s=now_s)
         infos = {number: stream.tcp_info() for number, stream in streams.items()}
         with self._lock:
-            self._infos = {number: info for number, info in infos.items() if info is not None}
+            before, self._infos = self._infos, {n: i for n, i in infos.items() if i is not None}
+            for number, info in self._infos.items():
+                known = before.get(number)
+                self._acked_wire_bytes += info.acked_bytes - (known.acked_bytes if known else 0)
             self._tuner.observe(
                 self._infos,
-                acked_bytes=self._core.acked_bytes,
+                acked_bytes=self._acked_wire_bytes,
                 is_backlogged=self._core.is_backlogged,
                 now_s=now_s,
             )

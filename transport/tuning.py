@@ -6,15 +6,16 @@ the link and after a change do not: new connections are in slow start. A *window
 one rate; it is as long as it takes to tell rates apart, where round trips are long or acknowledged
 frames are few.
 
-    UP    the present width is doubled while that gains 8%
-    DOWN  then halved while that loses less than 3%: connections beyond need only grow the tail
+    UP    the present width is doubled while that gains an eighth: connections that add less to the
+          rate only add to the tail of each transfer
+    DOWN  then halved while that loses less than a twentieth
     HOLD  until round-trip time, loss or rate change for three windows on end (BBR alone makes one
           in ten seconds slow, to probe), or the next look is due (1 minute of busy time, doubling
           to 16 while nothing is found)
 
-A trial that does clearly worse is broken off early. A link that loses packets, or whose send
-buffers are the limit, is not tried with fewer. On a path under 1 ms a few connections with large
-frames are the place to begin: there CPU is the limit.
+A trial that does clearly worse is broken off early. A link whose send buffers are the limit is not
+tried with fewer, nor one that loses packets without a queue to lose them in. On a path under 1 ms a
+few connections with large frames are the place to begin: there CPU is the limit.
 
 Pure; time is an argument. Knows no socket. It also keeps what `LinkState` tells about the link.
 """
@@ -42,11 +43,12 @@ one more or less in a window is chance.
 """
 SETTLE_S, SETTLE_RTTS, START_RTTS = 0.2, 8, 16
 CHANGED_WINDOWS = 3
-UP_GAIN = 1.08
-DOWN_KEEP = 0.97
+UP_GAIN = 1.12
+DOWN_KEEP = 0.95
 CLEARLY_WORSE = 0.8
 SHRINKABLE_LOSS = 5e-4
 LIMITED_SHARE = 0.1
+FULL_QUEUE_RTTS = 1.5
 FIRST_LOOK_S, LAST_LOOK_S = 60.0, 960.0
 
 
@@ -71,6 +73,13 @@ class Measured:
     """Share of the connections' busy time in which the send buffer was the limit."""
     rwnd_limited: float = 0.0
 
+    @property
+    def fills_queue(self) -> bool:
+        """Whether packets wait in the path so long that those which are lost are most likely lost
+        there, to too many connections.
+        """
+        return bool(self.min_rtt_s) and self.rtt_s > FULL_QUEUE_RTTS * self.min_rtt_s
+
 
 class LinkTuner:
     """See the module docstring."""
@@ -92,6 +101,10 @@ class LinkTuner:
         self._settle_s = SETTLE_S
         self._last: _Reading | None = None
         self._window = _Window()
+
+    @property
+    def is_searching(self) -> bool:
+        return self._config.autotune and self.phase is not Phase.HOLD
 
     @property
     def send_buffers_limit(self) -> bool:
@@ -209,7 +222,8 @@ class LinkTuner:
 
     def _shrink_or_hold(self, best: _Found) -> None:
         measured = best.measured
-        may_shrink = measured.loss < SHRINKABLE_LOSS and measured.sndbuf_limited < LIMITED_SHARE
+        is_clean = measured.loss < SHRINKABLE_LOSS or measured.fills_queue
+        may_shrink = is_clean and measured.sndbuf_limited < LIMITED_SHARE
         if not (may_shrink and self._try(best.width // 2, Phase.DOWN)):
             self._hold(best)
 
