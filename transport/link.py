@@ -188,6 +188,11 @@ class LinkCore:
         """Whether DATA is waiting to be sent."""
         return len(self._queue) > 0
 
+    @property
+    def has_budgets(self) -> bool:
+        """Whether pacing or budgets may hold back what could be sent."""
+        return self._config.pace_bytes_per_s > 0 or self._config.tenant_bytes_per_s > 0
+
     def _take_control(self, connection: int, now_s: float) -> Work | None:
         for transfer in list(self._control.values()):
             if transfer.needs_cancel:

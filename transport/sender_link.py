@@ -298,22 +298,26 @@ class Link:
                     done = None
                 if lane.error is not None:
                     raise lane.error
-                work = self._core.take(lane.connection, time.monotonic())
+                now_s = time.monotonic()
+                work = self._core.take(lane.connection, now_s)
                 effects = self._core.pop_effects()
                 if work is None and not effects:
-                    self._wait_for_work(lane)
+                    self._wait_for_work(lane, now_s)
+                elif work is not None and self._core.has_budgets:
+                    self._work.notify()  # there may be enough for another lane
             self.perform(effects)
             if work is not None:
                 return work
 
-    def _wait_for_work(self, lane: Lane) -> None:
+    def _wait_for_work(self, lane: Lane, now_s: float) -> None:
         """Sleep until somebody has work, or until pacing allows the next; one lane watches the
-        clock for all. A lane that stands by sleeps apart: being woken for work, it would not do it.
+        clock for all. `now_s` is when there was none: judged by a later clock, nothing might seem
+        worth waiting for. A lane that stands by sleeps apart: woken for work, it would not do it.
         """
         if not self._core.carries_data(lane.connection):
             self._standby.wait()
             return
-        delay_s = None if self._someone_paces else self._core.delay_s(time.monotonic())
+        delay_s = None if self._someone_paces else self._core.delay_s(now_s)
         if delay_s is None:
             self._work.wait()
             return

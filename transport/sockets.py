@@ -250,9 +250,9 @@ def prepare_to_send(sock: socket.socket, config: TransportConfig, address: Addre
         sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, config.notsent_lowat_bytes)
     is_local = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
     if config.pace_bytes_per_s:
-        # The link keeps the rate itself; this keeps each connection from sending in bursts.
-        paced = int(2 * config.pace_bytes_per_s / config.num_connections)
-        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(paced, 0xFFFFFFFF))
+        # The link keeps the rate itself; this keeps a connection from sending a frame as a burst.
+        paced = min(int(1.1 * config.pace_bytes_per_s), 0xFFFFFFFF)
+        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, paced)
     congestion = config.loopback_congestion if is_local else config.congestion
     if congestion:
         sock.setsockopt(tcp, socket.TCP_CONGESTION, congestion.encode())

@@ -39,8 +39,9 @@ from deploy.plan.case_study import H20_PREFILL, H200_PREFILL, KV
 from deploy.plan.model_config import config_file, read_config
 from deploy.plan.profile_file import EngineProfileFile
 from deploy.plan.tokens import format_tokens
+from deploy.problems import FileError
 from kvmanager.hf_config import read_model_kv
-from scheduler.curves import fit_quadratic, interpolate
+from scheduler.curves import CurveError, fit_quadratic, interpolate
 from scheduler.lengths import Floats
 
 if TYPE_CHECKING:
@@ -85,10 +86,15 @@ def case_study_cases() -> list[Case]:
 
 
 def own_case(profile: Path, model: Path) -> Case:
-    """An engine and a model of the user's; ValueError that says what is wrong with the files."""
+    """An engine and a model of the user's, with straight lines where no quadratic fits the profile;
+    FileError or ValueError that says what is wrong with the files.
+    """
     points = EngineProfileFile.load(profile).profile.prefill.points
     pairs = [(float(point.tokens), point.seconds) for point in points]
-    fitted = fit_quadratic(pairs) if len(pairs) > 2 else interpolate(pairs)
+    try:
+        fitted = fit_quadratic(pairs)
+    except CurveError:
+        fitted = interpolate(pairs)
     kv = read_model_kv(read_config(config_file(model)))
     return Case(kv.name, profile.stem, kv_size_of(kv), fitted.curve)
 
@@ -238,7 +244,7 @@ def plot(study: dict[Case, list[Row]], link_gbps: Floats, source: Source, file: 
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure = Figure(figsize=(12, 5.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_crossovers(left, study, source.goodput.ceiling_gbps)
     _draw_times(right, study, link_gbps)
@@ -261,7 +267,7 @@ def _draw_crossovers(axes: Axes, study: dict[Case, list[Row]], ceiling_gbps: flo
     axes.set_xticks(LENGTHS, [format_tokens(tokens) for tokens in LENGTHS])
     axes.set_xticks([], minor=True)
     _plain_numbers(axes, is_both=False)
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8)
 
 
 def _draw_times(axes: Axes, study: dict[Case, list[Row]], link_gbps: Floats) -> None:
@@ -290,7 +296,7 @@ def _draw_times(axes: Axes, study: dict[Case, list[Row]], link_gbps: Floats) -> 
         title=f"a prompt of {format_tokens(PICTURED_TOKENS)} tokens",
     )
     _plain_numbers(axes, is_both=True)
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8)
 
 
 def _plain_numbers(axes: Axes, *, is_both: bool) -> None:
@@ -330,7 +336,7 @@ def main() -> None:
         if arguments.profile is not None:
             cases.append(own_case(arguments.profile, arguments.model))
         source = find_goodput(arguments.results, arguments.ceiling)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, FileError) as error:
         sys.exit(str(error))
     link_gbps = np.geomspace(0.1, 100, NUM_RATES)
     rtt_s = arguments.rtt_ms / 1e3
@@ -347,6 +353,7 @@ def main() -> None:
     print(ratios(study))
     if arguments.json is not None:
         kept = {"rtt_s": rtt_s, **document(study, link_gbps, source)}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
         try:
             plot(study, link_gbps, source, arguments.json.with_suffix(".png"))

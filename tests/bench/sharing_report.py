@@ -44,6 +44,7 @@ class Latency:
     taken_s: tuple[float, ...]
     nbytes: int
     frame_bytes: int
+    num_connections: int
     bulk_bytes_per_s: float
     link_bytes_per_s: float
 
@@ -55,6 +56,13 @@ class Latency:
     @property
     def chunk_s(self) -> float:
         return self.frame_bytes / self.link_bytes_per_s
+
+    @property
+    def frames_ahead_s(self) -> float:
+        """What the link needs for one chunk of each connection: so much of a bulk may have been
+        taken before a small transfer came, the kernel's queues not counted.
+        """
+        return self.num_connections * self.chunk_s
 
     @property
     def fair_s(self) -> float:
@@ -147,12 +155,13 @@ def tables(found: Sequence[Latency], shares: Sequence[Share]) -> str:
 
 
 def _latency_rows(found: Sequence[Latency]) -> list[list[str]]:
-    head = ["place, beside", "count", "p50", "p99", "x idle p99", "at a fair share", "bulk MB/s"]
-    rows = [[*head, "of its rate alone"]]
+    head = ["place, beside", "count", "p50", "p99", "x idle p50", "x idle p99"]
+    rows = [[*head, "at a fair share", "frames ahead", "bulk MB/s", "of its rate alone"]]
     for one in found:
         idle = idle_of(found, one.place)
         p50_s, p99_s = one.quantile_s(0.5), one.quantile_s(0.99)
-        ratio = "-" if idle is None else f"{p99_s / idle.quantile_s(0.99):.2f}"
+        p50_ratio = "-" if idle is None else f"{p50_s / idle.quantile_s(0.5):.2f}"
+        p99_ratio = "-" if idle is None else f"{p99_s / idle.quantile_s(0.99):.2f}"
         has_bulk = one.beside.num_bulks > 0
         rows.append(
             [
@@ -160,8 +169,10 @@ def _latency_rows(found: Sequence[Latency]) -> list[list[str]]:
                 str(len(one.taken_s)),
                 f"{1e3 * p50_s:.1f}",
                 f"{1e3 * p99_s:.1f}",
-                ratio,
+                p50_ratio,
+                p99_ratio,
                 f"{1e3 * one.fair_s:.0f}",
+                f"{1e3 * one.frames_ahead_s:.0f}" if has_bulk else "-",
                 f"{one.bulk_bytes_per_s / 1e6:.1f}" if has_bulk else "-",
                 f"{one.bulk_bytes_per_s / one.link_bytes_per_s:.0%}" if has_bulk else "-",
             ]
