@@ -66,8 +66,11 @@ class TransportConfig:
     """Most payload of one frame on links so fast that smaller ones would cost too much CPU."""
     max_frame_bytes: int = 4 * MIB
     """Most payload a receiver takes in one DATA frame."""
-    ack_batch_bytes: int = MIB
-    """A receiver acknowledges at the latest after this much, and always when no data is waiting."""
+    ack_batch_bytes: int = 4 * MIB
+    ack_delay_s: float = 0.01
+    """A receiver acknowledges at the latest after this much or this long, and when no data is
+    waiting and none is announced.
+    """
 
     connect_timeout_s: float = 5.0
     handshake_timeout_s: float = 5.0

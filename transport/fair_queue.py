@@ -19,6 +19,9 @@ from transport.interfaces import OutgoingSpec, Priority
 
 CLASS_WEIGHTS = {Priority.REQUEST: 31.0, Priority.REPLICATION: 1.0}
 
+MAX_BUDGETS = 4096
+"""Tenants whose budgets are remembered."""
+
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
@@ -106,9 +109,10 @@ class FairQueue(Generic[KeyT]):
         self._tenants: dict[Priority, _Level[str]] = {priority: _Level() for priority in Priority}
         self._members: dict[tuple[Priority, str], _Level[KeyT]] = {}
         self._budgets: dict[str, TokenBucket] = {}
+        self._num_members = 0
 
     def __len__(self) -> int:
-        return sum(len(level) for level in self._members.values())
+        return self._num_members
 
     def has(self, key: KeyT, spec: OutgoingSpec) -> bool:
         members = self._members.get((spec.priority, spec.tenant))
@@ -117,6 +121,9 @@ class FairQueue(Generic[KeyT]):
     def join(self, key: KeyT, priority: Priority, tenant: str) -> None:
         """It has something to send; nothing changes when it had."""
         members = self._members.setdefault((priority, tenant), _Level())
+        if key in members:
+            return
+        self._num_members += 1
         members.join(key)
         self._tenants[priority].join(tenant)
         self._classes.join(priority)
@@ -124,8 +131,9 @@ class FairQueue(Generic[KeyT]):
     def leave(self, key: KeyT, priority: Priority, tenant: str) -> None:
         """It has nothing to send any more."""
         members = self._members.get((priority, tenant))
-        if members is None:
+        if members is None or key not in members:
             return
+        self._num_members -= 1
         members.leave(key)
         if members:
             return
@@ -170,5 +178,7 @@ class FairQueue(Generic[KeyT]):
     def _budget(self, tenant: str) -> TokenBucket:
         budget = self._budgets.get(tenant)
         if budget is None:
+            if len(self._budgets) >= MAX_BUDGETS:
+                self._budgets.pop(next(iter(self._budgets)))  # the one unused for longest, mostly
             budget = self._budgets[tenant] = TokenBucket(self._tenant_bytes_per_s)
         return budget

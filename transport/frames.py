@@ -58,6 +58,8 @@ class DataFlags:
 
     CODEC = 0x0F
     """Which codec the body went through; 0: none."""
+    MORE = 0x40
+    """More DATA follows on this connection at once: the acknowledgement may wait for it."""
     NO_SUM = 0x80
     """The body has no checksum."""
 
@@ -141,6 +143,7 @@ def encode_data_header(
     *,
     codec: int = 0,
     with_sum: bool = True,
+    more: bool = False,
 ) -> bytes:
     """The header of a DATA frame with this body; `offset` counts bytes before coding."""
     return encode_header(
@@ -149,7 +152,7 @@ def encode_data_header(
         length=sum(map(len, body)),
         offset=offset,
         body_sum=checksum(body) if with_sum else 0,
-        flags=codec | (0 if with_sum else DataFlags.NO_SUM),
+        flags=codec | (0 if with_sum else DataFlags.NO_SUM) | (DataFlags.MORE if more else 0),
     )
 
 
@@ -243,7 +246,7 @@ class FrameReader:
     def __init__(self, max_data_bytes: int) -> None:
         self.max_data_bytes = max_data_bytes
         self.data_flags = 0
-        """Flags that DATA may carry besides a codec; codecs are the session's to judge."""
+        """Flags that DATA may carry besides MORE and a codec, which is the session's to judge."""
         self.established = False
         """Until set, only HELLO, WELCOME and ERROR bodies are allowed, and only short ones."""
         self.header: FrameHeader | None = None
@@ -369,7 +372,9 @@ class FrameReader:
             memory
         )
         kind = _TYPES.get(kind_value)
-        allowed = self.data_flags | DataFlags.CODEC if kind is FrameType.DATA else 0
+        allowed = 0
+        if kind is FrameType.DATA:
+            allowed = self.data_flags | DataFlags.CODEC | DataFlags.MORE
         if kind is None or flags & ~allowed or reserved:
             raise PeerError("protocol", f"unknown frame type {kind_value} or flags {flags:#x}")
         self._check_limits(kind, length, offset)

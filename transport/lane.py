@@ -26,7 +26,7 @@ from transport.frames import (
 from transport.handshake import Feature
 from transport.incoming import RAW_LENGTH
 from transport.link import Work
-from transport.outgoing import RAW_CODED, Coded, Outgoing
+from transport.outgoing import RAW_CODED, Coded
 from transport.protocol import Event, SenderSession, Welcomed
 from transport.sockets import (
     Buffer,
@@ -194,7 +194,7 @@ class Lane:
                     transfer_id = work.transfer.spec.transfer_id
                     buffers.append(encode_frame(FrameType.DIGEST, transfer_id, digest))
                 if work.data is not None:
-                    coded = self._add_data(buffers, work.transfer, *work.data)
+                    coded = self._add_data(buffers, work, *work.data)
             except Exception as error:
                 self._link.unreadable(work, error)
                 return None
@@ -228,9 +228,9 @@ class Lane:
             buffers.append(encode_reason(FrameType.CANCEL, "cancelled", reason, spec.transfer_id))
         return buffers
 
-    def _add_data(self, buffers: list[Buffer], transfer: Outgoing, start: int, end: int) -> Coded:
-        spec, raw_bytes = transfer.spec, end - start
-        views = self._link.space(transfer).views(start, raw_bytes)
+    def _add_data(self, buffers: list[Buffer], work: Work, start: int, end: int) -> Coded:
+        spec, raw_bytes = work.transfer.spec, end - start
+        views = self._link.space(work.transfer).views(start, raw_bytes)
         coder = self._link.coder
         if not coder.is_off:
             chunk = coder.encode(
@@ -239,12 +239,19 @@ class Lane:
             if chunk.payload is not None:
                 body = [RAW_LENGTH.pack(raw_bytes), chunk.payload]
                 header = encode_data_header(
-                    spec.transfer_id, start, body, codec=chunk.codec, with_sum=self._with_sum
+                    spec.transfer_id,
+                    start,
+                    body,
+                    codec=chunk.codec,
+                    with_sum=self._with_sum,
+                    more=work.more,
                 )
                 coded = Coded(len(chunk.payload) + RAW_LENGTH.size, chunk.codec)
                 buffers += [header, *body]
                 return coded
-        header = encode_data_header(spec.transfer_id, start, views, with_sum=self._with_sum)
+        header = encode_data_header(
+            spec.transfer_id, start, views, with_sum=self._with_sum, more=work.more
+        )
         buffers += [header, *views]
         return Coded(raw_bytes)
 

@@ -35,6 +35,8 @@ class Work:
     cancels: bool = False
     digests: bool = False
     data: Range | None = None
+    more: bool = False
+    """Whether this connection will very likely get more DATA next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,8 @@ class LinkCore:
         return self._config.pace_bytes_per_s > 0 or self._config.tenant_bytes_per_s > 0
 
     def _take_control(self, connection: int, now_s: float) -> Work | None:
+        if not self._control:
+            return None
         for transfer in list(self._control.values()):
             if transfer.needs_cancel:
                 if not transfer.pinned:
@@ -227,7 +231,9 @@ class LinkCore:
             transfer = self._transfers[transfer_id]
             data = self._take_of(transfer, connection, now_s)
             if data is not None:
-                return Work(transfer, self._announce(transfer, connection), data=data)
+                opens = self._announce(transfer, connection)
+                is_plenty = transfer.unsent.total >= self.width * (data[1] - data[0])
+                return Work(transfer, opens, data=data, more=is_plenty and not self.has_budgets)
         return None
 
     def _take_of(self, transfer: Outgoing, connection: int, now_s: float) -> Range | None:
@@ -242,7 +248,8 @@ class LinkCore:
         num_bytes = data[1] - data[0]
         self._pace.spend(num_bytes, now_s)
         self._queue.served(spec.transfer_id, spec.priority, spec.tenant, num_bytes, now_s)
-        self._note(transfer)
+        if not transfer.unsent:
+            self._queue.leave(spec.transfer_id, spec.priority, spec.tenant)
         return data
 
     def _frame_bytes_for(self, transfer: Outgoing) -> int:

@@ -83,6 +83,9 @@ class ReceiverSession:
         self._acks: dict[bytes, IntervalSet] = {}
         self._unacked_bytes = 0
         self._num_unacked = 0  # DATA frames, each of which may cost a range
+        self._now_s = now_s
+        self._ack_by_s = 0.0
+        self._expects_more = False
         self._is_urgent = False  # somebody waits for an answer: a transfer has ended
 
     @property
@@ -108,10 +111,16 @@ class ReceiverSession:
         return (
             self._is_urgent
             or self._unacked_bytes >= self._config.ack_batch_bytes
+            or (self._unacked_bytes > 0 and self._now_s >= self._ack_by_s)
             or self._num_unacked >= MAX_RANGES_PER_FRAME
             or len(self._outgoing) >= MAX_WAITING_ANSWERS
             or sum(map(len, self._outgoing)) >= MAX_CONTROL_BYTES
         )
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether answers may wait a moment for DATA that the sender has announced."""
+        return self._expects_more and self._reader.at_boundary and not self.acks_due
 
     @property
     def has_answers(self) -> bool:
@@ -126,6 +135,7 @@ class ReceiverSession:
 
         Raises PeerError when the connection must end (see the module docstring).
         """
+        self._now_s = now_s
         try:
             step = self._reader.advance(num_bytes)
             header = self._reader.header
@@ -236,6 +246,7 @@ class ReceiverSession:
     def _on_data(self, step: Step, header: FrameHeader, now_s: float) -> None:
         if step is Step.HEADER:
             landing = self._opened.get(header.transfer_id)
+            self._expects_more = bool(header.flags & DataFlags.MORE)
             self._data.begin(self._reader, header, landing, now_s)
             return
         match self._data.finish(self._reader, header, now_s):
@@ -251,6 +262,8 @@ class ReceiverSession:
         if pending is None:
             pending = self._acks[transfer_id] = IntervalSet()
         pending.add(*verified)
+        if not self._unacked_bytes:
+            self._ack_by_s = self._now_s + self._config.ack_delay_s
         self._unacked_bytes += verified[1] - verified[0]
         self._num_unacked += 1
 

@@ -39,6 +39,8 @@ MAX_OUTBOX_BYTES = 4 * 1024 * 1024
 MAX_STRANGER_OUTBOX_BYTES = 64 * 1024
 """The same until the registry has accepted a transfer of the connection."""
 FAREWELL_S = 1.0
+MORE_S = 1e-3
+"""How long announced DATA is waited for before what came is acknowledged without it."""
 
 
 class Receiver:
@@ -317,7 +319,11 @@ class _Connection:
         while they keep coming.
         """
         buffers = session.buffers()
-        count = stream.try_receive(buffers) if session.has_answers else 0
+        count = 0
+        if session.has_answers:
+            if session.may_wait:
+                stream.wait_readable(MORE_S)
+            count = stream.try_receive(buffers)
         if not count:
             session.flush_acks()
             self._push_outgoing(session)

@@ -15,6 +15,7 @@ import encodings.idna  # noqa: F401
 import fcntl
 import ipaddress
 import logging
+import select
 import socket
 import struct
 import termios
@@ -57,6 +58,10 @@ class Stream(Protocol):
 
     def try_receive(self, buffers: Sequence[memoryview]) -> int:
         """Store what is there now; 0 when nothing is."""
+        ...
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """Wait until there are bytes to receive, or the connection ended, at most this long."""
         ...
 
     def unsent_bytes(self) -> int:
@@ -160,6 +165,11 @@ class SocketOwner:
 class PlainStream(SocketOwner):
     """TCP without TLS."""
 
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
     def send(self, buffers: Sequence[Buffer]) -> None:
         pending = list(buffers)
         while pending:
@@ -185,6 +195,10 @@ class PlainStream(SocketOwner):
             return self._receive(buffers, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """As Stream.wait_readable."""
+        self._poll.poll(1e3 * timeout_s)
 
     def _receive(self, buffers: Sequence[memoryview], flags: int) -> int:
         try:

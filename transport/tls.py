@@ -169,6 +169,9 @@ class TlsStream(SocketOwner):
         """
         return self._try_send(data)[0]
 
+    def wait_readable(self, timeout_s: float) -> None:
+        """As Stream.wait_readable; at once, since OpenSSL may hold bytes that poll cannot see."""
+
     def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
         total = 0
         for view in buffers:

@@ -264,3 +264,14 @@ def test_in_order_names_exactly_those_whose_tenant_may_send(seed: int, budget: f
         ready_at_s = queue.ready_at(now_s)
         assert (ready_at_s is None) == (not members)
         assert bool(listed) == (ready_at_s is not None and ready_at_s <= now_s)
+
+
+def test_budgets_of_tenants_long_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.fair_queue.MAX_BUDGETS", 3)
+    queue: FairQueue[int] = FairQueue(tenant_bytes_per_s=100.0)
+    for number in range(10):
+        tenant = f"tenant {number}"
+        queue.join(number, Priority.REQUEST, tenant)
+        queue.served(number, Priority.REQUEST, tenant, 10, 0.0)
+        queue.leave(number, Priority.REQUEST, tenant)
+    assert len(queue._budgets) == 3

@@ -346,6 +346,40 @@ def test_acknowledgements_are_collected_until_asked_for() -> None:
     assert not session.has_answers
 
 
+def data_frame(fixture: Fixture, offset: int, *, more: bool) -> bytes:
+    part = memoryview(bytes(fixture.data[offset : offset + 1000]))
+    return encode_data_header(fixture.id, offset, [part], more=more) + part
+
+
+def test_answers_wait_for_data_that_is_announced_but_not_for_long() -> None:
+    fixture = Fixture()
+    session = raw_session(fixture)
+    session.feed(open_frame(fixture), 0.0)
+    session.outgoing()
+    session.feed(data_frame(fixture, 0, more=True), 0.0)
+    assert session.may_wait
+    session.feed(data_frame(fixture, 1000, more=True), CONFIG.ack_delay_s / 2)
+    assert session.may_wait
+    session.feed(data_frame(fixture, 2000, more=True), 1.1 * CONFIG.ack_delay_s)
+    assert session.acks_due
+    assert not session.may_wait
+    session.flush_acks()
+    session.feed(data_frame(fixture, 3000, more=False), 1.2 * CONFIG.ack_delay_s)
+    assert session.has_answers
+    assert not session.may_wait
+
+
+def test_the_end_of_a_transfer_is_told_at_once() -> None:
+    fixture = Fixture()
+    session = raw_session(fixture)
+    session.feed(open_frame(fixture), 0.0)
+    session.outgoing()
+    for offset in range(0, len(fixture.data), 1000):
+        assert not session.acks_due
+        session.feed(data_frame(fixture, offset, more=True), 0.0)
+    assert session.acks_due
+
+
 def test_a_registry_that_raises_refuses_readably() -> None:
     fixture = Fixture()
 
