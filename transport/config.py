@@ -9,6 +9,8 @@ from pathlib import Path
 
 KIB = 1024
 MIB = 1024 * KIB
+NEAR_RTT_S = 1e-3
+"""Below this a path is within one host or one site: CPU is its limit, not the network."""
 CODEC_NAMES = ("auto", "none", "lz4", "zstd", "lz4_planes", "zstd_planes", "fp8")
 
 
@@ -97,8 +99,8 @@ class TransportConfig:
 
     congestion: str | None = "bbr"
     """TCP_CONGESTION of sending sockets; None or a name the kernel refuses leaves its default."""
-    loopback_congestion: str | None = "reno"
-    """The same towards this host, where pacing, as bbr does it, only costs CPU."""
+    near_congestion: str | None = "reno"
+    """The same on a path of less than 1 ms, where pacing, as bbr does it, only costs CPU."""
     notsent_lowat_bytes: int = 128 * KIB
     """TCP_NOTSENT_LOWAT: how much a slow connection may hoard; 0 leaves the kernel's default."""
 

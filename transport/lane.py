@@ -36,6 +36,7 @@ from transport.sockets import (
     connect,
     prepare_to_send,
     resolve,
+    suit_to_distance,
 )
 from transport.tls import Rotating, tls_handshake, wrap_tls
 
@@ -111,8 +112,9 @@ class Lane:
         sock = socket.socket(family, socket.SOCK_STREAM)
         plain = PlainStream(sock)
         self._own(plain)
-        prepare_to_send(sock, self._config, address)
+        prepare_to_send(sock, self._config)
         connect(sock, address, self._config.connect_timeout_s)
+        suit_to_distance(sock, self._config)
         stream: Stream = plain
         if self._link.tls is not None:
             stream = self._establish_tls(sock, self._link.tls)

@@ -77,7 +77,7 @@ class Sender:
         self._config = replace(
             config,
             congestion=usable_congestion(config.congestion),
-            loopback_congestion=usable_congestion(config.loopback_congestion),
+            near_congestion=usable_congestion(config.near_congestion),
         )
         self._tls = Rotating(config.tls, client_context) if config.tls else None
         self._instance = os.urandom(16)

@@ -13,7 +13,6 @@ from __future__ import annotations
 # Loaded at the first getaddrinfo otherwise; out of descriptors that fails, and then for good.
 import encodings.idna  # noqa: F401
 import fcntl
-import ipaddress
 import logging
 import select
 import socket
@@ -25,7 +24,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from transport import kernel_limits, tcp_info
-from transport.config import MIB, Endpoint, TransportConfig
+from transport.config import MIB, NEAR_RTT_S, Endpoint, TransportConfig
 from transport.errors import LinkError, LocalError, TransportError
 from transport.tcp_info import TcpInfo
 
@@ -256,20 +255,26 @@ def prepare(sock: socket.socket, config: TransportConfig) -> None:
         sock.setsockopt(tcp, socket.TCP_KEEPCNT, max(1, config.keepalive_probes))
 
 
-def prepare_to_send(sock: socket.socket, config: TransportConfig, address: Address) -> None:
-    """Set the TCP options of the end that sends data, before it connects to `address`."""
+def prepare_to_send(sock: socket.socket, config: TransportConfig) -> None:
+    """Set the TCP options of the end that sends data, before it connects."""
     prepare(sock, config)
     tcp = socket.IPPROTO_TCP
     if config.notsent_lowat_bytes:
         sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, config.notsent_lowat_bytes)
-    is_local = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
     if config.pace_bytes_per_s:
         # The link keeps the rate itself; this keeps a connection from sending a frame as a burst.
         paced = min(int(1.1 * config.pace_bytes_per_s), 0xFFFFFFFF)
         sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, paced)
-    congestion = config.loopback_congestion if is_local else config.congestion
-    if congestion:
-        sock.setsockopt(tcp, socket.TCP_CONGESTION, congestion.encode())
+    if config.congestion:
+        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.congestion.encode())
+
+
+def suit_to_distance(sock: socket.socket, config: TransportConfig) -> None:
+    """Choose the congestion control of a near path, once the connection knows that it is one."""
+    tcp = socket.IPPROTO_TCP
+    info = tcp_info.parse(sock.getsockopt(tcp, socket.TCP_INFO, tcp_info.SIZE))
+    if config.near_congestion and info is not None and info.rtt_s < NEAR_RTT_S:
+        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.near_congestion.encode())
 
 
 def _grow_send_buffer(sock: socket.socket) -> int:

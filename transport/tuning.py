@@ -26,12 +26,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from transport.config import KIB, MIB, TransportConfig
+from transport.config import KIB, MIB, NEAR_RTT_S, TransportConfig
 from transport.tcp_info import TcpInfo
 
-NEAR_RTT_S, FAR_RTT_S = 1e-3, 2e-3
+FAR_RTT_S = 2e-3
 """A path is near below the first, far above the second, and in between what it was."""
-NEAR_WIDTH = 2
+NEAR_WIDTH = 1
 NEAR_FRAME_BYTES = MIB
 FRAME_S = 2e-3
 """A frame should take about this long at the link's rate."""

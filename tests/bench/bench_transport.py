@@ -71,13 +71,13 @@ def ours_fixed(name: str, num_connections: int, **config: Any) -> Peer:
 
 
 def loopback_peers(folder: Path, *, full: bool) -> list[Peer]:
-    """Ours with several numbers of connections, safety settings and its defaults; the others."""
+    """Ours with several numbers of connections, with its defaults and without safety; the others."""
     some = (1, 2, 4, 8, 16) if full else (1, 4, 16)
     peers = [ours_fixed(f"ours x{num}", num) for num in some]
     peers += [
-        ours_fixed("ours x4 no checksum", 4, checksum=False),
-        ours_fixed("ours x4 tls", 4, tls=make_certificates(folder)),
-        ours("ours defaults"),
+        ours("ours"),
+        ours("ours no checksum", checksum=False),
+        ours("ours tls", tls=make_certificates(folder)),
         raw(4),
         iperf3(1),
         iperf3(4),
@@ -92,7 +92,7 @@ def loopback_peers(folder: Path, *, full: bool) -> list[Peer]:
 
 
 def veth_peers() -> list[Peer]:
-    mine = [ours_fixed("ours x4", 4), ours("ours defaults")]
+    mine = [ours("ours"), ours_fixed("ours x4", 4)]
     return [*mine, raw(4), iperf3(4), mooncake(), nixl_write(), nixl_read()]
 
 

@@ -17,7 +17,7 @@ from peers import Sample
 
 RIVALS = ("mooncake", "mooncake default", "nixl write")
 RAW = "raw x4"
-OURS = "ours x4"
+OURS = "ours"
 OURS_PLAIN = f"{OURS} no checksum"
 """Neither checksum nor TLS."""
 

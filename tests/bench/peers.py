@@ -127,7 +127,9 @@ class Session:
             count = min(count, self.site.nbytes_max // block_bytes)
             job = self._job(block_bytes * count, block_bytes)
             self._both("prepare", timeout_s, job=job)
-            taken_s: list[float] = self._ends[self.peer.driver].ask("run_blocks", timeout_s, job=job)
+            taken_s: list[float] = self._ends[self.peer.driver].ask(
+                "run_blocks", timeout_s, job=job
+            )
             self._both("settle")
         else:
             taken_s, _ = self._run(block_bytes, block_bytes, count, timeout_s)

@@ -228,7 +228,7 @@ def test_another_round_trip_time_alone_makes_it_look() -> None:
 def test_a_near_path_begins_with_few_connections_and_large_frames() -> None:
     link = SimulatedLink(LOOPBACK)
     link.step()
-    assert (link.tuner.width, link.tuner.frame_bytes) == (2, MIB)
+    assert (link.tuner.width, link.tuner.frame_bytes) == (1, MIB)
     link.path = PLAIN
     for flow in link.flows.values():
         flow.info = NO_INFO
