@@ -71,7 +71,7 @@ def ours_fixed(name: str, num_connections: int, **config: Any) -> Peer:
 
 
 def loopback_peers(folder: Path, *, full: bool) -> list[Peer]:
-    """Ours with several numbers of connections, with its defaults and without safety; the others."""
+    """Ours with numbers of connections, as it comes, and without safety; the others."""
     some = (1, 2, 4, 8, 16) if full else (1, 4, 16)
     peers = [ours_fixed(f"ours x{num}", num) for num in some]
     peers += [
