@@ -30,7 +30,13 @@ class KVKind(StrEnum):
     RECURRENT = "recurrent"
 
 
-_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
+_ELEMENTS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
 
 
 class LayoutError(ValueError):
@@ -136,13 +142,13 @@ class KVLayout(msgspec.Struct, frozen=True):
         return blake3(self.encode()).digest()
 
     @property
-    def element_bytes(self) -> int:
-        """Size of the numbers that most of the cache consists of, 1 when they are not floats of 2
-        or 4 bytes; what codecs regroup bytes by.
+    def elements(self) -> str:
+        """The numbers that most of the cache consists of: "bf16", "fp16", "fp32", or "bytes" when
+        it is none of these.
         """
         cache, _, model = self.cache_dtype.partition("/")
         name = (model if cache == "auto" else cache).removeprefix("torch.")
-        return _ELEMENT_BYTES.get(name, 1)
+        return _ELEMENTS.get(name, "bytes")
 
     def rank_bytes(self, num_tokens: int) -> int:
         """Bytes of one rank's share of a transfer of `num_tokens`."""

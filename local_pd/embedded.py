@@ -143,23 +143,16 @@ class EmbeddedPdCluster:
         if found is None:
             return LandingReport(state="unknown", error=f"{self._name} has no instance {instance}")
         self._num_awaited[instance] += 1
+        report: LandingReport | None = None
         try:
-            report = await found.agent.wait_landing(
-                transfer_id, timeout_s, self._config.rpc_timeout_s
-            )
-        except RpcError as error:
-            logger.warning("%s: landing %s not awaited: %s", instance, transfer_id, error)
-            return LandingReport(state="unknown", error=str(error))
-        except asyncio.CancelledError:
-            # Closing the agent's channel cancels its calls as if our task had been.
-            if cancel_requested():
-                raise
-            return LandingReport(state="unknown", error=f"{self._name} is shutting down")
+            report = await self._landing_at(found, transfer_id, timeout_s)
         finally:
             self._num_awaited[instance] -= 1
-            # Whatever came of it, the decode request or the next call is on its way.
-            found.load.given()
-        return _landing_report(report)
+            # Also when the caller has heard elsewhere: the decode request is on its way. After
+            # "open" it is the next call, which counts while it waits.
+            if report is None or report.state != "open":
+                found.load.given()
+        return report
 
     async def release(self, slot: DecodeSlot, reason: str) -> None:
         """See `PdCluster.release`."""
@@ -267,6 +260,23 @@ class EmbeddedPdCluster:
             ),
             lease_s=config.lease_s,
         )
+
+    async def _landing_at(
+        self, instance: Instance, transfer_id: str, timeout_s: float
+    ) -> LandingReport:
+        try:
+            report = await instance.agent.wait_landing(
+                transfer_id, timeout_s, self._config.rpc_timeout_s
+            )
+        except RpcError as error:
+            logger.warning("%s: landing %s not awaited: %s", instance.name, transfer_id, error)
+            return LandingReport(state="unknown", error=str(error))
+        except asyncio.CancelledError:
+            # Closing the agent's channel cancels its calls as if our task had been.
+            if cancel_requested():
+                raise
+            return LandingReport(state="unknown", error=f"{self._name} is shutting down")
+        return _landing_report(report)
 
     def _reserve_failed(self, name: str, error: RpcError) -> None:
         logger.warning("%s: no landing at %s: %s", self._name, name, error)

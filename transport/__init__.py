@@ -9,6 +9,7 @@ from transport.config import Endpoint, TlsFiles, TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, Refused, TransportError
 from transport.interfaces import (
     ByteSpace,
+    Elements,
     LandingRegistry,
     OutgoingSpec,
     Priority,
@@ -22,6 +23,7 @@ from transport.sender import OutgoingTransfer, Sender
 
 __all__ = [
     "ByteSpace",
+    "Elements",
     "Endpoint",
     "LandingRegistry",
     "LinkError",

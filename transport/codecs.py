@@ -105,17 +105,12 @@ def _scratch() -> _Scratch:
     return kept
 
 
-def max_payload_bytes(raw_bytes: int) -> int:
-    """The longest payload any codec makes of `raw_bytes`: a limit to check before reading one."""
-    return raw_bytes + _header_bytes(max(_ELEMENT_BYTES))
-
-
 def encode(codec: Codec, views: Sequence[memoryview], element_bytes: int) -> bytes | memoryview:
     """The payload for the concatenation of `views`: C-contiguous, at least one byte together.
 
     The first byte is the first of an element of `element_bytes` (1, 2 or 4; 2 for FP8, which takes
-    elements as bf16). The payload can be up to `max_payload_bytes` long: where it is not shorter
-    than the raw bytes, send those as RAW instead. A RAW payload of one view is that view.
+    elements as bf16). Where the payload is not shorter than the raw bytes, send those as RAW
+    instead. A RAW payload of one view is that view.
     """
     if element_bytes not in _ELEMENT_BYTES:
         raise ValueError(f"elements of {element_bytes} bytes, expected 1, 2 or 4")

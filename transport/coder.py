@@ -19,6 +19,8 @@ from transport.codec_choice import SAMPLE_BYTES, Choice, ChoiceConfig, CodecChoo
 from transport.codecs import Codec, encode
 from transport.config import TransportConfig
 from transport.handshake import codec_feature
+from transport.incoming import RAW_LENGTH
+from transport.interfaces import Elements
 
 CANDIDATES = (Codec.ZSTD_PLANES, Codec.LZ4)
 """What "auto" chooses among: the best for floating-point numbers, and the cheapest for padding."""
@@ -36,6 +38,10 @@ class CodedChunk:
 RAW_CHUNK = CodedChunk(Codec.RAW)
 
 
+def _named(name: str) -> tuple[Codec, ...]:
+    return () if name == "none" else (Codec[name.upper()],)
+
+
 class LinkCoder:
     """See the module docstring. Thread-safe; coding itself is done outside of the lock."""
 
@@ -49,7 +55,10 @@ class LinkCoder:
         self._sent: dict[Codec, tuple[int, int]] = {}  # raw and wire bytes since the last tick
         self._tick_s: float | None = None
         self._cpu_s = 0.0
+        self._cpu_before: tuple[float, float] | None = None  # idle and all CPU seconds of the host
         self._num_cores = len(os.sched_getaffinity(0))
+        candidates = CANDIDATES if config.codec == "auto" else _named(config.codec)
+        self._wanted_features = sum(codec_feature(codec) for codec in candidates)
 
     @property
     def is_off(self) -> bool:
@@ -70,13 +79,16 @@ class LinkCoder:
         return "nothing was sent yet" if self._choice is None else self._choice.reason
 
     def encode(
-        self, views: Sequence[memoryview], *, element_bytes: int, features: int
+        self, views: Sequence[memoryview], offset: int, elements: Elements, features: int
     ) -> CodedChunk:
-        """One chunk for a receiver with these features."""
+        """One chunk that begins at `offset` of its transfer, for a receiver with these features."""
+        if not features & self._wanted_features:
+            return RAW_CHUNK
+        element_bytes = 1 if offset % elements.num_bytes else elements.num_bytes
         codec = self._codec(views, element_bytes)
         if codec is Codec.RAW or not features & codec_feature(codec):
             return RAW_CHUNK
-        if codec is Codec.FP8 and element_bytes != 2:
+        if codec is Codec.FP8 and (elements is not Elements.BF16 or element_bytes != 2):
             return RAW_CHUNK
         begin_s = time.thread_time()
         payload = encode(codec, views, element_bytes)
@@ -85,7 +97,8 @@ class LinkCoder:
         if self._chooser is not None:
             with self._lock:
                 self._chooser.observe_encoded(codec, raw_bytes, payload_bytes, spent_s)
-        return CodedChunk(codec, payload) if payload_bytes < raw_bytes else RAW_CHUNK
+        is_shorter = payload_bytes + RAW_LENGTH.size < raw_bytes
+        return CodedChunk(codec, payload) if is_shorter else RAW_CHUNK
 
     def sent(self, codec: Codec, raw_bytes: int, wire_bytes: int) -> None:
         """The kernel took a chunk."""
@@ -94,8 +107,10 @@ class LinkCoder:
                 raw, wire = self._sent.get(codec, (0, 0))
                 self._sent[codec] = raw + raw_bytes, wire + wire_bytes
 
-    def tick(self, *, is_backlogged: bool, now_s: float) -> None:
-        """Tell the chooser what the link took since the last tick, and how busy the host is."""
+    def tick(self, *, is_backlogged: bool, num_lanes: int, now_s: float) -> None:
+        """Tell the chooser what the link took since the last tick, and how busy the host is;
+        `num_lanes` threads encode.
+        """
         if self._chooser is None:
             return
         with self._lock:
@@ -109,8 +124,16 @@ class LinkCoder:
             if now_s - self._cpu_s >= CPU_SAMPLE_S:
                 self._cpu_s = now_s
                 with suppress(OSError):  # out of descriptors: what was measured last still holds
-                    idle_share = 1 - psutil.cpu_percent() / 100
-                    self._chooser.observe_cpu(idle_share, self._num_cores, now_s=now_s)
+                    self._observe_cpu(self._chooser, num_lanes, now_s)
+
+    def _observe_cpu(self, chooser: CodecChooser, num_lanes: int, now_s: float) -> None:
+        times = psutil.cpu_times()
+        idle_s, total_s = times.idle + times.iowait, sum(times)
+        before, self._cpu_before = self._cpu_before, (idle_s, total_s)
+        if before is not None and total_s > before[1]:
+            idle_share = (idle_s - before[0]) / (total_s - before[1])
+            cores = min(self._num_cores, num_lanes)
+            chooser.observe_cpu(idle_share, cores, now_s=now_s)
 
     def _codec(self, views: Sequence[memoryview], element_bytes: int) -> Codec:
         if self._chooser is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-from transport.interfaces import OutgoingSpec, Priority
+from transport.interfaces import Priority
 
 CLASS_WEIGHTS = {Priority.REQUEST: 31.0, Priority.REPLICATION: 1.0}
 
@@ -114,8 +114,8 @@ class FairQueue(Generic[KeyT]):
     def __len__(self) -> int:
         return self._num_members
 
-    def has(self, key: KeyT, spec: OutgoingSpec) -> bool:
-        members = self._members.get((spec.priority, spec.tenant))
+    def has(self, key: KeyT, priority: Priority, tenant: str) -> bool:
+        members = self._members.get((priority, tenant))
         return members is not None and key in members
 
     def join(self, key: KeyT, priority: Priority, tenant: str) -> None:
@@ -176,9 +176,10 @@ class FairQueue(Generic[KeyT]):
         return self._budget(tenant).ready_at(now_s)
 
     def _budget(self, tenant: str) -> TokenBucket:
-        budget = self._budgets.get(tenant)
+        budget = self._budgets.pop(tenant, None)
         if budget is None:
             if len(self._budgets) >= MAX_BUDGETS:
-                self._budgets.pop(next(iter(self._budgets)))  # the one unused for longest, mostly
-            budget = self._budgets[tenant] = TokenBucket(self._tenant_bytes_per_s)
+                self._budgets.pop(next(iter(self._budgets)))  # the one unused for longest
+            budget = TokenBucket(self._tenant_bytes_per_s)
+        self._budgets[tenant] = budget  # the last now
         return budget

@@ -65,6 +65,19 @@ class LandingRegistry(Protocol):
         ...
 
 
+class Elements(StrEnum):
+    """The numbers that a transfer mostly consists of: what codecs may know about its bytes."""
+
+    BYTES = "bytes"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+    @property
+    def num_bytes(self) -> int:
+        return {Elements.BYTES: 1, Elements.FP32: 4}.get(self, 2)
+
+
 class Priority(IntEnum):
     """What a link serves first; the later class keeps a small share, so that it never starves."""
 
@@ -87,14 +100,12 @@ class OutgoingSpec:
     """Whose bytes these are: links are shared fairly among tenants, budgets are counted per
     tenant.
     """
-    element_bytes: int = 1
-    """Size of the numbers in it (2 for bf16 and fp16, 4 for fp32), for codecs; 1: unknown."""
+    elements: Elements = Elements.BYTES
+    """What its bytes are, for codecs; whole elements from offset 0 on."""
     digest: bool = False
     """Compare a BLAKE3 digest of the whole transfer at the end, beside the frames' checksums."""
 
     def __post_init__(self) -> None:
-        if self.element_bytes not in (1, 2, 4):
-            raise ValueError(f"element_bytes must be 1, 2 or 4, got {self.element_bytes}")
         for name, size in (
             ("transfer_id", ID_BYTES),
             ("token", TOKEN_BYTES),

@@ -78,7 +78,7 @@ class Landing:
         self._final_bytes: int | None = None  # verified, once nobody asks which
         self._claims: dict[int, list[Range]] = {}
         self._received_again_bytes = 0
-        self._wants_digest = wants_digest
+        self.wants_digest = wants_digest
         self._digest: bytes | None = None  # as the sender says
         self._is_judged = False  # somebody completes it, or has
         self._is_being_judged = False  # and may be reading the memory
@@ -164,7 +164,7 @@ class Landing:
         space = self._space
         agrees = True
         try:
-            if self._wants_digest and space is not None:
+            if self.wants_digest and space is not None:
                 agrees = digest_of(space) == self._digest
         except BaseException:
             with self._changed:
@@ -188,7 +188,7 @@ class Landing:
     def _may_judge(self) -> bool:
         if self.state is not TransferState.OPEN or self._is_judged:
             return False
-        if self._verified.total < self.nbytes or (self._wants_digest and self._digest is None):
+        if self._verified.total < self.nbytes or (self.wants_digest and self._digest is None):
             return False
         self._is_judged = self._is_being_judged = True
         return True

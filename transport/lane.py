@@ -187,7 +187,8 @@ class Lane:
         """Send one piece of work; None when its bytes could not be read. When it raises, and after,
         nobody reads them any more.
         """
-        buffers = self._control(work)
+        control = self._control(work)
+        buffers = list(control)
         coded = RAW_CODED
         try:
             try:
@@ -199,6 +200,8 @@ class Lane:
                     coded = self._add_data(buffers, work, *work.data)
             except Exception as error:
                 self._link.unreadable(work, error)
+                if control:  # counted as sent: without it the receiver would not know the rest
+                    stream.send(control)
                 return None
             if buffers:
                 stream.send(buffers)
@@ -235,9 +238,7 @@ class Lane:
         views = self._link.space(work.transfer).views(start, raw_bytes)
         coder = self._link.coder
         if not coder.is_off:
-            chunk = coder.encode(
-                views, element_bytes=spec.element_bytes, features=self._peer_features
-            )
+            chunk = coder.encode(views, start, spec.elements, self._peer_features)
             if chunk.payload is not None:
                 body = [RAW_LENGTH.pack(raw_bytes), chunk.payload]
                 header = encode_data_header(

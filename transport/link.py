@@ -13,8 +13,10 @@ out of `pop_effects`. Time is an argument. This file knows no socket, no thread 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 
+from transport.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, TransportError
 from transport.fair_queue import FairQueue, TokenBucket
@@ -24,6 +26,9 @@ from transport.outgoing import RAW_CODED, Coded, Outgoing
 from transport.ranges import Range
 
 logger = logging.getLogger("prfaas.transport")
+
+FRAME_GRAIN_BYTES = 4096
+"""Frames sized here end on a multiple of it, so that no element of a codec is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class LinkCore:
         self.frame_bytes = config.frame_bytes
         """Most payload of a frame; the configured size is the least."""
         self.acked_bytes = 0
+        self._acked_s = -math.inf  # when anything was acknowledged last
         self._transfers: dict[bytes, Outgoing] = {}
         self._control: dict[bytes, Outgoing] = {}  # something besides DATA to send
         self._queue: FairQueue[bytes] = FairQueue(config.tenant_bytes_per_s)
@@ -260,7 +266,9 @@ class LinkCore:
         least = self._config.frame_bytes
         if len(self._queue) > 1:
             return least
-        return max(least, min(self.frame_bytes, transfer.unsent.total // (2 * self.width)))
+        share = transfer.unsent.total // (2 * self.width)
+        share -= share % min(FRAME_GRAIN_BYTES, least)
+        return max(least, min(self.frame_bytes, share))
 
     def carries_data(self, connection: int) -> bool:
         """Whether it is one of the `width` oldest connections."""
@@ -280,10 +288,20 @@ class LinkCore:
         else:
             self._queue.leave(spec.transfer_id, spec.priority, spec.tenant)
 
-    def sent(self, connection: int, work: Work, *, whole: bool, coded: Coded = RAW_CODED) -> None:
+    def sent(
+        self,
+        connection: int,
+        work: Work,
+        now_s: float,
+        *,
+        whole: bool,
+        coded: Coded = RAW_CODED,
+    ) -> None:
         """The connection has let go of `work`; `whole` when the kernel took all of it."""
         if work.data is not None:
             work.transfer.sent(connection, work.data, whole=whole, coded=coded)
+            if whole and coded.codec is not Codec.RAW:  # pacing is about bytes on the link
+                self._pace.spend(coded.wire_bytes - (work.data[1] - work.data[0]), now_s)
         if work.digests:
             work.transfer.end_digest(connection, whole=whole)
             self._note(work.transfer)
@@ -301,7 +319,10 @@ class LinkCore:
                 raise PeerError("protocol", f"ACK of [{start}, {end}), which was never sent")
         if self._is_scattered(transfer, ranges, now_s):
             return
-        self.acked_bytes += transfer.ack(ranges, now_s)
+        gained = transfer.ack(ranges, now_s)
+        if gained:
+            self.acked_bytes += gained
+            self._acked_s = now_s
         self._note(transfer)
         self._settle(transfer)
 
@@ -329,6 +350,7 @@ class LinkCore:
         limit = 2 * self._config.max_ranges_per_transfer
         if len(transfer.acked) + len(ranges) <= limit:
             return False
+        self._leave(transfer)
         message = f"the receiver has more than {limit} separate ranges"
         self.fail(transfer, PeerError("fragmented", message), now_s)
         return True
@@ -337,7 +359,7 @@ class LinkCore:
         self._saw_life(connection, now_s)
         transfer = self._transfers.get(transfer_id)
         if transfer is not None and not transfer.ended:
-            transfer.ack([(0, transfer.nbytes)], now_s)
+            self.acked_bytes += transfer.ack([(0, transfer.nbytes)], now_s)
             self._end(transfer, TransferState.COMPLETE, None, now_s)
 
     def refused(self, connection: int, transfer_id: bytes, error: PeerError, now_s: float) -> None:
@@ -380,7 +402,9 @@ class LinkCore:
         for transfer_id, transfer in self._transfers.items():
             transfer.check_invariants()
             assert (transfer_id in self._control) == transfer.has_control, "control unseen"
-            assert self._queue.has(transfer_id, transfer.spec) == bool(transfer.unsent), "queue"
+            assert self._queue.has(
+                transfer_id, transfer.spec.priority, transfer.spec.tenant
+            ) == bool(transfer.unsent), "queue"
             for connection, state in self._connections.items():
                 assert (transfer_id in state.in_flight) == transfer.is_in_flight(connection)
 
@@ -396,11 +420,18 @@ class LinkCore:
                 logger.warning("cancel of %s not acknowledged", transfer.spec.transfer_id.hex())
                 self._leave(transfer)
                 self._end(transfer, TransferState.CANCELLED, transfer.error, now_s)
-        elif not transfer.waits:
+        elif not transfer.waits or self._waits_its_turn(transfer, now_s):
             transfer.progress_s = now_s
         elif now_s - transfer.progress_s >= self._config.idle_timeout_s:
             self._leave(transfer)
             self.fail(transfer, self._no_progress(), now_s)
+
+    def _waits_its_turn(self, transfer: Outgoing, now_s: float) -> bool:
+        """Whether only others that go first, or a budget, keep it from being sent."""
+        if not transfer.is_only_queued:
+            return False
+        delay_s = self.delay_s(now_s)
+        return delay_s is not None or now_s - self._acked_s < self._config.ack_timeout_s
 
     def _no_progress(self) -> LinkError:
         message = f"no progress towards {self._name} for {self._config.idle_timeout_s:g} s"

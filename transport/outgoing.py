@@ -101,6 +101,17 @@ class Outgoing:
         )
 
     @property
+    def is_only_queued(self) -> bool:
+        """Whether the receiver takes it, nothing is under way, and there is something to send."""
+        return (
+            self.state is TransferState.OPEN
+            and self.opened
+            and not self.needs_open
+            and bool(self.unsent)
+            and not self._in_flight
+        )
+
+    @property
     def needs_digest(self) -> bool:
         """Whether all bytes are final and the receiver has not been told their digest."""
         return (

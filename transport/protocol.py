@@ -93,6 +93,11 @@ class ReceiverSession:
         return self._reader.established
 
     @property
+    def in_frame(self) -> bool:
+        """Whether the rest of a frame is missing."""
+        return not self._reader.at_boundary
+
+    @property
     def in_body(self) -> bool:
         """Whether `buffers()` is exactly the rest of a frame body, worth waiting for as a whole."""
         return self._reader.in_body
@@ -102,7 +107,8 @@ class ReceiverSession:
         """How long the next byte may take."""
         if not self._reader.at_boundary:
             return self._config.idle_timeout_s
-        # A sender closes its own end earlier; a peer that does nothing must not keep its place.
+        # A peer that never opens anything must not keep its place for ever. A sender's connection
+        # that only stands by is closed as well, and opened again when it is needed.
         return math.inf if self._opened else 2 * self._config.link_idle_timeout_s
 
     @property
@@ -269,7 +275,7 @@ class ReceiverSession:
 
     def _all_verified(self, landing: Landing, now_s: float) -> None:
         """Every byte is there: the landing is complete, or failed by its digest."""
-        if self._reception.conclude(landing, now_s):
+        if self._reception.conclude(self.connection, landing, now_s):
             self._opened.pop(landing.transfer_id, None)
             self.flush_acks()
             self._outgoing.append(self._reception.outcome(landing))

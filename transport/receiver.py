@@ -2,8 +2,8 @@
 the session's.
 
 A connection's thread reads straight into the landing, verifies, and acknowledges when nothing more
-is waiting. Frames for the sender that other threads cause (a drop) go through the connection's
-outbox, which never blocks.
+is waiting; announced data is waited for, a millisecond at most. Frames for the sender that other
+threads cause (a drop) go through the connection's outbox, which never blocks.
 """
 
 from __future__ import annotations
@@ -262,8 +262,7 @@ class _Connection:
         if farewell_s is not None:
             deadline_s = farewell_s
         if deadline_s is not None and now_s >= deadline_s:
-            code = "frame_timeout" if session and session.established else "handshake_timeout"
-            self.abort(LinkError(code, "the sender fell silent"))
+            self.abort(_silence(session))
         if self._outbox:
             self.push(b"")
 
@@ -279,7 +278,7 @@ class _Connection:
         session = self._session = self._receiver.session(self._number)
         error = self._error_of(session)
         session.close(time.monotonic())
-        if error.code not in ("lost", "closed"):
+        if error.code not in ("lost", "closed", "idle"):
             logger.warning("connection %s closed: %s", self._number, error.message)
         if isinstance(error, PeerError) and self._error is None:
             self._say_farewell()
@@ -352,6 +351,15 @@ class _Connection:
                 stream.receive([sink], fill=False)
         except TransportError:
             pass  # the sender has hung up, or the watchdog lost patience
+
+
+def _silence(session: ReceiverSession | None) -> LinkError:
+    """What it means that a deadline has passed."""
+    if session is None or not session.established:
+        return LinkError("handshake_timeout", "the sender fell silent in the handshake")
+    if session.in_frame:
+        return LinkError("frame_timeout", "the sender fell silent in the middle of a message")
+    return LinkError("idle", "the sender does nothing with its connection")
 
 
 __all__ = ["Receiver"]

@@ -55,7 +55,7 @@ class Reception:
             landing = self._ask_registry(request, now_s)
         self.landings.attach(landing, connection)
         if landing.is_all_there():
-            self.conclude(landing, now_s)
+            self.conclude(connection, landing, now_s)
         return landing
 
     def claim(self, connection: int, landing: Landing, start: int, end: int) -> Placement:
@@ -76,9 +76,10 @@ class Reception:
             if not landing.wait_claimable(rivals, self._config.handshake_timeout_s):
                 raise PeerError("busy", "the range is still being written by another connection")
 
-    def conclude(self, landing: Landing, now_s: float) -> bool:
+    def conclude(self, connection: int, landing: Landing, now_s: float) -> bool:
         """Nothing is missing any more, as the caller was told by the landing: judge it. True when
-        it is complete, which the caller's connection then tells its sender.
+        it is complete, which the caller's connection then tells its sender. After a digest, which
+        takes time, the others are told as well: the caller's may be dead by now.
         """
         try:
             agrees = landing.judge()
@@ -97,6 +98,9 @@ class Reception:
         except Exception:
             logger.exception("registry.on_complete raised for %s", landing.transfer_id.hex())
         landing.settle()
+        if landing.wants_digest:
+            others = self.landings.attached(landing) - {connection}
+            self._connections.tell(others, _outcome_frame(landing))
         return True
 
     def cancel(self, landing: Landing, reason: str, now_s: float) -> None:

@@ -22,7 +22,8 @@ from transport.handshake import Hello
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.lane import Lane
 from transport.link import Abort, Effect, LinkCore, Work
-from transport.link_state import ConnectionState, LinkState
+from transport.link_meter import LinkMeter
+from transport.link_state import LinkState
 from transport.outgoing import RAW_CODED, Coded, Outgoing
 from transport.protocol import (
     Acked,
@@ -33,9 +34,8 @@ from transport.protocol import (
     Opened,
     Welcomed,
 )
-from transport.tcp_info import TcpInfo
+from transport.sockets import SocketOwner
 from transport.tls import Rotating
-from transport.tuning import LinkTuner
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -70,7 +70,7 @@ class Link:
         self.idle_since_s = time.monotonic()
         self._core = LinkCore(config, str(endpoint))
         self.coder = LinkCoder(config)
-        self._tuner = LinkTuner(config)
+        self._meter = LinkMeter(config, self.coder)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._standby = threading.Condition(self._lock)  # of lanes that carry no data for now
@@ -79,8 +79,6 @@ class Link:
         self._num_waiting = 0
         self._parties: dict[Outgoing, _Party] = {}
         self._lanes: dict[int, Lane] = {}  # by the id of their present connection
-        self._infos: dict[int, TcpInfo] = {}
-        self._acked_wire_bytes = 0  # as the kernel counts: coding must not look like a faster link
         self._ids = itertools.count(1)
         self._warm_until_s = 0.0
         self._closing = False
@@ -151,73 +149,52 @@ class Link:
         self.perform(effects)
 
     def tune(self, now_s: float) -> None:
-        """Show the link to its tuner and do what it finds."""
+        """Show the link to its meter and do what it finds."""
         with self._lock:
-            streams = {
-                connection: lane.stream
-                for connection, lane in self._lanes.items()
-                if lane.stream is not None and lane.deadline_s is None
-            }
-            # While connections are being tried, the link's rate says nothing about codecs.
-            is_steady = self._core.is_backlogged and not self._tuner.is_searching
-        self.coder.tick(is_backlogged=is_steady, now_s=now_s)
+            streams = self._streams()
+            is_backlogged = self._core.is_backlogged
+        self._meter.tell_coder(is_backlogged=is_backlogged, now_s=now_s)
         infos = {number: stream.tcp_info() for number, stream in streams.items()}
         with self._lock:
-            before, self._infos = self._infos, {n: i for n, i in infos.items() if i is not None}
-            for number, info in self._infos.items():
-                known = before.get(number)
-                self._acked_wire_bytes += info.acked_bytes - (known.acked_bytes if known else 0)
-            self._tuner.observe(
-                self._infos,
-                acked_bytes=self._acked_wire_bytes,
+            self._meter.observe(
+                {number: info for number, info in infos.items() if info is not None},
                 is_backlogged=self._core.is_backlogged,
                 now_s=now_s,
             )
-            self._core.frame_bytes = self._tuner.frame_bytes
-            if self._core.width != self._tuner.width:
-                self._core.width = self._tuner.width
-                self._grow_to(self._tuner.width)
+            self._core.frame_bytes = self._meter.frame_bytes
+            self._grow_to(self._meter.width)
+            if self._core.width != self._meter.width:
+                self._core.width = self._meter.width
                 self._wake_lanes()
-            limited = self._tuner.send_buffers_limit
-        if limited:
-            for stream in streams.values():
-                stream.grow_send_buffer()
+        self._meter.grow_buffers(streams)
 
     def state(self) -> LinkState:
         """What is known of this link now."""
         with self._lock:
-            return LinkState(
-                endpoint=str(self.endpoint),
-                width=self._tuner.width,
-                frame_bytes=self._tuner.frame_bytes,
-                phase=self._tuner.phase.value,
-                measured=self._tuner.measured,
-                codec=self.coder.codec_name,
-                codec_reason=self.coder.reason,
-                acked_bytes=self._core.acked_bytes,
-                connections=[
-                    self._connection_state(number, info)
-                    for number, info in sorted(self._infos.items())
-                ],
+            return self._meter.state(
+                str(self.endpoint),
+                self._streams(),
+                self._core.carries_data,
+                self._core.acked_bytes,
             )
 
-    def _connection_state(self, number: int, info: TcpInfo) -> ConnectionState:
-        lane = self._lanes.get(number)
-        stream = lane.stream if lane is not None else None
-        return ConnectionState(
-            number,
-            self._core.carries_data(number),
-            info,
-            congestion=stream.congestion() if stream is not None else "",
-            send_buffer_bytes=stream.send_buffer_bytes() if stream is not None else 0,
-        )
+    def _streams(self) -> dict[int, SocketOwner]:
+        return {
+            connection: lane.stream
+            for connection, lane in self._lanes.items()
+            if lane.stream is not None and lane.deadline_s is None
+        }
 
     def _grow_to(self, width: int) -> None:
         for index in range(len(self._threads), width):
             name = f"prfaas-send-{self.endpoint}-{index}"
             thread = threading.Thread(target=Lane(self).run, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # out of threads; tried again at the next look
+                logger.error("cannot add a connection to %s: %s", self.endpoint, error)
+                return
             self._threads.append(thread)
-            thread.start()
 
     @property
     def is_active(self) -> bool:
@@ -284,6 +261,7 @@ class Link:
     def established(self, connection: int, peer: Hello) -> None:
         with self._lock:
             self._core.connected(connection, peer, time.monotonic())
+            self._wake_lanes()  # an older connection may put a waiting one on standby
             effects = self._core.pop_effects()
         self.perform(effects)
 
@@ -294,7 +272,8 @@ class Link:
         while True:
             with self._lock:
                 if done is not None:
-                    self._core.sent(lane.connection, done, whole=whole, coded=coded)
+                    now_s = time.monotonic()
+                    self._core.sent(lane.connection, done, now_s, whole=whole, coded=coded)
                     done = None
                 if lane.error is not None:
                     raise lane.error
@@ -331,12 +310,12 @@ class Link:
     def sent(self, lane: Lane, work: Work, coded: Coded) -> None:
         """The kernel took `work` whole, and the lane wants nothing more."""
         with self._lock:
-            self._core.sent(lane.connection, work, whole=True, coded=coded)
+            self._core.sent(lane.connection, work, time.monotonic(), whole=True, coded=coded)
 
     def unsent(self, lane: Lane, work: Work) -> None:
         """The lane could not send `work` whole and does not read its bytes any more."""
         with self._lock:
-            self._core.sent(lane.connection, work, whole=False)
+            self._core.sent(lane.connection, work, time.monotonic(), whole=False)
 
     def unreadable(self, work: Work, error: Exception) -> None:
         """The ByteSpace raised: end the transfer at both ends."""

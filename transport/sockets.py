@@ -264,17 +264,19 @@ def prepare_to_send(sock: socket.socket, config: TransportConfig) -> None:
     if config.pace_bytes_per_s:
         # The link keeps the rate itself; this keeps a connection from sending a frame as a burst.
         paced = min(int(1.1 * config.pace_bytes_per_s), 0xFFFFFFFF)
-        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, paced)
-    if config.congestion:
-        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.congestion.encode())
+        # Packed, because Python takes only numbers that fit an int.
+        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", paced))
+    if config.near_congestion:  # bbr would pace a socket for good, even once it has another
+        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.near_congestion.encode())
 
 
 def suit_to_distance(sock: socket.socket, config: TransportConfig) -> None:
-    """Choose the congestion control of a near path, once the connection knows that it is one."""
+    """Choose the congestion control of a far path, unless the connection knows that it is near."""
     tcp = socket.IPPROTO_TCP
     info = tcp_info.parse(sock.getsockopt(tcp, socket.TCP_INFO, tcp_info.SIZE))
-    if config.near_congestion and info is not None and info.rtt_s < NEAR_RTT_S:
-        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.near_congestion.encode())
+    is_near = info is not None and 0 < info.rtt_s < NEAR_RTT_S
+    if config.congestion and not is_near:
+        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.congestion.encode())
 
 
 def _grow_send_buffer(sock: socket.socket) -> int:

@@ -200,7 +200,7 @@ class MemoryNetwork:
         if work is None:
             return False
         connection.to_receiver += self._encode(work)
-        self.core.sent(number, work, whole=True)
+        self.core.sent(number, work, self.now_s, whole=True)
         self._perform()
         return True
 

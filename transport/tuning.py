@@ -14,8 +14,8 @@ frames are few.
           to 16 while nothing is found)
 
 A trial that does clearly worse is broken off early. A link whose send buffers are the limit is not
-tried with fewer, nor one that loses packets without a queue to lose them in. On a path under 1 ms a
-few connections with large frames are the place to begin: there CPU is the limit.
+tried with fewer, nor one that loses packets without a queue to lose them in. On a path under 1 ms
+one connection with large frames is the place to begin: there CPU is the limit.
 
 Pure; time is an argument. Knows no socket. It also keeps what `LinkState` tells about the link.
 """
@@ -30,10 +30,10 @@ from transport.config import KIB, MIB, NEAR_RTT_S, TransportConfig
 from transport.tcp_info import TcpInfo
 
 FAR_RTT_S = 2e-3
-"""A path is near below the first, far above the second, and in between what it was."""
+"""A path is near below `NEAR_RTT_S`, far from here on, and in between what it was."""
 NEAR_WIDTH = 1
 NEAR_FRAME_BYTES = MIB
-FRAME_S = 2e-3
+FRAME_S = 3e-3
 """A frame should take about this long at the link's rate."""
 MIN_WINDOW_S, MAX_WINDOW_S = 0.4, 3.0
 WINDOW_RTTS = 8
@@ -48,7 +48,9 @@ DOWN_KEEP = 0.95
 CLEARLY_WORSE = 0.8
 SHRINKABLE_LOSS = 5e-4
 LIMITED_SHARE = 0.1
+"""Of busy time: above it a window or a buffer counts as a limit."""
 FULL_QUEUE_RTTS = 1.5
+"""Round trips of the empty path: one longer than this tells of a full queue."""
 FIRST_LOOK_S, LAST_LOOK_S = 60.0, 960.0
 
 

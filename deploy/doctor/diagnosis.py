@@ -24,10 +24,9 @@ from deploy.doctor.kernel_checks import KernelCheck, kernel_checks
 from deploy.doctor.measurement import EndLoad, Measurement
 from deploy.doctor.windows import Windows, windows_of
 from deploy.units import format_duration, format_rate
-from transport.tuning import NEAR_RTT_S
+from transport.config import NEAR_RTT_S
+from transport.tuning import FULL_QUEUE_RTTS, LIMITED_SHARE
 
-LIMITED_SHARE = 0.1
-"""Of busy time: above it a window counts as a limit."""
 MOSTLY = 0.5
 FULL_CPU = 0.85
 """Of the CPUs that an agent may use."""
@@ -38,8 +37,6 @@ NOTHING_TO_SEND = 0.5
 """Sockets that are busy for less of the time wait for their own process."""
 HEALTHY_SHARE = 0.8
 """Of the expected rate."""
-FULL_QUEUE = 1.5
-"""Round trip over the one of the empty path: from here on the loss is the sender's own."""
 LOSS_NOTED, LOSS_BAD = 5e-4, 1e-2
 FREE_LANDING_SHARE = 0.05
 
@@ -289,8 +286,9 @@ def _is_far(measured: Measurement) -> bool:
 
 
 def _is_queue_full(measured: Measurement) -> bool:
+    """Whether loss is the sender's own: on a near path CPUs, not queues, make round trips long."""
     path = measured.path
-    return _is_far(measured) and path.rtt_s >= FULL_QUEUE * path.min_rtt_s
+    return _is_far(measured) and path.rtt_s > FULL_QUEUE_RTTS * path.min_rtt_s
 
 
 def _mib(nbytes: int) -> str:

@@ -17,7 +17,7 @@ from deploy.doctor.windows import (
     send_buffer_bytes,
 )
 from kvmanager.agent.messages import KernelTcp
-from transport.tuning import NEAR_RTT_S
+from transport.config import NEAR_RTT_S
 
 MIB = 1 << 20
 LEAST_BUFFER_BYTES = 4 * MIB

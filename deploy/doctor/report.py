@@ -13,6 +13,7 @@ from deploy.doctor.diagnosis import Diagnosis, Finding
 from deploy.doctor.measurement import EndLoad, Measurement
 from deploy.table_style import TABLE_STYLE
 from deploy.units import format_duration, format_rate
+from transport.config import NEAR_RTT_S
 
 
 def as_json(names: tuple[str, str], endpoint: str, m: Measurement, d: Diagnosis) -> dict[str, Any]:
@@ -76,7 +77,8 @@ def _path_table(m: Measurement) -> Table:
 
 def _near_note(m: Measurement) -> str:
     is_other = m.wanted_congestion and set(m.path.congestion) - {m.wanted_congestion}
-    return ", which is for links to other hosts" if is_other and m.path.min_rtt_s < 1e-3 else ""
+    is_near = m.path.min_rtt_s < NEAR_RTT_S
+    return ", which is for links to other hosts" if is_other and is_near else ""
 
 
 def _kernel_table(d: Diagnosis) -> Table:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from deploy.doctor.measurement import Measurement
 from kvmanager.agent.messages import KernelTcp
+from transport.config import NEAR_RTT_S
 from transport.sockets import MAX_SEND_BUFFER_BYTES
-from transport.tuning import NEAR_RTT_S
 
 SEND_PAYLOAD_SHARE = 0.65
 RECEIVE_PAYLOAD_SHARE = 0.5

@@ -65,7 +65,9 @@ class AgentConfig(BaseModel):
     tls_key: Path | None = None
     tls_ca: Path | None = None
     digest: bool = False
-    """Compare a BLAKE3 digest of every transfer at its end, beside the checksums of its frames."""
+    """Compare a BLAKE3 digest of every transfer at its end, beside the checksums of its frames. Not
+    with codec "fp8", which does not keep the bytes that the digest is of.
+    """
     trusted_network: bool = False
     """Speak to other hosts without TLS."""
     transport: dict[str, int | float | str | bool | None] = {}
@@ -87,6 +89,15 @@ class AgentConfig(BaseModel):
             )
         TransportConfig(**value)
         return value
+
+    @model_validator(mode="after")
+    def _check_digest(self) -> Self:
+        if self.digest and self.transport.get("codec") == "fp8":
+            raise ValueError(
+                "digest: it is of the original bytes, which transport.codec fp8 does not keep: "
+                "every transfer would fail; turn digest off or use a lossless codec"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:

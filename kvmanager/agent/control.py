@@ -40,7 +40,7 @@ from kvmanager.agent.transfer_io import now_s
 from kvmanager.custody import Key, Kind
 from kvmanager.rpc import Method, RpcError
 from kvmanager.transfer_records import LandingSpec, OutboxSpec, TransferError
-from transport import Endpoint, OutgoingSpec
+from transport import Elements, Endpoint, OutgoingSpec
 
 ID_BYTES: Final = 16
 KEY_BYTES: Final = 32
@@ -123,7 +123,7 @@ class ControlService:
             fingerprint,
             endpoint,
             tenant=request.tenant,
-            element_bytes=layout.element_bytes,
+            elements=Elements(layout.elements),
             digest=agent.config.digest,
         )
         outbox = agent.open_outbox(spec, wire)

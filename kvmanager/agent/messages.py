@@ -132,7 +132,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     opened_to_complete_s: float = 0.0
     first_sent_to_complete_s: float = 0.0
     wire_bytes: int = 0
-    """What `sent_bytes` came to on the wire, after coding; 0 at a landing."""
+    """Bytes of DATA bodies as sent, resends included; 0 at a landing."""
     codecs: tuple[str, ...] = ()
     """Codecs that its bytes went through besides raw; "fp8" alone loses anything."""
 

@@ -1,9 +1,9 @@
 """Probes: bytes without meaning from one agent's sender to another's receiver, to measure the path.
 
 A probe takes the way of KVCache (the same port, connections, tuning, TLS, checksums) but is no
-transfer of the table and uses no arena: its logical bytes are mapped cyclically onto a small ring
-of memory of its own. It is sent behind the KVCache that requests wait for. Each end lives on a
-lease that `status` renews, so that a caller who goes away ends it; its memory is free then.
+transfer of the table and uses no arena: what is sent goes round in a small ring of memory, and
+where it lands nobody keeps it. It is sent behind the KVCache that requests wait for. Each end lives
+on a lease that `status` renews, so that a caller who goes away ends it; its memory is free then.
 
 Use it on the agent's event loop; time is an argument.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import mmap
 import os
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -30,6 +30,7 @@ from kvmanager.agent.messages import (
 from kvmanager.agent.transfer_io import TransferIo
 from kvmanager.transfer_records import BadRequest, NoRoom, UnknownTransfer
 from transport import (
+    ByteSpace,
     Endpoint,
     OutgoingSpec,
     OutgoingTransfer,
@@ -60,7 +61,7 @@ _STATES: Final[dict[TransferState, State]] = {
 class RingSpace:
     """`nbytes` logical bytes that go round in `memory` (implements `transport.ByteSpace`).
 
-    Bytes a ring apart share memory, so what is read there is not what was written.
+    To be read only: bytes a ring apart share memory.
     """
 
     def __init__(self, memory: memoryview, nbytes: int) -> None:
@@ -69,8 +70,7 @@ class RingSpace:
 
     def views(self, offset: int, length: int) -> list[memoryview]:
         """The memory of a logical range; ValueError outside [0, nbytes)."""
-        if offset < 0 or length < 0 or offset + length > self.nbytes:
-            raise ValueError(f"[{offset}, {offset + length}) is outside of {self.nbytes} bytes")
+        _check_range(offset, length, self.nbytes)
         views = []
         while length:
             start = offset % len(self._memory)
@@ -81,13 +81,31 @@ class RingSpace:
         return views
 
 
+class SinkSpace:
+    """`nbytes` logical bytes that nobody keeps: each thread writes into memory of its own, so that
+    what it verifies is what it wrote (implements `transport.ByteSpace`).
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._own = threading.local()
+
+    def views(self, offset: int, length: int) -> list[memoryview]:
+        """Memory that this thread has until it asks again; ValueError outside [0, nbytes)."""
+        _check_range(offset, length, self.nbytes)
+        memory: memoryview | None = getattr(self._own, "memory", None)
+        if memory is None or len(memory) < length:
+            memory = self._own.memory = memoryview(bytearray(length))
+        return [memory[:length]]
+
+
 @dataclass(slots=True)
 class _Probe:
     """One end. `space` is None once its memory is given back."""
 
     nbytes: int
     lease_until_s: float
-    space: RingSpace | None
+    space: ByteSpace | None
     state: State = "open"
     error: str = ""
     done_bytes: int = 0
@@ -114,7 +132,7 @@ class Prober:
         """Let one sender land `nbytes` nowhere. Raises NoRoom, BadRequest."""
         lease_s = self._admissible("landing", request.nbytes, request.lease_s)
         transfer_id, token, fingerprint = (secrets.token_bytes(size) for size in (16, 32, 32))
-        space = RingSpace(_empty_ring(), request.nbytes)
+        space = SinkSpace(request.nbytes)
         self._landings[transfer_id] = _Probe(request.nbytes, now_s + lease_s, space)
         self._io.admit(transfer_id, token, fingerprint, space)
         return ProbeLandingReply(
@@ -198,6 +216,12 @@ class Prober:
         ended = [self._cancel(role, transfer_id, reason, now_s) for role in _ROLES]
         return any(ended)
 
+    def landing_failed(self, transfer_id: bytes, reason: str) -> None:
+        """Why the receiver gave a landing up, if it is a probe; `tick` notices that it did."""
+        probe = self._landings.get(transfer_id)
+        if probe is not None and not probe.error:
+            probe.error = reason
+
     def tick(self, now_s: float) -> None:
         """End what has lost its caller, free what has ended."""
         for role in _ROLES:
@@ -232,7 +256,7 @@ class Prober:
             return
         self._io.drop(transfer_id, "the probe is over")
         probe.done_bytes = progress.acked_bytes
-        self._over(probe, _STATES[progress.state], "", now_s)
+        self._over(probe, _STATES[progress.state], probe.error, now_s)
 
     def _cancel(self, role: ProbeRole, transfer_id: bytes, reason: str, now_s: float) -> bool:
         probe = self._of(role).get(transfer_id)
@@ -283,9 +307,9 @@ def _checked_lease_s(lease_s: float) -> float:
     return min(lease_s, MAX_LEASE_S)
 
 
-def _empty_ring() -> memoryview:
-    # Mapped, so that it goes back to the kernel when the last view of it is gone.
-    return memoryview(mmap.mmap(-1, RING_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+def _check_range(offset: int, length: int, nbytes: int) -> None:
+    if offset < 0 or length < 0 or offset + length > nbytes:
+        raise ValueError(f"[{offset}, {offset + length}) is outside of {nbytes} bytes")
 
 
 class _Listener:

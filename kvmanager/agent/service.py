@@ -255,6 +255,7 @@ class NodeAgent:
         self.perform(self.table.landing_complete(transfer_id, now_s()))
 
     def landing_failed(self, transfer_id: bytes, reason: str) -> None:
+        self.prober.landing_failed(transfer_id, reason)
         self.perform(self.table.landing_failed(transfer_id, reason, now_s()))
 
     def landing_dropped(self, transfer_id: bytes) -> None:

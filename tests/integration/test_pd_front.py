@@ -215,6 +215,20 @@ async def test_a_landing_that_takes_its_time_is_open(rig: Rig) -> None:
     assert await awaited(rig, await rig.reserve(), 0.05) == ("open", "")
 
 
+async def test_a_request_is_given_to_the_engine_once_however_long_its_landing_takes(
+    rig: Rig,
+) -> None:
+    slot = await rig.reserve()
+    load = rig.embedded._instances.by_name["d0"].load
+    num_given = load.poll_starts()
+    for _ in range(3):
+        assert (await awaited(rig, slot, 0.02))[0] == "open"
+    assert load.poll_starts() == num_given
+    rig.nodes[0].end_landing(slot.landing.transfer_id, "complete")
+    assert (await awaited(rig, slot))[0] == "landed"
+    assert load.poll_starts() == num_given + 1
+
+
 async def test_giving_a_slot_back_ends_the_wait_for_its_landing(rig: Rig) -> None:
     slot = await rig.reserve()
     waiting = asyncio.create_task(awaited(rig, slot))

@@ -116,6 +116,7 @@ class TestConfig:
             ("listen: '[::1]:7100'\ncontrol: localhost", "control"),
             ("transport: {num_connections: 0}", "num_connections"),
             ("transport: {tls: x}", "unknown tls"),
+            ("digest: true\ntransport: {codec: fp8}", "digest: it is of the original bytes"),
         ],
     )
     def test_mistakes_are_named(self, tmp_path: Path, text: str, words: str) -> None:
@@ -123,6 +124,10 @@ class TestConfig:
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
             load(path, {})
+
+    def test_either_of_digest_and_fp8_alone_is_fine(self) -> None:
+        assert AgentConfig(digest=True, transport={"codec": "zstd"}).digest
+        assert AgentConfig(transport={"codec": "fp8"}).transport_config.codec == "fp8"
 
     def test_other_hosts_need_tls_or_trust(self) -> None:
         for extra in (

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
 
 from kvmanager.agent.host_load import agent_load, kernel_tcp, usable_cpus
 from kvmanager.agent.messages import ProbeLanding
-from kvmanager.agent.probing import KEEP_S, MAX_PROBE_BYTES, MAX_PROBES, Prober, RingSpace
+from kvmanager.agent.probing import (
+    KEEP_S,
+    MAX_PROBE_BYTES,
+    MAX_PROBES,
+    Prober,
+    RingSpace,
+    SinkSpace,
+)
 from kvmanager.agent.transfer_io import TransferIo
 from kvmanager.transfer_records import BadRequest, NoRoom, UnknownTransfer
 from transport import (
@@ -102,11 +110,28 @@ def test_a_ring_goes_round() -> None:
         bytes([0, 1, 2]),
     ]
     assert ring.views(20, 0) == []
-    ring.views(34, 1)[0][:] = b"x"
-    assert memory[4:5] == b"x"
     for offset, length in ((-1, 2), (30, 6), (0, -1)):
         with pytest.raises(ValueError, match="outside"):
             ring.views(offset, length)
+
+
+def test_threads_do_not_write_over_each_other_in_a_sink() -> None:
+    sink = SinkSpace(35)
+
+    def write(content: bytes) -> list[memoryview]:
+        views = sink.views(5, 10)
+        views[0][:] = content
+        return views
+
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(write, b"y" * 10).result()
+        ours = write(b"x" * 10)
+        assert (bytes(theirs[0]), bytes(ours[0])) == (b"y" * 10, b"x" * 10)
+    assert sink.views(20, 8)[0].obj is ours[0].obj  # what was there is of no more interest
+    assert [len(view) for view in sink.views(0, 35)] == [35]
+    for offset, length in ((-1, 2), (30, 6), (0, -1)):
+        with pytest.raises(ValueError, match="outside"):
+            sink.views(offset, length)
 
 
 def test_a_landing_lives_on_its_lease(prober: Prober, io: FakeIo) -> None:
@@ -137,6 +162,19 @@ def test_a_landing_that_the_sender_ends_frees_its_memory(prober: Prober, io: Fak
     status = prober.status(transfer_id, "landing", 5.0, 0.3)
     assert (status.state, status.done_bytes) == ("cancelled", 7)
     assert not prober.end(transfer_id, "late", 0.4)
+
+
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_why_a_landing_failed_is_told(prober: Prober, io: FakeIo, is_told_first: bool) -> None:
+    transfer_id = land(prober)
+    io.landing = progress(TransferState.FAILED)
+    if is_told_first:
+        prober.landing_failed(transfer_id, "idle: no connection")
+    prober.tick(0.1)
+    prober.landing_failed(transfer_id, "idle: no connection")
+    prober.landing_failed(b"z" * 16, "a landing of the table")
+    status = prober.status(transfer_id, "landing", 5.0, 0.2)
+    assert (status.state, status.error) == ("failed", "idle: no connection")
 
 
 async def test_a_send_is_ready_at_once_and_behind_requests(prober: Prober, io: FakeIo) -> None:

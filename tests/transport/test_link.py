@@ -32,7 +32,7 @@ def begin(link: LinkCore, number: int = 1, nbytes: int = 1000) -> Outgoing:
 def drain(link: LinkCore, connection: int, now_s: float = 0.0) -> list[Work]:
     works = []
     while (work := link.take(connection, now_s)) is not None:
-        link.sent(connection, work, whole=True)
+        link.sent(connection, work, 0.0, whole=True)
         works.append(work)
         link.check_invariants()
     return works
@@ -140,7 +140,7 @@ def test_the_end_is_reported_when_nobody_reads_any_more() -> None:
     link.expire(1.6)
     aborts = link.pop_effects()
     assert [effect.connection for effect in aborts if isinstance(effect, Abort)] == [1]
-    link.sent(1, work, whole=False)
+    link.sent(1, work, 0.0, whole=False)
     assert ended(link) == [transfer]
 
 
@@ -162,7 +162,7 @@ def test_cancel_waits_for_the_receiver() -> None:
     assert work.data == (0, 100)
     link.cancel(transfer, LocalError("cancelled", "test"), 1.0)
     assert link.take(1, 1.0) is None  # the first connection still reads its frame
-    link.sent(1, work, whole=True)
+    link.sent(1, work, 0.0, whole=True)
     (cancel,) = drain(link, 1, 1.0)
     assert cancel.cancels
     assert cancel.data is None

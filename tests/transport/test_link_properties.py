@@ -64,14 +64,16 @@ class RandomUse:
     def sent(self) -> None:
         if self.taken:
             connection = self.rng.choice(list(self.taken))
-            self.link.sent(connection, self.taken.pop(connection), whole=self.rng.random() < 0.9)
+            self.link.sent(
+                connection, self.taken.pop(connection), self.now_s, whole=self.rng.random() < 0.9
+            )
 
     def lose(self) -> None:
         connection = self.any_connection()
         if connection is None or self.rng.random() < 0.7:
             return
         if connection in self.taken:
-            self.link.sent(connection, self.taken.pop(connection), whole=False)
+            self.link.sent(connection, self.taken.pop(connection), self.now_s, whole=False)
         self.link.disconnected(connection, LinkError("lost", "test"))
 
     def connect(self) -> None:
@@ -105,13 +107,13 @@ class RandomUse:
     def send_all(self) -> None:
         """Let everything that is ready be sent."""
         for connection in list(self.taken):
-            self.link.sent(connection, self.taken.pop(connection), whole=True)
+            self.link.sent(connection, self.taken.pop(connection), self.now_s, whole=True)
         delay_s: float | None = 0.0
         while delay_s is not None:
             self.now_s += delay_s
             for connection in self.link.connections():
                 while (work := self.link.take(connection, self.now_s)) is not None:
-                    self.link.sent(connection, work, whole=True)
+                    self.link.sent(connection, work, self.now_s, whole=True)
             delay_s = self.link.delay_s(self.now_s)
 
     def check(self) -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from transport.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError
 from transport.handshake import own_hello
-from transport.interfaces import Priority
+from transport.interfaces import Priority, TransferState
 from transport.link import Abort, Ended, LinkCore, Work
-from transport.outgoing import Outgoing
+from transport.outgoing import Coded, Outgoing
 from transport.testing import make_spec
 
 CONFIG = TransportConfig(frame_bytes=100, num_connections=2, drop_grace_s=0.5)
@@ -52,7 +53,7 @@ def send(link: LinkCore, connection: int, now_s: float = 0.0) -> Work | None:
     """Take work and let go of it at once."""
     work = link.take(connection, now_s)
     if work is not None:
-        link.sent(connection, work, whole=True)
+        link.sent(connection, work, 0.0, whole=True)
     link.check_invariants()
     return work
 
@@ -132,6 +133,7 @@ def test_frames_get_smaller_towards_the_end_of_what_is_ready() -> None:
     assert sizes[0] == 1000
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < 300
+    assert all(size % 100 == 0 for size in sizes)
 
 
 def frame_sizes(link: LinkCore, num_frames: int) -> list[tuple[Outgoing, int]]:
@@ -321,7 +323,7 @@ def test_a_digest_is_made_again_when_its_connection_is_lost(is_sent: bool) -> No
     assert digest.digests
     assert transfer.pinned == {1}
     link.check_invariants()
-    link.sent(1, digest, whole=is_sent)
+    link.sent(1, digest, 0.0, whole=is_sent)
     link.disconnected(1, LOST)
     link.check_invariants()
     assert transfer.pinned == frozenset()
@@ -348,7 +350,7 @@ def test_the_end_waits_for_who_computes_the_digest() -> None:
     assert link.pop_effects() == []
     link.expire(1.6)
     assert [type(effect) for effect in link.pop_effects()] == [Abort]
-    link.sent(1, digest, whole=False)
+    link.sent(1, digest, 0.0, whole=False)
     (end,) = link.pop_effects()
     assert end == Ended(transfer)
     link.check_invariants()
@@ -361,8 +363,40 @@ def test_a_cancel_waits_for_who_computes_the_digest_and_no_other_is_made() -> No
     assert digest is not None
     link.cancel(transfer, LocalError("cancelled", "test"), 0.0)
     assert link.take(2, 0.0) is None
-    link.sent(1, digest, whole=False)
+    link.sent(1, digest, 0.0, whole=False)
     cancel = send(link, 2)
     assert cancel is not None
     assert cancel.cancels
     assert send(link, 1) is None
+
+
+def test_waiting_for_a_budget_is_not_a_lack_of_progress() -> None:
+    config = replace(CONFIG, tenant_bytes_per_s=10.0, idle_timeout_s=5.0)
+    link = make_link(1, config=config)
+    first = begin(link, 1, nbytes=1000, ready_bytes=0)
+    second = begin(link, 2, nbytes=1000, ready_bytes=0)
+    for transfer in (first, second):
+        link.opened(1, transfer.spec.transfer_id, [], 0.0)
+        link.ready(transfer, 0, 1000, 0.0)
+    now_s = 0.0
+    for _ in range(100):
+        now_s += 1.0
+        work = link.take(1, now_s)
+        if work is not None and work.data is not None:
+            link.sent(1, work, now_s, whole=True)
+            link.acked(1, work.transfer.spec.transfer_id, [work.data], now_s)
+        link.expire(now_s)
+    assert (first.state, second.state) == (TransferState.OPEN, TransferState.OPEN)
+    assert link.acked_bytes >= 900
+
+
+def test_coded_bytes_cost_a_pace_what_they_take_on_the_wire() -> None:
+    link = make_link(1, config=replace(CONFIG, pace_bytes_per_s=100.0))
+    begin(link, 1, nbytes=1000)
+    work = link.take(1, 0.0)
+    assert work is not None
+    before_s = link.delay_s(0.0)
+    link.sent(1, work, 0.0, whole=True, coded=Coded(10, Codec.ZSTD))
+    after_s = link.delay_s(0.0)
+    assert before_s is not None
+    assert (after_s or 0.0) < before_s

@@ -297,7 +297,7 @@ def test_without_autotune_nothing_changes() -> None:
     [
         (0.1 * GBIT, 256 * KIB),
         (1 * GBIT, 256 * KIB),
-        (3 * GBIT, 512 * KIB),
+        (2 * GBIT, 512 * KIB),
         (10 * GBIT, 2 * MIB),
         (40 * GBIT, 2 * MIB),
     ],

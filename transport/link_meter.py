@@ -1,0 +1,103 @@
+"""Shows one link to its tuner and its coder at every tick: the shell around `LinkTuner`.
+
+Reads TCP_INFO of the link's connections. Guarded by the link's lock where that is said; knows no
+frame and no transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from transport.coder import LinkCoder
+from transport.config import TransportConfig
+from transport.link_state import ConnectionState, LinkState
+from transport.sockets import SocketOwner
+from transport.tcp_info import TcpInfo
+from transport.tuning import LinkTuner, Measured
+
+Streams = Mapping[int, SocketOwner]
+"""By connection: those whose handshake is done."""
+
+
+class LinkMeter:
+    """See the module docstring."""
+
+    def __init__(self, config: TransportConfig, coder: LinkCoder) -> None:
+        self._coder = coder
+        self._tuner = LinkTuner(config)
+        self._infos: dict[int, TcpInfo] = {}
+        self._acked_wire_bytes = 0  # as the kernel counts: coding must not look like a faster link
+        self._grown_after: Measured | None = None
+
+    @property
+    def width(self) -> int:
+        return self._tuner.width
+
+    @property
+    def frame_bytes(self) -> int:
+        return self._tuner.frame_bytes
+
+    def tell_coder(self, *, is_backlogged: bool, now_s: float) -> None:
+        """Called without the lock. While connections are being tried, the link's rate says nothing
+        about codecs.
+        """
+        is_steady = is_backlogged and not self._tuner.is_searching
+        self._coder.tick(is_backlogged=is_steady, num_lanes=self._tuner.width, now_s=now_s)
+
+    def observe(self, infos: Mapping[int, TcpInfo], *, is_backlogged: bool, now_s: float) -> None:
+        """`infos` by connection; called with the lock."""
+        for number, info in infos.items():
+            known = self._infos.get(number)
+            self._acked_wire_bytes += info.acked_bytes - (known.acked_bytes if known else 0)
+        self._infos = dict(infos)
+        self._tuner.observe(
+            self._infos,
+            acked_bytes=self._acked_wire_bytes,
+            is_backlogged=is_backlogged,
+            now_s=now_s,
+        )
+
+    def grow_buffers(self, streams: Streams) -> None:
+        """Grow send buffers if they were the limit, once for each window that says so; called
+        without the lock.
+        """
+        measured = self._tuner.measured
+        if self._tuner.send_buffers_limit and measured is not self._grown_after:
+            self._grown_after = measured
+            for stream in streams.values():
+                stream.grow_send_buffer()
+
+    def state(
+        self,
+        endpoint: str,
+        streams: Streams,
+        carries_data: Callable[[int], bool],
+        acked_bytes: int,
+    ) -> LinkState:
+        """A snapshot; called with the lock."""
+        return LinkState(
+            endpoint=endpoint,
+            width=self._tuner.width,
+            frame_bytes=self._tuner.frame_bytes,
+            phase=self._tuner.phase.value,
+            measured=self._tuner.measured,
+            codec=self._coder.codec_name,
+            codec_reason=self._coder.reason,
+            acked_bytes=acked_bytes,
+            connections=[
+                _connection_state(number, info, streams.get(number), carries_data(number))
+                for number, info in sorted(self._infos.items())
+            ],
+        )
+
+
+def _connection_state(
+    number: int, info: TcpInfo, stream: SocketOwner | None, carries_data: bool
+) -> ConnectionState:
+    return ConnectionState(
+        number,
+        carries_data,
+        info,
+        congestion=stream.congestion() if stream is not None else "",
+        send_buffer_bytes=stream.send_buffer_bytes() if stream is not None else 0,
+    )
