@@ -25,7 +25,7 @@ from transport.frames import (
 )
 from transport.handshake import Feature
 from transport.incoming import RAW_LENGTH
-from transport.link import Work
+from transport.link_work import Work
 from transport.outgoing import RAW_CODED, Coded
 from transport.protocol import Event, SenderSession, Welcomed
 from transport.sockets import (

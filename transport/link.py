@@ -1,7 +1,7 @@
 """All transfers to one endpoint over all connections to it: who sends what next, and what must end.
 
 Work stealing: a connection whose socket has room asks `take`; it gets a cancel, an OPEN, a digest,
-or the next chunk of the transfer whose turn it is (`fair_queue`), as far as pacing and budgets let
+or the next chunk of the transfer whose turn it is (`dispatch`), as far as pacing and budgets let
 it. Nothing is assigned to a connection before it asks, so a slow path holds nothing back but the
 one frame it has. The first frame a connection sends of a transfer is preceded by OPEN on the same
 connection. Only the `width` oldest connections carry DATA; the others wait, ready to step in.
@@ -18,48 +18,15 @@ from dataclasses import dataclass, field
 
 from transport.codecs import Codec
 from transport.config import TransportConfig
+from transport.dispatch import Dispatch
 from transport.errors import LinkError, LocalError, PeerError, TransportError
-from transport.fair_queue import FairQueue, TokenBucket
 from transport.handshake import Hello
 from transport.interfaces import OutgoingSpec, TransferState
+from transport.link_work import Abort, Effect, Ended, Work
 from transport.outgoing import RAW_CODED, Coded, Outgoing
 from transport.ranges import Range
 
 logger = logging.getLogger("prfaas.transport")
-
-FRAME_GRAIN_BYTES = 4096
-"""Frames sized here end on a multiple of it, so that no element of a codec is cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one connection sends next, in this order: OPEN, CANCEL, DIGEST, DATA."""
-
-    transfer: Outgoing
-    opens: bool
-    cancels: bool = False
-    digests: bool = False
-    data: Range | None = None
-    more: bool = False
-    """Whether this connection will very likely get more DATA next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Tell the listener: nobody reads the ByteSpace of this transfer any more."""
-
-    transfer: Outgoing
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Close this connection now."""
-
-    connection: int
-    error: TransportError
-
-
-Effect = Ended | Abort
 
 
 @dataclass(slots=True)
@@ -80,15 +47,10 @@ class LinkCore:
     def __init__(self, config: TransportConfig, name: str) -> None:
         self._config = config
         self._name = name
-        self.width = config.num_connections
-        self.frame_bytes = config.frame_bytes
-        """Most payload of a frame; the configured size is the least."""
+        self.dispatch = Dispatch(config)
         self.acked_bytes = 0
         self._acked_s = -math.inf  # when anything was acknowledged last
         self._transfers: dict[bytes, Outgoing] = {}
-        self._control: dict[bytes, Outgoing] = {}  # something besides DATA to send
-        self._queue: FairQueue[bytes] = FairQueue(config.tenant_bytes_per_s)
-        self._pace = TokenBucket(config.pace_bytes_per_s)
         self._connections: dict[int, _Connection] = {}
         self._effects: list[Effect] = []
         self._last_error: TransportError | None = None
@@ -114,14 +76,14 @@ class LinkCore:
             raise ValueError(f"transfer {spec.transfer_id.hex()} is already open")
         transfer = Outgoing(spec, nbytes, now_s)
         self._transfers[spec.transfer_id] = transfer
-        self._note(transfer)
+        self.dispatch.note(transfer)
         return transfer
 
     def ready(self, transfer: Outgoing, start: int, end: int, now_s: float) -> int:
         """[start, end) may be sent from now on; returns how many bytes are new."""
         gained = transfer.ready(start, end, now_s)
         if gained:
-            self._note(transfer)
+            self.dispatch.note(transfer)
         return gained
 
     def cancel(self, transfer: Outgoing, error: LocalError, now_s: float) -> None:
@@ -136,7 +98,7 @@ class LinkCore:
         transfer.turn(TransferState.CANCELLING, error, now_s)
         transfer.needs_cancel = True
         transfer.progress_s = now_s
-        self._note(transfer)
+        self.dispatch.note(transfer)
 
     def connected(self, connection: int, peer: Hello, now_s: float) -> None:
         """The handshake is done. Transfers of an earlier life of the receiver cannot go on."""
@@ -157,7 +119,7 @@ class LinkCore:
         self._connections.pop(connection, None)
         for transfer in list(self._transfers.values()):
             transfer.lost(connection)
-            self._note(transfer)
+            self.dispatch.note(transfer)
 
     def broken(self, error: TransportError, now_s: float) -> None:
         """No connection can work until somebody changes something: fail what is open at once."""
@@ -170,8 +132,8 @@ class LinkCore:
             self._end(transfer, TransferState.FAILED, error, now_s)
 
     def take(self, connection: int, now_s: float) -> Work | None:
-        """What this connection sends next; None when there is nothing for it now (`delay_s` says
-        for how long at most). DATA and digests must end in `sent`.
+        """What this connection sends next; None when there is nothing for it now (for how long at
+        most, `dispatch.delay_s` says). DATA and digests must end in `sent`.
         """
         state = self._connections.get(connection)
         if state is None or state.aborted:
@@ -181,112 +143,50 @@ class LinkCore:
             work = self._take_data(connection, now_s)
         return work
 
-    def delay_s(self, now_s: float) -> float | None:
-        """For how long pacing or budgets hold back what could be sent; None when nothing waits for
-        them.
-        """
-        ready_at_s = self._queue.ready_at(now_s)
-        if ready_at_s is None:
-            return None
-        delay_s = max(ready_at_s, self._pace.ready_at(now_s)) - now_s
-        return delay_s if delay_s > 0 else None
-
-    @property
-    def is_backlogged(self) -> bool:
-        """Whether DATA is waiting to be sent."""
-        return len(self._queue) > 0
-
-    @property
-    def has_budgets(self) -> bool:
-        """Whether pacing or budgets may hold back what could be sent."""
-        return self._config.pace_bytes_per_s > 0 or self._config.tenant_bytes_per_s > 0
-
     def _take_control(self, connection: int, now_s: float) -> Work | None:
-        if not self._control:
-            return None
-        for transfer in list(self._control.values()):
+        for transfer in self.dispatch.with_control():
             if transfer.needs_cancel:
                 if not transfer.pinned:
                     transfer.needs_cancel = False
-                    self._note(transfer)
+                    self.dispatch.note(transfer)
                     return Work(transfer, self._announce(transfer, connection), cancels=True)
             elif transfer.needs_open:
                 opens = self._announce(transfer, connection)
                 data = None
-                if self.carries_data(connection) and self._is_next(transfer, now_s):
+                turn = next(self.dispatch.in_turn(now_s), None)
+                if turn is transfer and self.carries_data(connection):
                     data = self._take_of(transfer, connection, now_s)
-                self._note(transfer)
+                self.dispatch.note(transfer)
                 return Work(transfer, opens, data=data)
             elif transfer.needs_digest:
                 transfer.begin_digest(connection)
-                self._note(transfer)
+                self.dispatch.note(transfer)
                 return Work(transfer, self._announce(transfer, connection), digests=True)
         return None
 
-    def _is_next(self, transfer: Outgoing, now_s: float) -> bool:
-        """Whether it would be its turn to send DATA."""
-        if self._pace.ready_at(now_s) > now_s:
-            return False
-        turn = next(self._queue.in_order(now_s), None)
-        return turn is not None and turn[0] == transfer.spec.transfer_id
-
     def _take_data(self, connection: int, now_s: float) -> Work | None:
-        if self._pace.ready_at(now_s) > now_s:
-            return None
-        for transfer_id, _, _ in self._queue.in_order(now_s):
-            transfer = self._transfers[transfer_id]
+        for transfer in self.dispatch.in_turn(now_s):
             data = self._take_of(transfer, connection, now_s)
             if data is not None:
                 opens = self._announce(transfer, connection)
-                is_plenty = transfer.unsent.total >= self.width * (data[1] - data[0])
-                return Work(transfer, opens, data=data, more=is_plenty and not self.has_budgets)
+                more = self.dispatch.expects_more(transfer, data)
+                return Work(transfer, opens, data=data, more=more)
         return None
 
     def _take_of(self, transfer: Outgoing, connection: int, now_s: float) -> Range | None:
-        state, spec = self._connections[connection], transfer.spec
-        wanted = min(self._frame_bytes_for(transfer), state.peer.max_frame_bytes)
-        data = transfer.take(connection, wanted, now_s)
-        if data is None:
-            return None
-        if not state.in_flight:
-            state.progress_s = now_s
-        state.in_flight.add(spec.transfer_id)
-        num_bytes = data[1] - data[0]
-        self._pace.spend(num_bytes, now_s)
-        self._queue.served(spec.transfer_id, spec.priority, spec.tenant, num_bytes, now_s)
-        if not transfer.unsent:
-            self._queue.leave(spec.transfer_id, spec.priority, spec.tenant)
+        state = self._connections[connection]
+        data = self.dispatch.take(transfer, connection, state.peer.max_frame_bytes, now_s)
+        if data is not None:
+            if not state.in_flight:
+                state.progress_s = now_s
+            state.in_flight.add(transfer.spec.transfer_id)
         return data
-
-    def _frame_bytes_for(self, transfer: Outgoing) -> int:
-        """Large frames cost less CPU. Small ones let others in between, and let the connections end
-        together: towards the end of what is ready each takes half of its share of the rest (guided
-        self-scheduling, Polychronopoulos and Kuck 1987).
-        """
-        least = self._config.frame_bytes
-        if len(self._queue) > 1:
-            return least
-        share = transfer.unsent.total // (2 * self.width)
-        share -= share % min(FRAME_GRAIN_BYTES, least)
-        return max(least, min(self.frame_bytes, share))
 
     def carries_data(self, connection: int) -> bool:
         """Whether it is one of the `width` oldest connections."""
-        if len(self._connections) <= self.width:
+        if len(self._connections) <= self.dispatch.width:
             return True
-        return connection in sorted(self._connections)[: self.width]
-
-    def _note(self, transfer: Outgoing) -> None:
-        """Keep the lists of who has something to send up to date."""
-        spec = transfer.spec
-        if transfer.has_control:
-            self._control[spec.transfer_id] = transfer
-        else:
-            self._control.pop(spec.transfer_id, None)
-        if transfer.unsent:
-            self._queue.join(spec.transfer_id, spec.priority, spec.tenant)
-        else:
-            self._queue.leave(spec.transfer_id, spec.priority, spec.tenant)
+        return connection in sorted(self._connections)[: self.dispatch.width]
 
     def sent(
         self,
@@ -300,11 +200,11 @@ class LinkCore:
         """The connection has let go of `work`; `whole` when the kernel took all of it."""
         if work.data is not None:
             work.transfer.sent(connection, work.data, whole=whole, coded=coded)
-            if whole and coded.codec is not Codec.RAW:  # pacing is about bytes on the link
-                self._pace.spend(coded.wire_bytes - (work.data[1] - work.data[0]), now_s)
+            if whole and coded.codec is not Codec.RAW:
+                self.dispatch.refund(work.data[1] - work.data[0] - coded.wire_bytes, now_s)
         if work.digests:
             work.transfer.end_digest(connection, whole=whole)
-            self._note(work.transfer)
+            self.dispatch.note(work.transfer)
         if work.transfer.ended:
             self._report(work.transfer)
 
@@ -323,7 +223,7 @@ class LinkCore:
         if gained:
             self.acked_bytes += gained
             self._acked_s = now_s
-        self._note(transfer)
+        self.dispatch.note(transfer)
         self._settle(transfer)
 
     def opened(
@@ -341,7 +241,7 @@ class LinkCore:
         transfer.opened = True
         transfer.progress_s = now_s
         transfer.ack(ranges, now_s)
-        self._note(transfer)
+        self.dispatch.note(transfer)
         self._settle(transfer)
 
     def _is_scattered(self, transfer: Outgoing, ranges: list[Range], now_s: float) -> bool:
@@ -401,10 +301,7 @@ class LinkCore:
         """Raise AssertionError when the books do not balance."""
         for transfer_id, transfer in self._transfers.items():
             transfer.check_invariants()
-            assert (transfer_id in self._control) == transfer.has_control, "control unseen"
-            assert self._queue.has(
-                transfer_id, transfer.spec.priority, transfer.spec.tenant
-            ) == bool(transfer.unsent), "queue"
+            self.dispatch.check_invariants(transfer)
             for connection, state in self._connections.items():
                 assert (transfer_id in state.in_flight) == transfer.is_in_flight(connection)
 
@@ -430,7 +327,7 @@ class LinkCore:
         """Whether only others that go first, or a budget, keep it from being sent."""
         if not transfer.is_only_queued:
             return False
-        delay_s = self.delay_s(now_s)
+        delay_s = self.dispatch.delay_s(now_s)
         return delay_s is not None or now_s - self._acked_s < self._config.ack_timeout_s
 
     def _no_progress(self) -> LinkError:
@@ -447,7 +344,7 @@ class LinkCore:
         now_s: float,
     ) -> None:
         transfer.turn(state, error, now_s)
-        self._note(transfer)
+        self.dispatch.note(transfer)
         self._settle(transfer)
         self._report(transfer)
 

@@ -21,9 +21,10 @@ from transport.errors import LinkError, LocalError, PeerError, TransportError
 from transport.handshake import Hello
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.lane import Lane
-from transport.link import Abort, Effect, LinkCore, Work
+from transport.link import LinkCore
 from transport.link_meter import LinkMeter
 from transport.link_state import LinkState
+from transport.link_work import Abort, Effect, Work
 from transport.outgoing import RAW_CODED, Coded, Outgoing
 from transport.protocol import (
     Acked,
@@ -152,19 +153,19 @@ class Link:
         """Show the link to its meter and do what it finds."""
         with self._lock:
             streams = self._streams()
-            is_backlogged = self._core.is_backlogged
+            is_backlogged = self._core.dispatch.is_backlogged
         self._meter.tell_coder(is_backlogged=is_backlogged, now_s=now_s)
         infos = {number: stream.tcp_info() for number, stream in streams.items()}
         with self._lock:
             self._meter.observe(
                 {number: info for number, info in infos.items() if info is not None},
-                is_backlogged=self._core.is_backlogged,
+                is_backlogged=self._core.dispatch.is_backlogged,
                 now_s=now_s,
             )
-            self._core.frame_bytes = self._meter.frame_bytes
+            self._core.dispatch.frame_bytes = self._meter.frame_bytes
             self._grow_to(self._meter.width)
-            if self._core.width != self._meter.width:
-                self._core.width = self._meter.width
+            if self._core.dispatch.width != self._meter.width:
+                self._core.dispatch.width = self._meter.width
                 self._wake_lanes()
         self._meter.grow_buffers(streams)
 
@@ -282,7 +283,7 @@ class Link:
                 effects = self._core.pop_effects()
                 if work is None and not effects:
                     self._wait_for_work(lane, now_s)
-                elif work is not None and self._core.has_budgets:
+                elif work is not None and self._core.dispatch.has_budgets:
                     self._work.notify()  # there may be enough for another lane
             self.perform(effects)
             if work is not None:
@@ -296,7 +297,7 @@ class Link:
         if not self._core.carries_data(lane.connection):
             self._standby.wait()
             return
-        delay_s = None if self._someone_paces else self._core.delay_s(now_s)
+        delay_s = None if self._someone_paces else self._core.dispatch.delay_s(now_s)
         if delay_s is None:
             self._work.wait()
             return

@@ -22,7 +22,8 @@ from transport.frames import (
 )
 from transport.handshake import VERSION, Hello, own_hello
 from transport.interfaces import ByteSpace, OutgoingSpec
-from transport.link import Abort, LinkCore, Work
+from transport.link import LinkCore
+from transport.link_work import Abort, Work
 from transport.outgoing import Outgoing
 from transport.protocol import (
     Acked,

@@ -17,7 +17,7 @@ import pytest
 
 from transport import LinkError, LocalError, PeerError, TransportConfig
 from transport.lane import Lane
-from transport.link import Work
+from transport.link_work import Work
 from transport.sender_link import Link
 from transport.testing import MemorySpace, make_spec
 from transport.testing_loopback import HurtfulProxy, LoopbackPair, eventually

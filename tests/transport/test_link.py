@@ -8,7 +8,8 @@ from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError
 from transport.handshake import own_hello
 from transport.interfaces import TransferState
-from transport.link import Abort, Ended, LinkCore, Work
+from transport.link import LinkCore
+from transport.link_work import Abort, Ended, Work
 from transport.outgoing import Outgoing
 from transport.testing import make_spec
 

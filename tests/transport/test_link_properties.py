@@ -12,7 +12,8 @@ from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError
 from transport.handshake import own_hello
 from transport.interfaces import Priority, TransferState
-from transport.link import Ended, LinkCore, Work
+from transport.link import LinkCore
+from transport.link_work import Ended, Work
 from transport.outgoing import Outgoing
 from transport.testing import make_spec
 
@@ -92,8 +93,8 @@ class RandomUse:
             self.link.acked(connection, transfer.spec.transfer_id, ranges, self.now_s)
 
     def width(self) -> None:
-        self.link.width = self.rng.randrange(1, 5)
-        self.link.frame_bytes = self.rng.choice([100, 400])
+        self.link.dispatch.width = self.rng.randrange(1, 5)
+        self.link.dispatch.frame_bytes = self.rng.choice([100, 400])
 
     def cancel(self) -> None:
         if self.transfers and self.rng.random() < 0.1:
@@ -114,11 +115,11 @@ class RandomUse:
             for connection in self.link.connections():
                 while (work := self.link.take(connection, self.now_s)) is not None:
                     self.link.sent(connection, work, self.now_s, whole=True)
-            delay_s = self.link.delay_s(self.now_s)
+            delay_s = self.link.dispatch.delay_s(self.now_s)
 
     def check(self) -> None:
         self.link.check_invariants()
-        delay_s = self.link.delay_s(self.now_s)
+        delay_s = self.link.dispatch.delay_s(self.now_s)
         assert delay_s is None or delay_s > 0
         for effect in self.link.pop_effects():
             assert isinstance(effect, Ended)
@@ -137,7 +138,7 @@ def test_the_books_balance_at_every_step(seed: int, pace: float, budget: float) 
     for transfer in use.transfers:
         link.ready(transfer, 0, transfer.nbytes, use.now_s)
     use.send_all()
-    assert not link.is_backlogged
+    assert not link.dispatch.is_backlogged
     for transfer in use.transfers:
         assert not transfer.has_control
         if transfer.state is TransferState.CANCELLING:

@@ -12,7 +12,8 @@ from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError
 from transport.handshake import own_hello
 from transport.interfaces import Priority, TransferState
-from transport.link import Abort, Ended, LinkCore, Work
+from transport.link import LinkCore
+from transport.link_work import Abort, Ended, Work
 from transport.outgoing import Coded, Outgoing
 from transport.testing import make_spec
 
@@ -114,8 +115,8 @@ def test_a_transfer_whose_bytes_become_ready_in_small_pieces_gets_no_more_than_i
 
 def test_frames_are_small_while_transfers_share_and_large_for_one_alone() -> None:
     link = make_link(1)
-    link.frame_bytes = 1000
-    link.width = 1
+    link.dispatch.frame_bytes = 1000
+    link.dispatch.width = 1
     first = begin(link, 1, nbytes=8000)
     assert frame_sizes(link, 2) == [(first, 1000), (first, 1000)]
     second = begin(link, 2)
@@ -126,8 +127,8 @@ def test_frames_are_small_while_transfers_share_and_large_for_one_alone() -> Non
 
 def test_frames_get_smaller_towards_the_end_of_what_is_ready() -> None:
     link = make_link(1)
-    link.frame_bytes = 1000
-    link.width = 2
+    link.dispatch.frame_bytes = 1000
+    link.dispatch.width = 2
     begin(link, 1, nbytes=4000)
     sizes = [size for _, size in frame_sizes(link, 9)]
     assert sizes[0] == 1000
@@ -149,12 +150,12 @@ def frame_sizes(link: LinkCore, num_frames: int) -> list[tuple[Outgoing, int]]:
 
 def test_a_paced_link_says_how_long_to_wait() -> None:
     link = make_link(1, 2, config=replace(CONFIG, pace_bytes_per_s=1000.0))
-    assert link.delay_s(0.0) is None
+    assert link.dispatch.delay_s(0.0) is None
     begin(link)
-    assert link.delay_s(0.0) is None
+    assert link.dispatch.delay_s(0.0) is None
     while send(link, 1) is not None:
         pass
-    delay_s = link.delay_s(0.0)
+    delay_s = link.dispatch.delay_s(0.0)
     assert delay_s == pytest.approx(0.09)  # a frame of 100 bytes, less 10 ms of burst
     assert link.take(2, 0.0) is None
     assert delay_s is not None
@@ -171,7 +172,7 @@ def test_the_pace_holds_over_time_and_connections() -> None:
         if work is not None and work.data is not None:
             sent_bytes += work.data[1] - work.data[0]
         else:
-            now_s += link.delay_s(now_s) or 0.0
+            now_s += link.dispatch.delay_s(now_s) or 0.0
     assert sent_bytes == pytest.approx(200_000, rel=0.01)
 
 
@@ -179,7 +180,7 @@ def test_control_is_not_paced() -> None:
     link = make_link(1, config=replace(CONFIG, pace_bytes_per_s=1000.0))
     paced = begin(link)
     send(link, 1)
-    assert link.delay_s(0.0) is not None
+    assert link.dispatch.delay_s(0.0) is not None
     other = link.add(make_spec(2), 100, 0.0)
     link.ready(other, 0, 100, 0.0)
     opened = send(link, 1)
@@ -199,7 +200,7 @@ def test_a_tenant_over_its_budget_waits_and_others_go_on() -> None:
         assert work.data is not None
         sent[work.transfer] += 100
     assert sent == {first: 100, second: 100}
-    assert link.delay_s(0.0) == pytest.approx(0.09)
+    assert link.dispatch.delay_s(0.0) == pytest.approx(0.09)
     assert {w.transfer for _ in range(2) if (w := send(link, 1, 0.1)) is not None} == {
         first,
         second,
@@ -246,7 +247,7 @@ def test_only_the_oldest_connections_carry_data() -> None:
     begin(link)
     assert [link.carries_data(number) for number in (1, 2, 3, 4)] == [True, True, False, False]
     assert [send(link, number) is not None for number in (4, 3, 2, 1)] == [False, False, True, True]
-    assert link.is_backlogged
+    assert link.dispatch.is_backlogged
 
 
 def test_a_standby_steps_in_for_a_lost_connection() -> None:
@@ -279,13 +280,13 @@ def test_a_standby_opens_and_cancels() -> None:
 def test_the_width_may_change_at_any_time() -> None:
     link = make_link(1, 2, 3, 4)
     begin(link)
-    link.width = 3
+    link.dispatch.width = 3
     assert send(link, 3) is not None
-    link.width = 1
+    link.dispatch.width = 1
     assert send(link, 2) is None
     assert send(link, 3) is None
     assert send(link, 1) is not None
-    link.width = 16
+    link.dispatch.width = 16
     assert all(send(link, number) is not None for number in (1, 2, 3, 4))
 
 
@@ -395,8 +396,8 @@ def test_coded_bytes_cost_a_pace_what_they_take_on_the_wire() -> None:
     begin(link, 1, nbytes=1000)
     work = link.take(1, 0.0)
     assert work is not None
-    before_s = link.delay_s(0.0)
+    before_s = link.dispatch.delay_s(0.0)
     link.sent(1, work, 0.0, whole=True, coded=Coded(10, Codec.ZSTD))
-    after_s = link.delay_s(0.0)
+    after_s = link.dispatch.delay_s(0.0)
     assert before_s is not None
     assert (after_s or 0.0) < before_s

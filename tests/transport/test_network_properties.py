@@ -74,8 +74,8 @@ def test_transfers_survive_any_weather(seed: int, num_moves: int, num_transfers:
         elif name == "ready" and waiting:
             make_ready()
         elif name == "width":
-            network.core.width = rng.randrange(1, 5)
-            network.core.frame_bytes = rng.choice([700, 850])
+            network.core.dispatch.width = rng.randrange(1, 5)
+            network.core.dispatch.frame_bytes = rng.choice([700, 850])
         elif name == "damage":
             network.deliver(number, amount, damage=lambda data: flip(data, rng))
         network.check_invariants()

@@ -1,0 +1,40 @@
+"""What a link's connections are given to do, and what its owner must do for it. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transport.errors import TransportError
+from transport.outgoing import Outgoing
+from transport.ranges import Range
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one connection sends next, in this order: OPEN, CANCEL, DIGEST, DATA."""
+
+    transfer: Outgoing
+    opens: bool
+    cancels: bool = False
+    digests: bool = False
+    data: Range | None = None
+    more: bool = False
+    """Whether this connection will very likely get more DATA next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Tell the listener: nobody reads the ByteSpace of this transfer any more."""
+
+    transfer: Outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Close this connection now."""
+
+    connection: int
+    error: TransportError
+
+
+Effect = Ended | Abort
