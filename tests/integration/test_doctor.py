@@ -92,7 +92,7 @@ def anonymous_mib(agent: AgentProcess) -> float:
 
 
 def test_loopback(agents: tuple[AgentProcess, AgentProcess]) -> None:
-    status, found, errors = doctor(*agents, "--seconds", "2", "--rate-gbps", "0.001")
+    status, found, errors = doctor(*agents, "--seconds", "1", "--rate-gbps", "0.001")
     assert status == 0, (found, errors)
     assert found["healthy"] is True
     assert found["endpoint"] == agents[1].ready["data"]
@@ -115,7 +115,7 @@ def test_an_emulated_link(agents: tuple[AgentProcess, AgentProcess]) -> None:
     sender, receiver = agents
     with RelayProcess(receiver.ready["data"], rate="100Mbit", rtt="10ms") as link:
         via = f"{link.host}:{link.port}"
-        options = ("--via", via, "--seconds", "2", "--rate-gbps")
+        options = ("--via", via, "--seconds", "1", "--rate-gbps")
         status, found, _ = doctor(sender, receiver, *options, "1")
         assert found["endpoint"] == via
         assert 9e6 < found["achieved_bytes_per_s"] < 14e6
@@ -127,7 +127,7 @@ def test_an_emulated_link(agents: tuple[AgentProcess, AgentProcess]) -> None:
 
 def test_tables_and_the_cap(agents: tuple[AgentProcess, AgentProcess]) -> None:
     done = subprocess.run(
-        command(*agents, "--seconds", "2"), capture_output=True, text=True, timeout=60
+        command(*agents, "--seconds", "1"), capture_output=True, text=True, timeout=60
     )
     assert done.returncode in (0, 1)
     for words in ("congestion control", "net.ipv4.tcp_wmem max", "achieved", "the limit is the"):
@@ -163,7 +163,7 @@ def test_tls(tmp_path: Path) -> None:
         AgentProcess(tmp_path / "a", tls_dir=str(files)) as sender,
         AgentProcess(tmp_path / "b", tls_dir=str(files)) as receiver,
     ):
-        options = ("--seconds", "2", "--rate-gbps", "0.001", "--tls-dir", str(files))
+        options = ("--seconds", "1", "--rate-gbps", "0.001", "--tls-dir", str(files))
         status, found, _ = doctor(sender, receiver, *options)
         assert (status, found["healthy"]) == (0, True), found
         status, found, _ = doctor(sender, receiver)
