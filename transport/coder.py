@@ -42,6 +42,15 @@ def _named(name: str) -> tuple[Codec, ...]:
     return () if name == "none" else (Codec[name.upper()],)
 
 
+def _timed_encode(
+    codec: Codec, views: Sequence[memoryview], element_bytes: int
+) -> tuple[bytes | memoryview, float]:
+    """The payload, and the CPU seconds of this thread that it took."""
+    begin_s = time.thread_time()
+    payload = encode(codec, views, element_bytes)
+    return payload, time.thread_time() - begin_s
+
+
 class LinkCoder:
     """See the module docstring. Thread-safe; coding itself is done outside of the lock."""
 
@@ -61,14 +70,10 @@ class LinkCoder:
         self._wanted_features = sum(codec_feature(codec) for codec in candidates)
 
     @property
-    def is_off(self) -> bool:
-        return self._mode == "none"
-
-    @property
     def codec_name(self) -> str:
         """What the next chunk would be coded with; "raw" for nothing."""
         if self._chooser is None:
-            return "raw" if self.is_off else self._mode
+            return "raw" if self._mode == "none" else self._mode
         return "raw" if self._choice is None else self._choice.codec.name.lower()
 
     @property
@@ -90,9 +95,7 @@ class LinkCoder:
             return RAW_CHUNK
         if codec is Codec.FP8 and (elements is not Elements.BF16 or element_bytes != 2):
             return RAW_CHUNK
-        begin_s = time.thread_time()
-        payload = encode(codec, views, element_bytes)
-        spent_s = time.thread_time() - begin_s
+        payload, spent_s = _timed_encode(codec, views, element_bytes)
         raw_bytes, payload_bytes = sum(map(len, views)), len(payload)
         if self._chooser is not None:
             with self._lock:
@@ -137,7 +140,7 @@ class LinkCoder:
 
     def _codec(self, views: Sequence[memoryview], element_bytes: int) -> Codec:
         if self._chooser is None:
-            return Codec.RAW if self.is_off else Codec[self._mode.upper()]
+            return Codec[self._mode.upper()]
         now_s = time.monotonic()
         with self._lock:
             self._choice = self._chooser.choose(now_s)
@@ -153,9 +156,7 @@ class LinkCoder:
             missing -= len(sample[-1])
             if not missing:
                 break
-        begin_s = time.thread_time()
-        payload = encode(codec, sample, element_bytes)
-        spent_s = time.thread_time() - begin_s
+        payload, spent_s = _timed_encode(codec, sample, element_bytes)
         assert self._chooser is not None
         with self._lock:
             self._chooser.observe_sample(

@@ -236,27 +236,20 @@ class Lane:
     def _add_data(self, buffers: list[Buffer], work: Work, start: int, end: int) -> Coded:
         spec, raw_bytes = work.transfer.spec, end - start
         views = self._link.space(work.transfer).views(start, raw_bytes)
-        coder = self._link.coder
-        if not coder.is_off:
-            chunk = coder.encode(views, start, spec.elements, self._peer_features)
-            if chunk.payload is not None:
-                body = [RAW_LENGTH.pack(raw_bytes), chunk.payload]
-                header = encode_data_header(
-                    spec.transfer_id,
-                    start,
-                    body,
-                    codec=chunk.codec,
-                    with_sum=self._with_sum,
-                    more=work.more,
-                )
-                coded = Coded(len(chunk.payload) + RAW_LENGTH.size, chunk.codec)
-                buffers += [header, *body]
-                return coded
+        chunk = self._link.coder.encode(views, start, spec.elements, self._peer_features)
+        body: list[Buffer] = list(views)
+        if chunk.payload is not None:
+            body = [RAW_LENGTH.pack(raw_bytes), chunk.payload]
         header = encode_data_header(
-            spec.transfer_id, start, views, with_sum=self._with_sum, more=work.more
+            spec.transfer_id,
+            start,
+            body,
+            codec=chunk.codec,
+            with_sum=self._with_sum,
+            more=work.more,
         )
-        buffers += [header, *views]
-        return Coded(raw_bytes)
+        buffers += [header, *body]
+        return Coded(sum(map(len, body)), chunk.codec)
 
     def _read(self, stream: Stream, session: SenderSession) -> None:
         memory = memoryview(bytearray(READ_BYTES))

@@ -283,8 +283,7 @@ class ReceiverSession:
 
     def _answer_discarded(self, transfer_id: bytes, landing: Landing | None) -> None:
         if landing is None:
-            message = "DATA for a transfer that was not opened on this connection"
-            self._outgoing.append(encode_reason(FrameType.FAIL, "not_open", message, transfer_id))
+            self._answer_not_open(FrameType.DATA, transfer_id)
         else:
             self._opened.pop(transfer_id, None)
             self._outgoing.append(self._reception.outcome(landing))
@@ -292,10 +291,13 @@ class ReceiverSession:
     def _on_digest(self, transfer_id: bytes, digest: bytes, now_s: float) -> None:
         landing = self._opened.get(transfer_id)
         if landing is None:
-            message = "DIGEST for a transfer that was not opened on this connection"
-            self._outgoing.append(encode_reason(FrameType.FAIL, "not_open", message, transfer_id))
+            self._answer_not_open(FrameType.DIGEST, transfer_id)
         elif landing.expect_digest(digest):
             self._all_verified(landing, now_s)
+
+    def _answer_not_open(self, kind: FrameType, transfer_id: bytes) -> None:
+        message = f"{kind.name} for a transfer that was not opened on this connection"
+        self._outgoing.append(encode_reason(FrameType.FAIL, "not_open", message, transfer_id))
 
 
 @dataclass(frozen=True, slots=True)

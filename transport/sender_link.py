@@ -74,7 +74,7 @@ class Link:
         self._meter = LinkMeter(config, self.coder)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._standby = threading.Condition(self._lock)  # of lanes that carry no data for now
+        self._standby = threading.Condition(self._lock)  # of lanes that carry no data
         self._wanted = threading.Condition(self._lock)
         self._acked = threading.Condition(self._lock)
         self._num_waiting = 0
