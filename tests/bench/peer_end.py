@@ -86,7 +86,7 @@ class End(Protocol):
         """Outside of timing, at both sides: get ready for a transfer that will come."""
 
     def run(self, job: Job) -> float | None:
-        """At the driving side: the whole transfer, acknowledged. Seconds it took, where the peer
+        """Only the driving side has it: the whole transfer, acknowledged. Seconds it took, where the peer
         has a clock of its own; None to take the caller's.
         """
 

@@ -35,9 +35,6 @@ class Receiving:
                 return
         raise RuntimeError("iperf3 -s does not listen")
 
-    def run(self, job: Job) -> None:
-        raise NotImplementedError("the sender drives")
-
     def settle(self) -> None:
         if self._server is not None:
             self._server.communicate(timeout=10)

@@ -79,9 +79,6 @@ class Receiving:
     def prepare(self, job: Job) -> None:
         self._registry.expect(make_spec(job.number), BlockSpace(self._place.buffer, job))
 
-    def run(self, job: Job) -> None:
-        raise NotImplementedError("the sender drives")
-
     def settle(self) -> None:
         """Forget what has ended, so that nothing grows with the number of transfers."""
         self._registry.expected.clear()

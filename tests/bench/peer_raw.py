@@ -116,9 +116,6 @@ class Receiving:
     def prepare(self, job: Job) -> None:
         self._lanes.submit(job)
 
-    def run(self, job: Job) -> None:
-        raise NotImplementedError("the sender drives")
-
     def settle(self) -> None: ...
 
 

@@ -16,27 +16,16 @@ from dataclasses import replace
 from typing import Any, Self
 
 import pytest
+from fault_settings import FAULT_CONFIG as CONFIG
+from fault_settings import FAULT_OPTIONS as OPTIONS
 
-from transport import Endpoint, LinkError, TransportConfig
+from transport import Endpoint, LinkError
 from transport.testing import MemorySpace, make_spec
 from transport.testing_loopback import FaultRig, LoopbackPair, Phase
 
 KIB = 1024
 NUM_TAKEN = 64
 SHORTAGE_S = 0.3
-OPTIONS: dict[str, Any] = {
-    "num_connections": 4,
-    "frame_bytes": 64 * KIB,
-    "max_autotuned_frame_bytes": 64 * KIB,
-    "connect_timeout_s": 1,
-    "handshake_timeout_s": 0.4,
-    "ack_timeout_s": 0.3,
-    "idle_timeout_s": 3,
-    "drop_grace_s": 0.1,
-    "reconnect_first_s": 0.02,
-    "reconnect_max_s": 0.1,
-}
-CONFIG = TransportConfig(**OPTIONS)
 
 
 @pytest.fixture

@@ -11,24 +11,13 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from fault_settings import FAULT_CONFIG as CONFIG
 
-from transport import LinkError, LocalError, TransportConfig
+from transport import LinkError, LocalError
 from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
 from transport.testing_loopback import FaultRig, Phase
 
 KIB = 1024
-CONFIG = TransportConfig(
-    num_connections=4,
-    frame_bytes=64 * KIB,
-    max_autotuned_frame_bytes=64 * KIB,  # more would not fit into what the kernel holds
-    connect_timeout_s=1,
-    handshake_timeout_s=0.4,
-    ack_timeout_s=0.3,
-    idle_timeout_s=3,
-    drop_grace_s=0.1,
-    reconnect_first_s=0.02,
-    reconnect_max_s=0.1,
-)
 IMPATIENT = replace(CONFIG, idle_timeout_s=0.8)
 LONGER_THAN_ACK_TIMEOUT_S = 1.5 * CONFIG.ack_timeout_s
 

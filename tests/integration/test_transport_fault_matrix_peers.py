@@ -12,8 +12,9 @@ from contextlib import closing, suppress
 from dataclasses import replace
 
 import pytest
+from fault_settings import FAULT_CONFIG as CONFIG
 
-from transport import Endpoint, LocalError, PeerError, Refused, TransportConfig
+from transport import Endpoint, LocalError, PeerError, Refused
 from transport.frames import FrameType, encode_data_header, encode_frame, encode_open
 from transport.handshake import VERSION, Hello
 from transport.protocol import Acked, Completed, Event, SenderSession
@@ -23,18 +24,6 @@ from transport.testing_loopback import FaultRig, Phase
 KIB = 1024
 MIB = 1024 * KIB
 PIECE_BYTES = 64 * KIB
-CONFIG = TransportConfig(
-    num_connections=4,
-    frame_bytes=64 * KIB,
-    max_autotuned_frame_bytes=64 * KIB,  # more would not fit into what the kernel holds
-    connect_timeout_s=1,
-    handshake_timeout_s=0.4,
-    ack_timeout_s=0.3,
-    idle_timeout_s=3,
-    drop_grace_s=0.1,
-    reconnect_first_s=0.02,
-    reconnect_max_s=0.1,
-)
 AT_ONCE_S = 0.5 * CONFIG.idle_timeout_s
 
 

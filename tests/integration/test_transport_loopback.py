@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from transport import (
 from transport.frames import FrameType
 from transport.handshake import VERSION, Hello
 from transport.testing import MemorySpace, RecordingListener, greeting, make_spec
-from transport.testing_loopback import LoopbackPair
+from transport.testing_loopback import LoopbackPair, eventually
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -45,13 +45,6 @@ CONFIG = TransportConfig(
 
 def random_bytes(num_bytes: int, seed: int = 0) -> bytearray:
     return bytearray(random.Random(seed).randbytes(num_bytes))
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "did not happen in time"
-        time.sleep(0.01)
 
 
 def transport_threads() -> list[str]:
