@@ -86,8 +86,8 @@ class End(Protocol):
         """Outside of timing, at both sides: get ready for a transfer that will come."""
 
     def run(self, job: Job) -> float | None:
-        """Only the driving side has it: the whole transfer, acknowledged. Seconds it took, where the peer
-        has a clock of its own; None to take the caller's.
+        """Only the driving side has it: the whole transfer, acknowledged. Seconds it took, where
+        the peer has a clock of its own; None to take the caller's.
         """
 
     def run_blocks(self, job: Job) -> list[float]:

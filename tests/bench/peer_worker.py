@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, TextIO, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -101,7 +101,11 @@ def main(argv: list[str]) -> None:
     if side == "sender":
         buffer.randomise()
     end: End = module.open_end(Place(cast(Side, side), host, buffer, json.loads(options)))
-    worker = Worker(end, buffer)
+    serve(Worker(end, buffer), answers)
+
+
+def serve(worker: object, answers: TextIO) -> NoReturn:
+    """Call the methods of `worker` that lines of standard input name, until there are no more."""
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(commands,), daemon=True).start()
     while True:

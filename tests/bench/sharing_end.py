@@ -10,10 +10,7 @@ what the landing held before.
 from __future__ import annotations
 
 import json
-import os
-import queue
 import random
-import signal
 import sys
 import threading
 import time
@@ -24,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import xxhash
 from peer_end import MIB
+from peer_worker import serve
 
+from kvmanager.agent.probing import RingSpace, SinkSpace
 from transport import (
     ByteSpace,
     Endpoint,
@@ -46,35 +45,16 @@ TIMEOUT_S = 60.0
 TOKEN, FINGERPRINT = b"t" * 32, b"f" * 32
 
 
-class RingSpace:
-    """`nbytes` logical bytes that repeat the same memory again and again."""
-
-    def __init__(self, nbytes: int, ring: memoryview) -> None:
-        self.nbytes = nbytes
-        self._ring = ring
-
-    def views(self, offset: int, length: int) -> list[memoryview]:
-        views: list[memoryview] = []
-        while length:
-            start = offset % len(self._ring)
-            view = self._ring[start : start + length]
-            views.append(view)
-            offset += len(view)
-            length -= len(view)
-        return views
-
-
 class Landing:
-    """Accepts everything: small transfers into one place, the others into the ring."""
+    """Accepts everything: small transfers into one place, the others into none that is kept."""
 
     def __init__(self) -> None:
         self.small = memoryview(bytearray(SMALL_BYTES))
-        self._ring = memoryview(bytearray(RING_BYTES))
 
     def accept(
         self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int
     ) -> ByteSpace:
-        return RingSpace(nbytes, self.small if nbytes == SMALL_BYTES else self._ring)
+        return RingSpace(self.small, nbytes) if nbytes == SMALL_BYTES else SinkSpace(nbytes)
 
     def on_complete(self, transfer_id: bytes) -> None: ...
 
@@ -142,7 +122,7 @@ class Sending:
     def small(self, tenant: str) -> list[Any]:
         """Seconds from opening one request transfer to its completion, and its digest."""
         index = self._num_opened % NUM_SLICES
-        space, ending = RingSpace(SMALL_BYTES, self._slices[index]), Ending()
+        space, ending = RingSpace(self._slices[index], SMALL_BYTES), Ending()
         spec = self._spec(Priority.REQUEST, tenant)
         begin_s = time.perf_counter()
         handle = self._sender.open(spec, space, ending)
@@ -156,7 +136,7 @@ class Sending:
         """Begin one; it goes on until `stop_bulks`."""
         ending = Ending()
         spec = self._spec(Priority(priority), tenant)
-        handle = self._sender.open(spec, RingSpace(BULK_BYTES, self._ring), ending)
+        handle = self._sender.open(spec, RingSpace(self._ring, BULK_BYTES), ending)
         handle.ready(0, BULK_BYTES)
         self._bulks.append((tenant, handle, ending))
 
@@ -196,22 +176,7 @@ def main(argv: list[str]) -> None:
     side, host, options = argv
     config = TransportConfig(**json.loads(options))
     end = Sending(host, config) if side == "sender" else Receiving(host, config)
-    commands: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(commands,), daemon=True).start()
-    while True:
-        name, arguments = json.loads(commands.get())
-        try:
-            answer = {"result": getattr(end, name)(**arguments)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
-
-
-def _read(commands: queue.SimpleQueue[str]) -> None:
-    """End this process with the bench, also in the midst of a command."""
-    for line in sys.stdin:
-        commands.put(line)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    serve(end, sys.stdout)
 
 
 if __name__ == "__main__":
