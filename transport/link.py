@@ -22,6 +22,7 @@ from transport.dispatch import Dispatch
 from transport.errors import LinkError, LocalError, PeerError, TransportError
 from transport.handshake import Hello
 from transport.interfaces import OutgoingSpec, TransferState
+from transport.link_state import Backlog
 from transport.link_work import Abort, Effect, Ended, Work
 from transport.outgoing import RAW_CODED, Coded, Outgoing
 from transport.ranges import Range
@@ -49,6 +50,8 @@ class LinkCore:
         self._name = name
         self.dispatch = Dispatch(config)
         self.acked_bytes = 0
+        self.trouble = ""
+        """Why no connection stands, once one was lost or could not be made."""
         self._acked_s = -math.inf  # when anything was acknowledged last
         self._transfers: dict[bytes, Outgoing] = {}
         self._connections: dict[int, _Connection] = {}
@@ -65,6 +68,9 @@ class LinkCore:
 
     def connections(self) -> list[int]:
         return list(self._connections)
+
+    def backlog(self, now_s: float) -> Backlog:
+        return Backlog.of(self._transfers.values(), now_s)
 
     def pop_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
@@ -103,6 +109,7 @@ class LinkCore:
     def connected(self, connection: int, peer: Hello, now_s: float) -> None:
         """The handshake is done. Transfers of an earlier life of the receiver cannot go on."""
         self._connections[connection] = _Connection(peer, now_s, now_s)
+        self.trouble = ""
         for transfer in list(self._transfers.values()):
             known = transfer.receiver_instance
             if known is None or known == peer.instance:
@@ -117,6 +124,8 @@ class LinkCore:
         """The connection is gone, or never came up; its thread has let go of every ByteSpace."""
         self._last_error = error
         self._connections.pop(connection, None)
+        if not self._connections:
+            self.trouble = error.message
         for transfer in list(self._transfers.values()):
             transfer.lost(connection)
             self.dispatch.note(transfer)

@@ -6,11 +6,11 @@ frame and no transfer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from transport.coder import LinkCoder
 from transport.config import TransportConfig
-from transport.link_state import ConnectionState, LinkState
+from transport.link_state import Backlog, ConnectionState, LinkState
 from transport.sockets import SocketOwner
 from transport.tcp_info import TcpInfo
 from transport.tuning import LinkTuner, Measured
@@ -71,10 +71,17 @@ class LinkMeter:
         self,
         endpoint: str,
         streams: Streams,
-        carries_data: Callable[[int], bool],
+        carrying: frozenset[int],
+        *,
         acked_bytes: int,
+        backlog: Backlog,
+        trouble: str,
     ) -> LinkState:
-        """A snapshot; called with the lock."""
+        """A snapshot, with what the kernel says now; called without the lock. `carrying`: the
+        connections that carry data.
+        """
+        now = {number: stream.tcp_info() for number, stream in streams.items()}
+        infos = self._infos | {number: info for number, info in now.items() if info is not None}
         return LinkState(
             endpoint=endpoint,
             width=self._tuner.width,
@@ -85,9 +92,11 @@ class LinkMeter:
             codec_reason=self._coder.reason,
             acked_bytes=acked_bytes,
             connections=[
-                _connection_state(number, info, streams.get(number), carries_data(number))
-                for number, info in sorted(self._infos.items())
+                _connection_state(number, info, streams.get(number), number in carrying)
+                for number, info in sorted(infos.items())
             ],
+            backlog=backlog,
+            trouble=trouble,
         )
 
 
@@ -100,4 +109,5 @@ def _connection_state(
         info,
         congestion=stream.congestion() if stream is not None else "",
         send_buffer_bytes=stream.send_buffer_bytes() if stream is not None else 0,
+        is_open=stream is not None,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from transport.outgoing import Outgoing
 from transport.tcp_info import TcpInfo
 from transport.tuning import Measured
 
@@ -13,12 +15,42 @@ class ConnectionState:
     """One connection; those that do not carry data stand by."""
 
     number: int
+    """Given to no other connection of the same sender."""
     carries_data: bool
     info: TcpInfo
     congestion: str = ""
     """TCP_CONGESTION that its socket really has; "" once the connection has ended."""
     send_buffer_bytes: int = 0
     """SO_SNDBUF as the kernel has it now; 0 once the connection has ended."""
+    is_open: bool = True
+    """False: it does not stand (any more), and this is what was last known of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a link has to send."""
+
+    queued_bytes: int = 0
+    """Ready, and not yet handed to any connection; before coding."""
+    num_transfers: int = 0
+    """That are not over, waiting for the one who fills them included."""
+    oldest_queued_s: float | None = None
+    """For how long, at most, a transfer has had bytes that are ready and not acknowledged, without
+    a break; None when none has.
+    """
+
+    @classmethod
+    def of(cls, transfers: Iterable[Outgoing], now_s: float) -> Backlog:
+        """Of all transfers of a link that are not over."""
+        queued_bytes, num_transfers, since_s = 0, 0, None
+        for transfer in transfers:
+            num_transfers += 1
+            queued_bytes += transfer.unsent.total
+            owed_s = transfer.owed_since_s
+            if owed_s is not None and (since_s is None or owed_s < since_s):
+                since_s = owed_s
+        oldest_s = None if since_s is None else max(0.0, now_s - since_s)
+        return cls(queued_bytes, num_transfers, oldest_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,5 +68,12 @@ class LinkState:
     """What the last chunk was to be coded with ("raw" for nothing), and why."""
     codec_reason: str
     acked_bytes: int
-    """Acknowledged since the link began."""
+    """Acknowledged since the link began, before coding. A link that is closed for want of transfers
+    and opened again begins at 0.
+    """
     connections: list[ConnectionState] = field(default_factory=list)
+    backlog: Backlog = Backlog()
+    trouble: str = ""
+    """Why no connection stands, since the last one was lost or could not be made; "" while one
+    stands and while none was tried.
+    """

@@ -68,6 +68,8 @@ class Outgoing:
         self.receiver_instance: bytes | None = None
         self.progress_s = now_s
         """When something last moved, or last became owed; a cancel restarts it."""
+        self.owed_since_s: float | None = None
+        """Since when, without a break, it has had bytes that are ready and not acknowledged."""
         self.ended_s = now_s
         self._ready = IntervalSet()
         self._sent = IntervalSet()
@@ -138,6 +140,8 @@ class Outgoing:
         for first, last in self._ready.gaps(start, end):
             gained += self._ready.add(first, last)
             self._queue(first, last)
+        if self.owed_since_s is None and self.unsent:
+            self.owed_since_s = now_s
         return gained
 
     def take(self, connection: int, max_bytes: int, now_s: float) -> Range | None:
@@ -191,6 +195,8 @@ class Outgoing:
                     del self._in_flight[connection]
         if gained:
             self.progress_s = now_s
+        if not self.unsent and not self._in_flight:
+            self.owed_since_s = None
         return gained
 
     def lost(self, connection: int) -> None:
@@ -212,6 +218,7 @@ class Outgoing:
         self.state = state
         self.error = error
         self.unsent = IntervalSet()
+        self.owed_since_s = None
         if self.ended:
             self.ended_s = now_s
 
@@ -244,6 +251,8 @@ class Outgoing:
             assert total == places.total, "a byte is in two places"
             # Acknowledged bytes may exceed ready ones: the receiver may have had them before.
             assert all(places.covers(start, end) for start, end in self._ready), "a byte is lost"
+            is_owing = bool(self.unsent or self._in_flight)
+            assert is_owing == (self.owed_since_s is not None), "the age of the queue is wrong"
 
     def _queue(self, start: int, end: int) -> None:
         if self.state is TransferState.OPEN:

@@ -5,6 +5,7 @@ Knows no frame; what the bytes of a transfer mean is the ByteSpace owner's busin
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -81,6 +82,8 @@ class Sender:
         )
         self._tls = Rotating(config.tls, client_context) if config.tls else None
         self._instance = os.urandom(16)
+        # Of all links, so that one which is closed and opened again uses none twice.
+        self._connection_numbers = itertools.count(1)
         self._links: dict[Endpoint, Link] = {}
         self._lock = threading.Lock()
         self._stirred = threading.Event()
@@ -114,6 +117,12 @@ class Sender:
         with self._lock:
             link = self._links.get(endpoint)
         return link.state() if link else None
+
+    def link_activity(self) -> dict[Endpoint, bool]:
+        """The endpoints that there are links to, and whether each has transfers."""
+        with self._lock:
+            links = dict(self._links)
+        return {endpoint: link.has_transfers for endpoint, link in links.items()}
 
     def num_connections(self, endpoint: Endpoint) -> int:
         """Established connections to this endpoint."""
@@ -149,6 +158,7 @@ class Sender:
                 self._config,
                 self._tls,
                 instance=self._instance,
+                numbers=self._connection_numbers,
                 stir=self._stir,
             )
         return link

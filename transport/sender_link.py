@@ -7,12 +7,11 @@ frame and no socket.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from transport.coder import LinkCoder
@@ -60,9 +59,10 @@ class Link:
         tls: Rotating[ssl.SSLContext] | None,
         *,
         instance: bytes,
+        numbers: Iterator[int],
         stir: Callable[[], None],
     ) -> None:
-        """`stir` wakes the watchdog, which then calls `tick`."""
+        """`numbers` are for connections, rising. `stir` wakes the watchdog, which calls `tick`."""
         self.endpoint = endpoint
         self.config = config
         self.tls = tls
@@ -80,7 +80,7 @@ class Link:
         self._num_waiting = 0
         self._parties: dict[Outgoing, _Party] = {}
         self._lanes: dict[int, Lane] = {}  # by the id of their present connection
-        self._ids = itertools.count(1)
+        self._numbers = numbers
         self._warm_until_s = 0.0
         self._closing = False
         self._someone_paces = False  # a lane waits for a budget, on behalf of all
@@ -172,12 +172,19 @@ class Link:
     def state(self) -> LinkState:
         """What is known of this link now."""
         with self._lock:
-            return self._meter.state(
-                str(self.endpoint),
-                self._streams(),
-                self._core.carries_data,
-                self._core.acked_bytes,
-            )
+            standing = self._core.connections()
+            streams = {n: stream for n, stream in self._streams().items() if n in standing}
+            carrying = frozenset(filter(self._core.carries_data, standing))
+            backlog = self._core.backlog(time.monotonic())
+            acked_bytes, trouble = self._core.acked_bytes, self._core.trouble
+        return self._meter.state(
+            str(self.endpoint),
+            streams,
+            carrying,
+            acked_bytes=acked_bytes,
+            backlog=backlog,
+            trouble=trouble,
+        )
 
     def _streams(self) -> dict[int, SocketOwner]:
         return {
@@ -255,7 +262,7 @@ class Link:
         with self._lock:
             if self._closing:
                 raise LocalError("closed", "the sender was closed")
-            connection = next(self._ids)
+            connection = next(self._numbers)
             self._lanes[connection] = lane
             return connection
 

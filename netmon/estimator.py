@@ -1,0 +1,302 @@
+"""What one link can carry, from samples of it: measured, never assumed.
+
+The rule that decides everything: the rate of an interval is the link's rate only if the sender had
+something to send all through it. An interval is *full* when bytes waited at both its ends, a
+connection was busy nearly all the time, no connection came or went unseen, and the connections
+have had time to find their speed, or loss or a queue in the network shows that they found it. A
+full interval measures. Every other interval with acknowledgements is a floor (`netmon.rates`).
+
+On an idle link the last rate stands, and its age tells how much it is worth. Knows no socket, no
+clock, and no opinion on what is too slow (`netmon.detector`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from netmon.estimate import MAX_BACKLOG_S, Limit, LinkEstimate, LinkTotals
+from netmon.intervals import Interval, between
+from netmon.rates import DecayingRate, DecayingShare, RateFilter, WindowedMin
+from netmon.samples import LinkSample, ProbeResult
+
+_LEAST_BUSY = 0.8
+"""Share of an interval that its busiest connection is busy, when the sender never pauses."""
+
+_QUEUE_SHOWS_S = 0.002
+_QUEUE_SHOWS_SHARE = 0.25
+"""A round trip longer than the least one by both says that the link is full."""
+
+_LIMITED_SHARE = 0.5
+"""Of busy time, from which on a window or a buffer counts as what limits."""
+
+_MOST_GAIN = 8.0
+"""No codec makes KVCache smaller than this."""
+
+_MOST_LATENESS = 1e6
+
+_HEARD_S = 1.0
+"""How long a queueing delay is taken for the present one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorConfig:
+    """Times in seconds of link time."""
+
+    least_interval_s: float = 0.02
+    """Samples closer together are ignored: too little happens between them."""
+    longest_interval_s: float = 5.0
+    """Over a longer one nobody knows whether bytes waited all the time: it is a floor."""
+    rise_s: float = 1.0
+    """Time constant with which the available rate follows a rise; falls are followed at once."""
+    achieved_s: float = 1.0
+    """Window of the achieved rate."""
+    loss_s: float = 0.5
+    """Window of the loss share. Short, or what was sent before a fall hides what is lost after."""
+    loss_least_bytes: int = 128 * 1024
+    """Loss is not told for less than this sent within the window."""
+    trend_s: float = 5.0
+    """Window of the trend."""
+    base_rtt_s: float = 300.0
+    """How long the least round-trip time is remembered, at least."""
+    ramp_round_trips: float = 8.0
+    """Round trips of backlog after which connections have found their speed."""
+    longest_ramp_s: float = 2.0
+    least_floor_bytes: int = 256 * 1024
+    """A floor needs this much in one interval: hand-shakes say nothing about a link."""
+    gain_least_bytes: int = 16 * 1024 * 1024
+    """Wire bytes within `gain_s` from which on the gain by coding is believed."""
+    gain_s: float = 10.0
+    half_life_s: float = 30.0
+    """Age at which a measurement is worth half."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0: {getattr(self, name)}")
+
+
+class LinkEstimator:
+    """One link's estimates. `now_s` is any clock that never runs backwards, the same in all calls;
+    samples that are not newer than the last one are ignored.
+    """
+
+    def __init__(self, config: EstimatorConfig | None = None) -> None:
+        self._config = config = config or EstimatorConfig()
+        self._rate = RateFilter(config.rise_s)  # on the wire
+        self._achieved = DecayingRate(config.achieved_s)  # before coding
+        self._loss = DecayingShare(config.loss_s, config.loss_least_bytes)
+        self._coded = DecayingShare(config.gain_s, config.gain_least_bytes)
+        self._gain = 1.0  # bytes before coding per byte on the wire; stays while the link is idle
+        self._base_rtt = WindowedMin(config.base_rtt_s)
+        self._interface = DecayingRate(config.achieved_s)
+        self._totals = LinkTotals()
+        self._sample: LinkSample | None = None
+        self._sampled_s = 0.0
+        self._rtt_s = 0.0
+        self._heard_s = float("-inf")  # last acknowledgement with a round-trip time
+        self._backlogged_s: float | None = None  # bytes have waited since
+        self._stalled_s: float | None = None  # and nothing was acknowledged since
+        self._limited_by = Limit.IDLE
+        self._rates: deque[tuple[float, float]] = deque()  # (time, available) of the trend window
+
+    def totals(self) -> LinkTotals:
+        """Counters for metrics."""
+        return self._totals
+
+    def observe(self, sample: LinkSample, now_s: float) -> None:
+        """Take in what was read of the link at `now_s`."""
+        before, duration_s = self._sample, now_s - self._sampled_s
+        if before is not None and duration_s < self._config.least_interval_s:
+            ignored = self._totals.num_ignored_samples + 1
+            self._totals = replace(self._totals, num_ignored_samples=ignored)
+            return
+        if before is not None:
+            interval = between(before, sample, duration_s)
+            self._count(interval)
+            self._take_in(before, sample, interval, now_s)
+        else:
+            self._totals = LinkTotals(num_samples=1)
+        for connection in sample.connections:
+            self._base_rtt.add(connection.min_rtt_s or connection.rtt_s, now_s)
+        self._note_backlog(sample, now_s)
+        self._sample, self._sampled_s = sample, now_s
+        self._note_rate(now_s)
+
+    def observe_probe(self, result: ProbeResult, now_s: float) -> None:
+        """Take in a probe of an idle link. One that lasted long enough for the connections to find
+        their speed is a measurement and replaces earlier ones; a shorter one is a floor.
+        """
+        bytes_per_s = result.acked_bytes / result.duration_s
+        if result.duration_s >= max(self._ramp_s(), self._config.least_interval_s):
+            self._rate.replace(bytes_per_s, now_s)
+        else:
+            self._rate.at_least(bytes_per_s, now_s)
+        self._note_rate(now_s)
+
+    def estimate(self, now_s: float) -> LinkEstimate:
+        """What is known at `now_s`, which may be later than the last sample."""
+        sample = self._sample
+        if sample is None:
+            sample = LinkSample(link="")
+        available = self._available(sample)
+        achieved = self._achieved.value(now_s)
+        age_s = _since(self._rate.heard_s, now_s)
+        return LinkEstimate(
+            available_bytes_per_s=available,
+            is_floor=self._rate.is_floor,
+            age_s=age_s,
+            full_age_s=_since(self._rate.measured_s, now_s),
+            confidence=0.0 if age_s is None else 0.5 ** (age_s / self._config.half_life_s),
+            sample_age_s=_since(None if self._sample is None else self._sampled_s, now_s),
+            achieved_bytes_per_s=achieved,
+            utilisation=min(1.0, achieved / available) if available > 0 else 0.0,
+            rtt_s=self._rtt_s,
+            base_rtt_s=self._base_rtt.value,
+            queueing_delay_s=self._queueing_delay_s() if self._is_heard(now_s) else 0.0,
+            backlog_bytes=sample.backlog_bytes,
+            backlog_s=self._backlog_s(sample, available),
+            loss=min(1.0, self._loss.value(now_s)),
+            trend=self._trend(available, now_s),
+            limited_by=self._limited_by,
+            is_up=sample.is_up,
+            stalled_s=_since(self._stalled_s, now_s) or 0.0,
+            lateness=_lateness(sample),
+            interface_bytes_per_s=None
+            if sample.interface is None
+            else self._interface.value(now_s),
+        )
+
+    def _take_in(
+        self, before: LinkSample, sample: LinkSample, interval: Interval, now_s: float
+    ) -> None:
+        wire_bytes = interval.acked_bytes
+        self._achieved.add(interval.payload_bytes, interval.duration_s, now_s)
+        self._loss.add(interval.retransmitted_bytes, interval.sent_bytes, now_s)
+        if wire_bytes:
+            self._note_gain(interval.payload_bytes, wire_bytes, now_s)
+        self._see_interface(before, sample, interval.duration_s, now_s)
+        if interval.fresh_rtt_s is not None:
+            self._rtt_s = interval.fresh_rtt_s
+            self._heard_s = now_s
+        if wire_bytes > 0 or not sample.backlog_bytes:
+            self._stalled_s = None
+        elif self._stalled_s is None:
+            self._stalled_s = self._sampled_s
+        self._limited_by = _limit(before, sample, interval)
+        if self._is_full(before, sample, interval, now_s):
+            self._rate.measure(interval.bytes_per_s, interval.duration_s, now_s)
+        elif wire_bytes >= self._config.least_floor_bytes:
+            self._rate.at_least(interval.floor_bytes_per_s, now_s)
+
+    def _is_full(
+        self, before: LinkSample, sample: LinkSample, interval: Interval, now_s: float
+    ) -> bool:
+        """See the module docstring."""
+        if not (before.backlog_bytes and sample.backlog_bytes and before.is_up and sample.is_up):
+            return False
+        if interval.is_partial or interval.duration_s > self._config.longest_interval_s:
+            return False
+        if interval.busy_s < _LEAST_BUSY * interval.duration_s:
+            return False
+        if interval.retransmitted_bytes or self._is_queueing(now_s):
+            return True
+        began_s = self._backlogged_s
+        return began_s is not None and self._sampled_s - began_s >= self._ramp_s()
+
+    def _note_gain(self, payload_bytes: int, wire_bytes: int, now_s: float) -> None:
+        self._coded.add(payload_bytes, wire_bytes, now_s)
+        share = self._coded.value(now_s)
+        if share > 0:
+            self._gain = min(_MOST_GAIN, max(1.0, share))
+
+    def _note_backlog(self, sample: LinkSample, now_s: float) -> None:
+        if not sample.backlog_bytes:
+            self._backlogged_s = None
+        elif self._backlogged_s is None:
+            self._backlogged_s = now_s
+
+    def _see_interface(
+        self, before: LinkSample, sample: LinkSample, duration_s: float, now_s: float
+    ) -> None:
+        old, new = before.interface, sample.interface
+        if old is None or new is None or old.name != new.name:
+            return
+        self._interface.add(max(0, new.sent_bytes - old.sent_bytes), duration_s, now_s)
+
+    def _available(self, sample: LinkSample) -> float:
+        if not sample.is_up:
+            return 0.0
+        rate = self._rate.bytes_per_s
+        if sample.interface is not None and sample.interface.bytes_per_s is not None:
+            rate = min(rate, sample.interface.bytes_per_s)
+        return rate * self._gain
+
+    def _backlog_s(self, sample: LinkSample, available: float) -> float:
+        if not sample.backlog_bytes or self._rate.heard_s is None:
+            return 0.0
+        if available <= 0:
+            return MAX_BACKLOG_S
+        return min(MAX_BACKLOG_S, sample.backlog_bytes / available)
+
+    def _trend(self, available: float, now_s: float) -> float:
+        start_s = now_s - self._config.trend_s
+        then = next((rate for at_s, rate in self._rates if at_s >= start_s), available)
+        greater = max(then, available)
+        return (available - then) / greater if greater > 0 else 0.0
+
+    def _note_rate(self, now_s: float) -> None:
+        if self._rate.heard_s is None or self._sample is None:
+            return
+        rates, window_s = self._rates, self._config.trend_s
+        while rates and rates[0][0] < now_s - window_s:
+            rates.popleft()
+        if not rates or now_s - rates[-1][0] >= window_s / 50:
+            rates.append((now_s, self._available(self._sample)))
+
+    def _queueing_delay_s(self) -> float:
+        return max(0.0, self._rtt_s - self._base_rtt.value)
+
+    def _is_heard(self, now_s: float) -> bool:
+        return now_s - self._heard_s <= max(_HEARD_S, 4 * self._rtt_s)
+
+    def _is_queueing(self, now_s: float) -> bool:
+        least_s = max(_QUEUE_SHOWS_S, _QUEUE_SHOWS_SHARE * self._base_rtt.value)
+        return self._is_heard(now_s) and self._queueing_delay_s() >= least_s
+
+    def _ramp_s(self) -> float:
+        ramp_s = self._config.ramp_round_trips * self._base_rtt.value
+        return min(self._config.longest_ramp_s, ramp_s)
+
+    def _count(self, interval: Interval) -> None:
+        old = self._totals
+        self._totals = replace(
+            old,
+            acked_bytes=old.acked_bytes + interval.payload_bytes,
+            sent_bytes=old.sent_bytes + interval.sent_bytes,
+            retransmitted_bytes=old.retransmitted_bytes + interval.retransmitted_bytes,
+            num_samples=old.num_samples + 1,
+        )
+
+
+def _since(then_s: float | None, now_s: float) -> float | None:
+    return None if then_s is None else max(0.0, now_s - then_s)
+
+
+def _lateness(sample: LinkSample) -> float | None:
+    if sample.oldest_transfer_s is None or not sample.oldest_predicted_s:
+        return None
+    if sample.oldest_transfer_s <= 0:
+        return 0.0
+    return min(_MOST_LATENESS, sample.oldest_transfer_s / sample.oldest_predicted_s)
+
+
+def _limit(before: LinkSample, sample: LinkSample, interval: Interval) -> Limit:
+    if not (before.backlog_bytes and sample.backlog_bytes):
+        return Limit.IDLE
+    least_s = _LIMITED_SHARE * interval.busy_sum_s
+    if interval.busy_sum_s > 0 and interval.rwnd_limited_s >= least_s:
+        return Limit.RECEIVER_WINDOW
+    if interval.busy_sum_s > 0 and interval.sndbuf_limited_s >= least_s:
+        return Limit.SEND_BUFFER
+    return Limit.LINK

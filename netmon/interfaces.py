@@ -1,0 +1,70 @@
+"""Which network interface leads to a host, and its counters (psutil). Best effort: a shell that
+answers None where the system does not tell. Knows no link.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from netmon.samples import InterfaceSample
+
+_DISCARD_PORT = 9
+
+
+def interface_to(host: str) -> str | None:
+    """The interface that packets to `host` leave by now, None where it cannot be known.
+
+    Sends nothing: the kernel is asked for the route. Resolves a name first, which may block.
+    """
+    address = _source_address(host)
+    if address is None:
+        return None
+    try:
+        interfaces = psutil.net_if_addrs()
+    except OSError:
+        return None
+    for name, addresses in interfaces.items():
+        # Link-local IPv6 addresses carry the interface as a zone: fe80::1%eth0.
+        if any(known.address.partition("%")[0] == address for known in addresses):
+            return name
+    return None
+
+
+def read_interface(name: str) -> InterfaceSample | None:
+    """The interface's counters now; None when there is no such interface (any more)."""
+    try:
+        counters = psutil.net_io_counters(pernic=True, nowrap=False).get(name)
+        stats = psutil.net_if_stats().get(name)
+    except OSError:
+        return None
+    if counters is None:
+        return None
+    mbit_per_s = stats.speed if stats is not None else 0
+    return InterfaceSample(
+        name=name,
+        sent_bytes=counters.bytes_sent,
+        received_bytes=counters.bytes_recv,
+        num_send_drops=counters.dropout,
+        num_receive_drops=counters.dropin,
+        num_send_errors=counters.errout,
+        num_receive_errors=counters.errin,
+        bytes_per_s=mbit_per_s * 1e6 / 8 if 0 < mbit_per_s < 65535 else None,
+        is_up=stats is None or stats.isup,
+    )
+
+
+def _source_address(host: str) -> str | None:
+    try:
+        found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, protocol, _, target in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0]).partition("%")[0]
+        except OSError:
+            continue
+    return None

@@ -1,0 +1,99 @@
+"""All that is known of one link in one place: estimate, condition, history, next probe.
+
+Joins the parts and decides nothing that they do not. Pure: whoever samples brings the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from netmon.detector import Change, Condition, CongestionDetector, DetectorConfig
+from netmon.estimate import LinkEstimate, LinkTotals
+from netmon.estimator import EstimatorConfig, LinkEstimator
+from netmon.history import LinkHistory
+from netmon.probing import ProbeConfig, ProbePlanner
+from netmon.samples import LinkSample, ProbeResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorConfig:
+    """How links are watched; the same for all links of a process."""
+
+    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
+    detector: DetectorConfig = field(default_factory=DetectorConfig)
+    probing: ProbeConfig = field(default_factory=ProbeConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkReport:
+    """One link at one moment, for schedulers, metrics and people."""
+
+    link: str
+    estimate: LinkEstimate
+    condition: Condition
+    reason: str
+    """Why it has this condition, with numbers."""
+    condition_s: float
+    """How long it has had it."""
+    reference_bytes_per_s: float
+    """What the link carried in the last minutes when it carried most."""
+    totals: LinkTotals
+    num_changes: Mapping[Condition, int]
+    """How often each condition was entered."""
+
+
+class LinkMonitor:
+    """Watches one link. Not thread-safe."""
+
+    def __init__(self, link: str, config: MonitorConfig | None = None) -> None:
+        config = config or MonitorConfig()
+        self.link = link
+        self.history = LinkHistory()
+        self._estimator = LinkEstimator(config.estimator)
+        self._detector = CongestionDetector(config.detector)
+        self._planner = ProbePlanner(config.probing)
+        self._num_changes = dict.fromkeys(Condition, 0)
+
+    def observe(self, sample: LinkSample, now_s: float) -> Change | None:
+        """Take in a sample; the change of condition that it brings about, if any."""
+        self._estimator.observe(sample, now_s)
+        return self._judge(now_s)
+
+    def observe_probe(self, result: ProbeResult, now_s: float) -> Change | None:
+        """Take in what became of a probe; the same answer."""
+        self._estimator.observe_probe(result, now_s)
+        return self._judge(now_s)
+
+    def due_probe_bytes(self, now_s: float) -> int | None:
+        """The size of a probe that should be sent now and counts as sent, None for none. Ask about
+        once a second.
+        """
+        detector = self._detector
+        known = detector.reference_bytes_per_s
+        return self._planner.due_bytes(self.estimate(now_s), detector.condition, known, now_s)
+
+    def estimate(self, now_s: float) -> LinkEstimate:
+        return self._estimator.estimate(now_s)
+
+    def report(self, now_s: float) -> LinkReport:
+        detector = self._detector
+        since_s = now_s if detector.since_s is None else detector.since_s
+        return LinkReport(
+            link=self.link,
+            estimate=self.estimate(now_s),
+            condition=detector.condition,
+            reason=detector.reason,
+            condition_s=max(0.0, now_s - since_s),
+            reference_bytes_per_s=detector.reference_bytes_per_s,
+            totals=self._estimator.totals(),
+            num_changes=dict(self._num_changes),
+        )
+
+    def _judge(self, now_s: float) -> Change | None:
+        estimate = self._estimator.estimate(now_s)
+        change = self._detector.observe(estimate, now_s)
+        if change is not None:
+            self._num_changes[change.after] += 1
+        self.history.add(estimate, self._detector.condition, now_s)
+        return change

@@ -1,0 +1,117 @@
+"""When an idle link is due for a probe, and how big it may be. Sends nothing itself.
+
+Traffic measures better than any probe, so a link is probed only when nothing flows and what is
+known of it has grown old, or when it was slow the last time and may have recovered. Probes pay
+from a budget that fills with a small share of the rate that the link is known to carry. So they
+never cost more than that share, plus what the budget holds at the start.
+
+A probe lasts as long as connections need to find their speed on the link as it is known; when the
+link turns out to be faster the next one is bigger. `LinkEstimator.observe_probe` takes the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from netmon.detector import Condition
+from netmon.estimate import LinkEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeConfig:
+    """Sizes in bytes, times in seconds."""
+
+    share: float = 0.001
+    """Of the link's rate that probes may take in the long run."""
+    budget_bytes: int = 8 * 1024 * 1024
+    """What the budget holds at most, and at the start."""
+    least_bytes: int = 64 * 1024
+    first_bytes: int = 256 * 1024
+    """The size on a link of which nothing is known."""
+    most_bytes: int = 4 * 1024 * 1024
+    idle_s: float = 2.0
+    """Without traffic before a link counts as idle."""
+    fresh_s: float = 30.0
+    """A measurement of a clear link is good enough for this long."""
+    recheck_s: float = 5.0
+    """The same for a link that was not clear or whose rate is only a floor."""
+    duration_s: float = 0.1
+    """What a probe should last at the known rate, at least."""
+    round_trips: float = 8.0
+    """The same in round trips."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0: {getattr(self, name)}")
+        if self.share > 0.1:
+            raise ValueError(f"share must be at most 0.1, not to be traffic itself: {self.share}")
+        if not self.least_bytes <= self.first_bytes <= self.most_bytes <= self.budget_bytes:
+            raise ValueError("sizes must be in order: least, first, most, budget")
+
+
+class ProbePlanner:
+    """Decides for one link. It learns by being asked whether the link is idle: ask it about once a
+    second. When it names a size, send that much.
+    """
+
+    def __init__(self, config: ProbeConfig | None = None) -> None:
+        self._config = config or ProbeConfig()
+        self._budget_bytes = float(self._config.budget_bytes)
+        self._filled_s: float | None = None
+        self._used_s: float | None = None  # traffic was seen, or a probe was due
+        self._probed_s: float | None = None
+
+    def due_bytes(
+        self,
+        estimate: LinkEstimate,
+        condition: Condition,
+        known_bytes_per_s: float,
+        now_s: float,
+    ) -> int | None:
+        """The size of the probe that is due now and counts as sent, None for none.
+
+        `known_bytes_per_s`: what the link carried when it was best, lately.
+        """
+        self._fill(known_bytes_per_s, now_s)
+        if estimate.backlog_bytes or estimate.achieved_bytes_per_s >= self._quiet(estimate):
+            self._used_s = now_s
+        if not estimate.is_up or not self._is_idle(now_s) or not self._is_old(estimate, condition):
+            return None
+        if self._probed_s is not None and now_s - self._probed_s < self._config.recheck_s:
+            return None
+        size = self._size(estimate)
+        if size > self._budget_bytes:
+            return None
+        self._budget_bytes -= size
+        self._probed_s = self._used_s = now_s
+        return size
+
+    def _fill(self, known_bytes_per_s: float, now_s: float) -> None:
+        if self._filled_s is not None:
+            gained = self._config.share * known_bytes_per_s * max(0.0, now_s - self._filled_s)
+            self._budget_bytes = min(self._config.budget_bytes, self._budget_bytes + gained)
+        else:
+            self._used_s = now_s
+        self._filled_s = now_s
+
+    def _quiet(self, estimate: LinkEstimate) -> float:
+        """Less than this is the rest of a decaying average, or keep-alive messages."""
+        return max(1000.0, self._config.share * estimate.available_bytes_per_s)
+
+    def _is_idle(self, now_s: float) -> bool:
+        return self._used_s is not None and now_s - self._used_s >= self._config.idle_s
+
+    def _is_old(self, estimate: LinkEstimate, condition: Condition) -> bool:
+        if estimate.age_s is None:
+            return True
+        is_doubtful = estimate.is_floor or condition is not Condition.CLEAR
+        return estimate.age_s >= (self._config.recheck_s if is_doubtful else self._config.fresh_s)
+
+    def _size(self, estimate: LinkEstimate) -> int:
+        config = self._config
+        if estimate.age_s is None:
+            return config.first_bytes
+        duration_s = max(config.duration_s, config.round_trips * estimate.base_rtt_s)
+        wanted = int(duration_s * estimate.available_bytes_per_s)
+        return min(config.most_bytes, max(config.least_bytes, wanted))

@@ -1,0 +1,99 @@
+"""What was read of one link at one moment: sockets, interface, queue. Knows no estimate, no clock.
+
+Counters run from the beginning of what they count; whoever reads them takes differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSample:
+    """One TCP connection as its sender's kernel knows it (TCP_INFO, linux/tcp.h)."""
+
+    connection_id: int
+    """Never given to another connection of the same link."""
+    rtt_s: float
+    """Smoothed round-trip time, 0 before the first."""
+    min_rtt_s: float
+    """Least round-trip time lately seen, 0 before the first."""
+    cwnd_bytes: int
+    unacked_bytes: int
+    """In flight."""
+    notsent_bytes: int
+    """Handed to the kernel and not on the wire yet."""
+    acked_bytes: int
+    sent_bytes: int
+    """On the wire, retransmissions included."""
+    retransmitted_bytes: int
+    delivery_bytes_per_s: float
+    """The kernel's own latest measurement, over one round trip: for people. It stays when the
+    sender has nothing to send, and shows the speed of bursts, not of the link.
+    """
+    busy_s: float
+    """Time with data to send or in flight; the next two are parts of it."""
+    rwnd_limited_s: float
+    sndbuf_limited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceSample:
+    """One network interface: traffic of everybody on this host, not of one link."""
+
+    name: str
+    sent_bytes: int
+    received_bytes: int
+    num_send_drops: int
+    num_receive_drops: int
+    num_send_errors: int
+    num_receive_errors: int
+    bytes_per_s: float | None
+    """What the hardware says that it can do; None where it says nothing (most virtual ones)."""
+    is_up: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSample:
+    """The sending end of one link: all connections to one place and what waits for them."""
+
+    link: str
+    connections: tuple[ConnectionSample, ...] = ()
+    """Empty where the system does not tell; then only `acked_bytes` says how fast the link is."""
+    queued_bytes: int = 0
+    """Ready to be sent and not yet handed to the kernel, before coding."""
+    acked_bytes: int = 0
+    """Acknowledged by the receiver since the link began, before coding."""
+    num_transfers: int = 0
+    oldest_transfer_s: float | None = None
+    """How long the oldest unfinished transfer has been able to send; None without one."""
+    oldest_predicted_s: float | None = None
+    """How long it was expected to take in all; None where nobody predicted."""
+    is_up: bool = True
+    """At least one connection stands, or the link is idle and nothing failed."""
+    interface: InterfaceSample | None = None
+
+    @property
+    def notsent_bytes(self) -> int:
+        return sum(connection.notsent_bytes for connection in self.connections)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What waits at the sender, in the queue or in the kernel."""
+        return self.queued_bytes + self.notsent_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """What became of bytes that were sent only to measure."""
+
+    acked_bytes: int
+    """Less than what was sent when the probe was given up."""
+    duration_s: float
+    """First byte sent until the last acknowledgement that counts, or until giving up."""
+
+    def __post_init__(self) -> None:
+        if self.acked_bytes < 0:
+            raise ValueError(f"acked_bytes must not be negative: {self.acked_bytes}")
+        if not self.duration_s > 0:
+            raise ValueError(f"duration_s must be above 0: {self.duration_s}")

@@ -1,0 +1,52 @@
+"""Which interface leads somewhere: the kernel's answer, or None. Nothing is sent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from netmon.interfaces import interface_to, read_interface
+
+
+def test_the_own_host_is_behind_loopback() -> None:
+    name = interface_to("127.0.0.1")
+    assert name is not None
+    sample = read_interface(name)
+    assert sample is not None
+    assert sample.name == name
+    assert sample.is_up
+    assert sample.sent_bytes >= 0
+    assert sample.bytes_per_s is None  # loopback has no speed
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "", "a" * 300, "256.1.1.1"])
+def test_what_cannot_be_known_is_none(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*_: object, **__: object) -> list[object]:
+        raise OSError("not known")
+
+    monkeypatch.setattr("netmon.interfaces.socket.getaddrinfo", resolve)
+    assert interface_to(host) is None
+
+
+def test_an_address_of_no_interface_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    assert interface_to("127.0.0.1") is None
+
+
+def test_an_interface_that_is_gone_is_none() -> None:
+    assert read_interface("no-such-interface") is None
+
+
+def test_counters_and_speed_are_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = SimpleNamespace(bytes_sent=1, bytes_recv=2, dropout=3, dropin=4, errout=5, errin=6)
+    stats = SimpleNamespace(speed=1000, isup=False)
+    monkeypatch.setattr(psutil, "net_io_counters", lambda **_: {"eth0": counters})
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": stats})
+    sample = read_interface("eth0")
+    assert sample is not None
+    assert (sample.sent_bytes, sample.received_bytes) == (1, 2)
+    assert (sample.num_send_drops, sample.num_receive_drops) == (3, 4)
+    assert (sample.num_send_errors, sample.num_receive_errors) == (5, 6)
+    assert (sample.bytes_per_s, sample.is_up) == (125e6, False)
