@@ -43,20 +43,25 @@ class RouteSearch:
     system_rps: float
 
 
-def search_routes(region: Region, *, whole: bool = True) -> RouteSearch:
+def search_routes(
+    region: Region, *, whole: bool = True, divisions: Sequence[Mapping[str, float]] = ()
+) -> RouteSearch:
     """The plan with the highest rate that all prompts can be served at.
 
-    `whole`: instances are not shared between roles. Raises `NoRouteError` when no instance could
+    `whole`: instances are not shared between roles. `divisions`: N_p by PD cluster; where given,
+    one of these is chosen, the first among equals. Raises `NoRouteError` when no instance could
     decode or prefill.
     """
     routes = tuple(routes_of(region))
     if not routes or all(pd.num_instances < 1 for pd in region.pd_clusters):
         raise NoRouteError("no PD cluster has an instance: decode needs at least one")
     program = _Program(region, routes)
-    relaxed = program.solve(None)
-    if not whole:
-        return relaxed
-    found = [program.solve(division) for division in _divisions_near(region, relaxed.num_prefill)]
+    if not divisions:
+        relaxed = program.solve(None)
+        if not whole:
+            return relaxed
+        divisions = _divisions_near(region, relaxed.num_prefill)
+    found = [program.solve(division) for division in divisions]
     best = max(plan.system_rps for plan in found)
     return next(plan for plan in found if plan.system_rps >= best * (1 - _ROUNDING))
 

@@ -8,11 +8,14 @@ Rules, first match wins:
 
 1. A request that one engine must serve whole (several prompts or choices, prompt logprobs, echo,
    beam search, multimodal parts, embeddings, nothing to hand over) goes `direct`.
-2. A prompt longer than the threshold goes to the least loaded healthy prefill cluster that still
-   takes jobs, provided the landing has room for it.
+2. A prompt whose uncached part is longer than the threshold goes to a healthy prefill cluster that
+   still takes jobs, provided the landing has room for it: to the one that has least to compute, the
+   least loaded of these. Uncached where: what the PD cluster itself would have to compute decides
+   whether the prompt leaves (PrfaaS 3.4: l_total - l_prefix > t), what a prefill cluster would have
+   to compute decides which one takes it.
 3. Everything else, and what rule 2 could not place, stays `local`: handed from a prefill to a
-   decode instance inside the cluster when it has prefill instances and the prompt is worth the
-   hand-off, on one engine otherwise.
+   decode instance inside the cluster when it has prefill instances and what is uncached is worth
+   the hand-off, on one engine otherwise.
 
 This file does not know HTTP, engines, token ids, clocks or what a landing is made of.
 """
@@ -43,6 +46,9 @@ class Reason(StrEnum):
 
     ABOVE_THRESHOLD = "above_threshold"
     BELOW_THRESHOLD = "below_threshold"
+    # Against the threshold: the other side is predicted to be clearly sooner.
+    REMOTE_SOONER = "remote_sooner"
+    LOCAL_SOONER = "local_sooner"
     # One engine must serve it whole.
     SEVERAL_PROMPTS = "several_prompts"
     SEVERAL_CHOICES = "several_choices"
@@ -60,6 +66,8 @@ class Reason(StrEnum):
     PREFILL_UNHEALTHY = "prefill_cluster_unhealthy"
     PREFILL_QUEUE_FULL = "prefill_queue_full"
     NO_LANDING_ROOM = "no_landing_room"
+    LINK_DOWN = "link_down"
+    LINK_STALE = "link_stale"
     # Tried, and it did not work.
     RESERVE_FAILED = "reserve_failed"
     PREFILL_FAILED = "prefill_failed"
@@ -72,6 +80,9 @@ class RequestShape:
 
     `num_prompt_tokens` is exact when `is_exact`, otherwise an upper bound taken before rendering.
     `transfer_bytes` is what its KVCache takes on the wire, None when the size is not known.
+    `local_cached_tokens` is the longest prefix that one node of the PD cluster can resume,
+    `prefill_cached_tokens` the same by prefill cluster, both 0 where nothing is known.
+    `landing_cached_tokens` need not be sent, because the node that decodes has their KVCache.
     """
 
     num_prompt_tokens: int
@@ -85,10 +96,22 @@ class RequestShape:
     has_prompt_embeds: bool = False
     is_unusual: bool = False
     transfer_bytes: int | None = None
+    local_cached_tokens: int = 0
+    prefill_cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    landing_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:
             raise ValueError(f"num_prompt_tokens must not be negative: {self.num_prompt_tokens}")
+
+    @property
+    def local_uncached_tokens(self) -> int:
+        """What the PD cluster would have to compute."""
+        return max(0, self.num_prompt_tokens - self.local_cached_tokens)
+
+    def prefill_uncached_tokens(self, cluster: str) -> int:
+        """What that prefill cluster would have to compute."""
+        return max(0, self.num_prompt_tokens - self.prefill_cached_tokens.get(cluster, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +149,8 @@ class LocalView:
 class RegionView:
     """Everything routing may look at besides the request itself.
 
-    Prompts longer than `threshold_tokens` are offloaded; prompts longer than `hand_off_tokens` use
-    the PD cluster's own prefill instances, where there are any.
+    Prompts with more than `threshold_tokens` uncached are offloaded; those with more than
+    `hand_off_tokens` use the PD cluster's own prefill instances, where there are any.
     """
 
     prefill_clusters: tuple[PrefillClusterView, ...]
@@ -161,17 +184,22 @@ class Decision:
 
 def decide(shape: RequestShape, view: RegionView, *, excluded: Set[str] = frozenset()) -> Decision:
     """Route one request, passing over the clusters in `excluded` (they failed this request)."""
-    whole = _one_engine_reason(shape)
+    whole = one_engine_reason(shape)
     if whole is not None:
         return Decision("direct", ONE_ENGINE, whole, _prompt_numbers(shape))
     numbers = _prompt_numbers(shape) | {"threshold_tokens": view.threshold_tokens}
-    if shape.num_prompt_tokens <= view.threshold_tokens:
+    if shape.local_uncached_tokens <= view.threshold_tokens:
         return _stay_local(shape, view, Reason.BELOW_THRESHOLD, numbers)
     obstacle = _obstacle(shape, view, excluded)
     if obstacle is not None:
         reason, seen = obstacle
         return _stay_local(shape, view, reason, numbers | seen)
-    best = min(_usable(view, excluded), key=lambda cluster: (cluster.load, cluster.name))
+
+    def cost(cluster: PrefillClusterView) -> tuple[int, float, str]:
+        return shape.prefill_uncached_tokens(cluster.name), cluster.load, cluster.name
+
+    best = min(_usable(view, excluded), key=cost)
+    numbers |= _cache_numbers(shape, shape.prefill_cached_tokens.get(best.name, 0))
     numbers |= {"queue_depth": best.queue_depth, "running": best.num_running}
     return Decision("prefill_cluster", best.name, Reason.ABOVE_THRESHOLD, _frozen(numbers))
 
@@ -180,7 +208,8 @@ def decide_early(shape: RequestShape, view: RegionView) -> Decision | None:
     """Route a request whose exact token count is not known yet, or say None: render it first.
 
     Rendering costs a round trip to an engine. It is only worth that when the KVCache may have to
-    move, and then the token ids are needed anyhow; an upper bound shows when it will not.
+    move, and then the token ids are needed anyhow; an upper bound shows when it will not. What is
+    cached cannot change that: it only ever keeps a prompt where it is.
     """
     decision = decide(shape, view)
     return decision if shape.is_exact or not decision.needs_landing else None
@@ -199,7 +228,8 @@ def one_engine(shape: RequestShape, reason: Reason) -> Decision:
     return Decision("direct", ONE_ENGINE, reason, _prompt_numbers(shape))
 
 
-def _one_engine_reason(shape: RequestShape) -> Reason | None:
+def one_engine_reason(shape: RequestShape) -> Reason | None:
+    """Why one engine must serve the request whole, or None when it need not."""
     checks: tuple[tuple[bool, Reason], ...] = (
         (shape.has_prompt_embeds, Reason.PROMPT_EMBEDS),
         (shape.is_multimodal, Reason.MULTIMODAL),
@@ -252,15 +282,28 @@ def _stay_local(
 ) -> Decision:
     hands_off = (
         view.local.has_prefill_instances
-        and shape.num_prompt_tokens > view.hand_off_tokens
+        and shape.local_uncached_tokens > view.hand_off_tokens
         and _has_landing_room(shape, view.local)
     )
-    return Decision("local", HAND_OFF if hands_off else ONE_ENGINE, reason, _frozen(numbers))
+    target = HAND_OFF if hands_off else ONE_ENGINE
+    cached = _cache_numbers(shape, shape.local_cached_tokens)
+    return Decision("local", target, reason, _frozen(dict(numbers) | cached))
 
 
 def _prompt_numbers(shape: RequestShape) -> dict[str, Number]:
     name = "prompt_tokens" if shape.is_exact else "prompt_tokens_at_most"
     return {name: shape.num_prompt_tokens}
+
+
+def _cache_numbers(shape: RequestShape, cached_tokens: int) -> dict[str, Number]:
+    """What is cached where the prompt is computed; nothing before it has been counted."""
+    if not shape.is_exact:
+        return {}
+    cached_tokens = min(cached_tokens, shape.num_prompt_tokens)
+    return {
+        "cached_tokens": cached_tokens,
+        "uncached_tokens": shape.num_prompt_tokens - cached_tokens,
+    }
 
 
 def _frozen(numbers: Mapping[str, Number]) -> Mapping[str, Number]:

@@ -141,6 +141,41 @@ def test_prefill_instances_of_the_local_cluster_take_what_is_worth_a_hand_off() 
     assert decide(prompt(5000), full).target == ONE_ENGINE
 
 
+def test_what_is_cached_locally_counts_against_the_threshold() -> None:
+    kept = decide(prompt(5000, local_cached_tokens=4000), region(CLUSTER))
+    assert (kept.route, kept.reason) == ("local", Reason.BELOW_THRESHOLD)
+    assert (kept.numbers["cached_tokens"], kept.numbers["uncached_tokens"]) == (4000, 1000)
+    sent = decide(prompt(5000, local_cached_tokens=3999), region(CLUSTER))
+    assert sent.route == "prefill_cluster"
+    assert sent.numbers["uncached_tokens"] == 5000
+
+
+def test_the_cluster_with_least_to_compute_wins_whatever_its_load() -> None:
+    warm = PrefillClusterView(name="warm", is_healthy=True, queue_depth=3, num_running=1)
+    shape = prompt(5000, prefill_cached_tokens={"warm": 2048, "gone": 4096})
+    decision = decide(shape, region(CLUSTER, warm))
+    assert decision.target == "warm"
+    assert (decision.numbers["cached_tokens"], decision.numbers["uncached_tokens"]) == (2048, 2952)
+    assert decide(shape, region(CLUSTER, warm), excluded={"warm"}).target == "far"
+
+
+def test_what_is_cached_may_not_be_worth_a_hand_off() -> None:
+    view = RegionView(
+        prefill_clusters=(CLUSTER,),
+        local=LocalView(has_prefill_instances=True),
+        threshold_tokens=1000,
+        hand_off_tokens=256,
+    )
+    assert decide(prompt(1500, local_cached_tokens=1244), view).target == ONE_ENGINE
+    assert decide(prompt(1500, local_cached_tokens=1243), view).target == HAND_OFF
+
+
+def test_more_cached_than_there_is_leaves_nothing_to_compute() -> None:
+    decision = decide(prompt(100, local_cached_tokens=4096), region(CLUSTER, threshold_tokens=0))
+    assert decision.reason is Reason.BELOW_THRESHOLD
+    assert (decision.numbers["cached_tokens"], decision.numbers["uncached_tokens"]) == (100, 0)
+
+
 def test_an_upper_bound_decides_only_when_nothing_could_move() -> None:
     view = region(CLUSTER)
     short = decide_early(prompt(900, is_exact=False), view)
@@ -235,12 +270,18 @@ def test_a_lower_threshold_never_takes_a_request_off_the_cluster(
     assert decide(prompt(tokens), lowered).route == "prefill_cluster"
 
 
-@given(view=views, bound=st.integers(2, 20_000), fewer=st.integers(0, 20_000))
+@given(
+    view=views,
+    bound=st.integers(2, 20_000),
+    fewer=st.integers(0, 20_000),
+    cached=st.integers(0, 20_000),
+)
 def test_an_early_decision_is_the_one_the_exact_count_would_give(
-    view: RegionView, bound: int, fewer: int
+    view: RegionView, bound: int, fewer: int, cached: int
 ) -> None:
     early = decide_early(prompt(bound, is_exact=False), view)
     if early is None:
         return
-    exact = decide(prompt(max(2, bound - fewer)), view)
+    num_tokens = max(2, bound - fewer)
+    exact = decide(prompt(num_tokens, local_cached_tokens=min(cached, num_tokens)), view)
     assert not exact.needs_landing

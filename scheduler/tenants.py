@@ -1,0 +1,154 @@
+"""What one tenant may have in flight, and how many tokens a second it may bring.
+
+Three limits, each optional: requests in flight, prompt tokens in flight, and a token bucket. A
+bucket that is full lets any one request through, and a tenant with nothing in flight may always
+have one, so that no request is too long for ever; the bucket then owes. Tenants that are idle and
+owe nothing are forgotten, so memory follows those that are active.
+
+Pure; time is an argument. Knows no load of the region.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class TenantReason(StrEnum):
+    """Why a tenant must wait. Values are stable: they are metric labels."""
+
+    REQUESTS = "tenant_requests"
+    TOKENS = "tenant_tokens"
+    RATE = "tenant_rate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimit:
+    """None: no limit. `burst_tokens` can be brought at once after a pause."""
+
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    tokens_per_s: float | None = None
+    burst_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens", "tokens_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value!r}; it must be above 0, or None for no limit")
+        if self.tokens_per_s is not None and not 0 < self.burst_tokens < math.inf:
+            raise ValueError(
+                f"burst_tokens is {self.burst_tokens!r}; with tokens_per_s it must be above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRefusal:
+    """A limit that a request would break. `retry_after_s` is None when only the end of another
+    request of the tenant helps.
+    """
+
+    reason: TenantReason
+    retry_after_s: float | None
+    numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(slots=True)
+class _Account:
+    level_tokens: float
+    at_s: float
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+class TenantLedger:
+    """What tenants have in flight. Single-threaded; `limits` by tenant, else `default`."""
+
+    SWEEP_ABOVE = 1024
+    """Accounts; then idle ones are looked for at every start."""
+
+    def __init__(
+        self, default: TenantLimit | None = None, limits: Mapping[str, TenantLimit] | None = None
+    ) -> None:
+        self._default = default or TenantLimit()
+        self._limits = dict(limits or {})
+        self._accounts: dict[str, _Account] = {}
+        self._sweep_at = self.SWEEP_ABOVE
+
+    def __len__(self) -> int:
+        """Tenants that are remembered."""
+        return len(self._accounts)
+
+    def in_flight(self, tenant: str) -> tuple[int, int]:
+        """(requests, tokens) of a tenant."""
+        account = self._accounts.get(tenant)
+        return (account.num_requests, account.num_tokens) if account else (0, 0)
+
+    def refusal(self, tenant: str, num_tokens: int, now_s: float) -> TenantRefusal | None:
+        """Why this tenant cannot bring so many tokens now, or None when it can. Changes nothing."""
+        limit, account = self._limit(tenant), self._accounts.get(tenant)
+        if account is None:
+            return None
+        requests, tokens = account.num_requests, account.num_tokens
+        if limit.max_requests is not None and requests >= limit.max_requests:
+            numbers = {"requests": requests, "max_requests": limit.max_requests}
+            return TenantRefusal(TenantReason.REQUESTS, None, MappingProxyType(numbers))
+        if limit.max_tokens is not None and tokens and tokens + num_tokens > limit.max_tokens:
+            seen = {"tokens": tokens, "new_tokens": num_tokens, "max_tokens": limit.max_tokens}
+            return TenantRefusal(TenantReason.TOKENS, None, MappingProxyType(seen))
+        return self._too_fast(limit, account, num_tokens, now_s)
+
+    def started(self, tenant: str, num_tokens: int, now_s: float) -> None:
+        """A request of the tenant was let in."""
+        limit = self._limit(tenant)
+        account = self._accounts.get(tenant)
+        if account is None:
+            self._sweep(now_s)
+            account = self._accounts[tenant] = _Account(limit.burst_tokens, now_s)
+        account.level_tokens = self._level(limit, account, now_s) - num_tokens
+        account.at_s = max(account.at_s, now_s)
+        account.num_requests += 1
+        account.num_tokens += num_tokens
+
+    def ended(self, tenant: str, num_tokens: int) -> None:
+        """A request that was let in is over. ValueError when the tenant has no such request."""
+        account = self._accounts.get(tenant)
+        if account is None or not account.num_requests or account.num_tokens < num_tokens:
+            raise ValueError(f"tenant {tenant!r} has no request of {num_tokens} tokens in flight")
+        account.num_requests -= 1
+        account.num_tokens -= num_tokens
+
+    def _too_fast(
+        self, limit: TenantLimit, account: _Account, num_tokens: int, now_s: float
+    ) -> TenantRefusal | None:
+        if limit.tokens_per_s is None:
+            return None
+        level = self._level(limit, account, now_s)
+        needed = min(float(num_tokens), limit.burst_tokens)
+        if level >= needed:
+            return None
+        numbers = {"level_tokens": level, "new_tokens": num_tokens, "per_s": limit.tokens_per_s}
+        wait_s = (needed - level) / limit.tokens_per_s
+        return TenantRefusal(TenantReason.RATE, wait_s, MappingProxyType(numbers))
+
+    def _level(self, limit: TenantLimit, account: _Account, now_s: float) -> float:
+        """What the bucket holds now; below 0 it owes."""
+        gained = (limit.tokens_per_s or 0.0) * max(0.0, now_s - account.at_s)
+        return min(limit.burst_tokens, account.level_tokens + gained)
+
+    def _limit(self, tenant: str) -> TenantLimit:
+        return self._limits.get(tenant, self._default)
+
+    def _sweep(self, now_s: float) -> None:
+        """Forget who has nothing in flight and owes nothing, once there are many."""
+        if len(self._accounts) < self._sweep_at:
+            return
+        for tenant, account in list(self._accounts.items()):
+            limit = self._limit(tenant)
+            owes = limit.tokens_per_s and self._level(limit, account, now_s) < limit.burst_tokens
+            if not account.num_requests and not owes:
+                del self._accounts[tenant]
+        self._sweep_at = max(self.SWEEP_ABOVE, 2 * len(self._accounts))

@@ -1,0 +1,141 @@
+"""What one scheduling decision costs: routing, placement, admission, the queue's order.
+
+Run: python tests/bench/bench_decision.py [--json FILE] [--rounds N] [--clusters N] [--instances N].
+One process on one core; each round times many decisions over different prompts, the median round
+is printed. The limit is the one that the router was built for: 50 microseconds for 4 clusters of 16
+instances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from deploy.plan.case_study import H20_PREFILL, H200_PREFILL, KV
+from scheduler.admission import AdmissionConfig, AdmissionRequest, admit
+from scheduler.instance_choice import choose_instance
+from scheduler.prediction import Prediction
+from scheduler.profiles import KvProfile, PrefillProfile
+from scheduler.queue_order import QueueOrder, WaitingJob
+from scheduler.routing import RequestShape
+from scheduler.short_term import RouteConfig, route
+from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+
+NUM_PROMPTS: Final = 500
+GOAL_US: Final = 50.0
+NUM_WAITING: Final = 1000
+
+
+def cluster(name: str, num_instances: int, draw: random.Random, *, is_local: bool) -> ClusterView:
+    """A busy cluster: every instance has a different remainder, and work waits for all of them."""
+    return ClusterView(
+        name=name,
+        prefill=PrefillProfile.of(H20_PREFILL if is_local else H200_PREFILL),
+        instances=tuple(
+            InstanceView(name=f"{name}-{i}", running_s=draw.uniform(0, 5), num_requests=1)
+            for i in range(num_instances)
+        ),
+        num_queued=8,
+        queued_s=draw.uniform(10, 40),
+        link=None if is_local else LinkView(available_bytes_per_s=12.5e9, backlog_bytes=1e8),
+        threshold_tokens=19_400,
+    )
+
+
+def decode_pool(draw: random.Random) -> DecodeView:
+    """Five instances of 20 slots, most of them busy, and as many requests on their way."""
+    return DecodeView(
+        slots_total=100,
+        slots_used=95,
+        decode_s=25.6,
+        step_s=0.025,
+        left_s=tuple(sorted(draw.uniform(0, 25.6) for _ in range(95))),
+        landing_s=tuple(sorted(draw.uniform(0, 20) for _ in range(30))),
+        kv_bytes=80e9,
+        kv_total_bytes=200e9,
+    )
+
+
+def waiting_order(draw: random.Random) -> QueueOrder[int]:
+    """A long queue of all lengths and three classes."""
+    order: QueueOrder[int] = QueueOrder()
+    for key in range(NUM_WAITING):
+        order.add(WaitingJob(key, key % 3, int(draw.lognormvariate(9.9, 1.0)), key / 100))
+    return order
+
+
+def decisions(num_clusters: int, num_instances: int) -> dict[str, Callable[[], object]]:
+    """What is timed, each a call that takes one decision."""
+    draw = random.Random(1)
+    snapshot = RegionSnapshot(
+        taken_s=0.0,
+        local=cluster("pd", num_instances, draw, is_local=True),
+        decode=decode_pool(draw),
+        prefill_clusters=tuple(
+            cluster(f"far-{i}", num_instances, draw, is_local=False)
+            for i in range(num_clusters - 1)
+        ),
+    )
+    config = RouteConfig(kv=KvProfile.of(KV, 32_000))
+    names = [c.name for c in snapshot.prefill_clusters]
+    shapes = itertools.cycle(
+        [
+            RequestShape(
+                num_prompt_tokens=min(131_072, 128 + int(draw.lognormvariate(9.9, 1.0))),
+                local_cached_tokens=draw.choice((0, 0, 4096)),
+                prefill_cached_tokens={draw.choice(names): 8192} if names else {},
+            )
+            for _ in range(NUM_PROMPTS)
+        ]
+    )
+    instances = snapshot.local.instances
+    hits = {instances[0].name: 8192}
+    request = AdmissionRequest(Prediction(queue_s=3.0, prefill_s=4.0), 5e8)
+    order = waiting_order(draw)
+    return {
+        f"route, {num_clusters} clusters x {num_instances}": lambda: route(
+            next(shapes), snapshot, config, 0.1
+        ),
+        f"choose an instance of {num_instances}": lambda: choose_instance(
+            instances, 32_000, 4.9, hits
+        ),
+        "admit by prediction": lambda: admit(request, snapshot.decode, AdmissionConfig(), 0.0),
+        f"next of {NUM_WAITING} waiting jobs": lambda: order.next(20.0),
+    }
+
+
+def microseconds(decide: Callable[[], object]) -> float:
+    """Of one decision, over as many as there are prompts."""
+    began_s = time.perf_counter()
+    for _ in range(NUM_PROMPTS):
+        decide()
+    return (time.perf_counter() - began_s) / NUM_PROMPTS * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the raw numbers here")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clusters", type=int, default=4, help="the PD cluster is one of them")
+    parser.add_argument("--instances", type=int, default=16)
+    arguments = parser.parse_args()
+    results = []
+    for name, decide in decisions(arguments.clusters, arguments.instances).items():
+        microseconds(decide)
+        found = [microseconds(decide) for _ in range(arguments.rounds)]
+        median = statistics.median(found)
+        print(f"{name:32} {median:8.1f} us   least {min(found):6.1f} us   goal {GOAL_US:.0f} us")
+        results.append({"name": name, "goal_us": GOAL_US, "microseconds": found})
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

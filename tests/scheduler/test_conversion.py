@@ -1,0 +1,211 @@
+"""One conversion: its way, every way out of it, and that a role never loses its last instance."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from scheduler.conversion import (
+    ConversionConfig,
+    ConversionWish,
+    Converter,
+    Drain,
+    Ended,
+    Outcome,
+    Phase,
+    RoleChange,
+    RoleStatus,
+    RoleView,
+    SetRole,
+    applied,
+)
+
+CONFIG = ConversionConfig(drain_limit_s=100, relabel_limit_s=10, dwell_s=50)
+TO_DECODE = ConversionWish("near", "prefill", "decode")
+VIEWS = (
+    RoleView("p0", "prefill", 4, num_requests=3),
+    RoleView("p1", "prefill", 6, num_requests=1, num_tokens=900),
+    RoleView("p2", "prefill", 0, num_requests=1, num_tokens=1000),
+    RoleView("d0", "decode"),
+    RoleView("b0", "both"),
+)
+
+
+def draining() -> Converter:
+    converter = Converter(CONFIG)
+    assert converter.start(TO_DECODE, VIEWS, 0).effects == (Drain("p1"),)
+    return converter
+
+
+def relabelling() -> Converter:
+    converter = draining()
+    assert converter.drained("p1", 20) == (SetRole("p1", RoleChange("decode", 7)),)
+    return converter
+
+
+def kinds(effects: tuple[object, ...]) -> list[str]:
+    return [type(effect).__name__ for effect in effects]
+
+
+def test_a_conversion_drains_relabels_and_dwells() -> None:
+    converter = relabelling()
+    effects = converter.relabelled("p1", 7, 21)
+    assert kinds(effects) == ["Resume", "Ended"]
+    assert effects[-1] == Ended("p1", TO_DECODE, Outcome.CONVERTED, "now decode, epoch 7")
+    assert converter.current is not None
+    assert converter.current.phase is Phase.DWELLING
+    assert converter.tick(70) == ()
+    assert converter.start(TO_DECODE, VIEWS, 70).reason == "p1 is dwelling"
+    assert converter.tick(71) == ()
+    assert converter.current is None
+
+
+def test_the_least_loaded_usable_instance_of_the_role_is_taken() -> None:
+    views = [replace(view, is_usable=view.name != "p1") for view in VIEWS]
+    start = Converter().start(TO_DECODE, views, 0)
+    assert start.effects == (Drain("p2"),)
+    assert start.reason == "p2 has the fewest requests (1) of 2"
+
+
+def test_the_last_usable_instance_of_a_role_stays() -> None:
+    start = Converter().start(ConversionWish("near", "decode", "prefill"), VIEWS, 0)
+    assert start.effects == ()
+    assert start.reason == "near has 1 usable decode instances; one must stay"
+
+
+def test_there_are_never_two_at_once() -> None:
+    converter = draining()
+    second = converter.start(TO_DECODE, VIEWS, 1)
+    assert second.effects == ()
+    assert second.reason == "p1 is draining"
+
+
+def test_a_drain_that_takes_too_long_is_given_up() -> None:
+    converter = draining()
+    assert converter.tick(99) == ()
+    effects = converter.tick(100)
+    assert kinds(effects) == ["Resume", "Ended"]
+    assert effects[-1] == Ended(
+        "p1", TO_DECODE, Outcome.TOO_SLOW, "draining for 100 s; at most 100 s"
+    )
+    assert converter.current is None
+
+
+def test_an_instance_that_dies_while_it_drains_is_given_back() -> None:
+    converter = draining()
+    assert kinds(converter.failed("p1", "engine is gone")) == ["Resume", "Ended"]
+    assert converter.current is None
+    assert converter.start(TO_DECODE, VIEWS, 1).effects
+
+
+@pytest.mark.parametrize("how", ["failed", "too slow"])
+def test_an_unknown_relabelling_is_undone_with_a_later_epoch(how: str) -> None:
+    converter = relabelling()
+    effects = converter.failed("p1", "no answer") if how == "failed" else converter.tick(30)
+    assert kinds(effects) == ["SetRole", "Resume", "Ended"]
+    assert effects[0] == SetRole("p1", RoleChange("prefill", 8))
+    assert converter.current is None
+
+
+def test_events_about_others_or_from_before_do_nothing() -> None:
+    converter = draining()
+    assert converter.drained("p2", 1) == ()
+    assert converter.failed("p2", "gone") == ()
+    assert converter.relabelled("p1", 7, 1) == ()
+    converter = relabelling()
+    assert converter.drained("p1", 21) == ()
+    assert converter.relabelled("p1", 6, 21) == ()
+    converter.relabelled("p1", 7, 22)
+    assert converter.failed("p1", "gone") == ()
+    assert Converter().tick(1) == ()
+
+
+def test_an_instance_takes_only_newer_orders() -> None:
+    status = RoleStatus("prefill", 4)
+    changed = applied(status, RoleChange("decode", 5))
+    assert changed == RoleStatus("decode", 5)
+    assert applied(changed, RoleChange("decode", 5)) == changed
+    assert applied(changed, RoleChange("prefill", 5)) is None
+    assert applied(changed, RoleChange("prefill", 4)) is None
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ValueError, match="drain_limit_s 0"):
+        ConversionConfig(drain_limit_s=0)
+
+
+class Cluster(RuleBasedStateMachine):
+    """Five instances that follow the effects; events come in any order, also lost and late.
+
+    An order does not outlive the next wish: its request has timed out long before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.converter = Converter(CONFIG)
+        self.now_s = 0.0
+        self.instances = {
+            f"i{n}": RoleStatus("prefill" if n < 3 else "decode", n) for n in range(5)
+        }
+        self.drained: set[str] = set()
+        self.orders: list[SetRole] = []
+
+    def perform(self, effects: tuple[object, ...]) -> None:
+        for effect in effects:
+            if isinstance(effect, Drain):
+                self.drained.add(effect.instance)
+            elif isinstance(effect, SetRole):
+                self.orders.append(effect)
+            elif not isinstance(effect, Ended):
+                self.drained.discard(effect.instance)  # type: ignore[attr-defined]
+
+    @rule(to_prefill=st.booleans())
+    def wish(self, to_prefill: bool) -> None:
+        if self.converter.current is None:
+            self.orders.clear()
+        roles = ("decode", "prefill") if to_prefill else ("prefill", "decode")
+        views = [RoleView(name, s.role, s.epoch) for name, s in self.instances.items()]
+        wish = ConversionWish("near", *roles)  # type: ignore[arg-type]
+        self.perform(self.converter.start(wish, views, self.now_s).effects)
+
+    @rule(name=st.sampled_from(["i0", "i1", "i2", "i3", "i4"]), event=st.integers(0, 1))
+    def event(self, name: str, event: int) -> None:
+        if event:
+            self.perform(self.converter.drained(name, self.now_s))
+        else:
+            self.perform(self.converter.failed(name, "died"))
+
+    @precondition(lambda self: self.orders)
+    @rule(first=st.booleans(), is_lost=st.booleans(), is_told=st.booleans())
+    def order_arrives(self, first: bool, is_lost: bool, is_told: bool) -> None:
+        order = self.orders.pop(0 if first else -1)
+        if is_lost:
+            return
+        status = applied(self.instances[order.instance], order.change)
+        if status is not None:
+            self.instances[order.instance] = status
+            if is_told:
+                told = self.converter.relabelled(order.instance, order.change.epoch, self.now_s)
+                self.perform(told)
+
+    @rule(spent_s=st.floats(0, 120))
+    def time_passes(self, spent_s: float) -> None:
+        self.now_s += spent_s
+        self.perform(self.converter.tick(self.now_s))
+
+    @invariant()
+    def at_most_one_is_drained_and_it_is_the_current(self) -> None:
+        current = self.converter.current
+        active = current is not None and current.phase is not Phase.DWELLING
+        assert self.drained == ({current.instance} if active and current else set())
+
+    @invariant()
+    def every_role_keeps_an_instance_that_serves(self) -> None:
+        serving = {s.role for name, s in self.instances.items() if name not in self.drained}
+        assert serving == {"prefill", "decode"}
+
+
+Cluster.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestCluster = Cluster.TestCase

@@ -1,0 +1,97 @@
+"""Placement within a cluster: cache against load, and hot prefixes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduling_cases import instances, many_instances, untimed
+
+from scheduler.instance_choice import Choice, ChoiceConfig, ChoiceReason, choose_instance
+from scheduler.views import InstanceView
+
+TOKENS, PREFILL_S = 10_000, 4.0
+
+
+def test_without_hits_the_least_loaded_takes_it() -> None:
+    found = choose_instance(instances(3.0, 1.0, 2.0), TOKENS, PREFILL_S)
+    assert (found.instance, found.reason) == ("engine-1", ChoiceReason.LEAST_LOADED)
+    assert found.numbers == {"score": -0.25, "cached_tokens": 0, "wait_s": 1.0, "instances": 3}
+    assert str(found).startswith("least_loaded; score=-0.25")
+
+
+def test_the_holder_takes_it_while_its_wait_is_worth_it() -> None:
+    found = choose_instance(instances(0.0, 2.0), TOKENS, PREFILL_S, {"engine-1": 6000})
+    assert (found.instance, found.reason) == ("engine-1", ChoiceReason.CACHED)
+    assert (found.cached_tokens, found.copy_from) == (6000, None)
+
+
+def test_a_busy_holder_loses_and_its_prefix_is_worth_a_copy() -> None:
+    found = choose_instance(instances(0.0, 9.0), TOKENS, PREFILL_S, {"engine-1": 6000})
+    assert (found.instance, found.reason) == ("engine-0", ChoiceReason.HOLDER_BUSY)
+    assert (found.copy_from, found.copy_tokens) == ("engine-1", 6000)
+    assert found.numbers["holder_wait_s"] == 9.0
+    assert found.numbers["holder_score"] == pytest.approx(0.75 - 2.25)
+
+
+@pytest.mark.parametrize("own", [5500, 4001])
+def test_a_little_more_is_not_worth_a_copy(own: int) -> None:
+    hits = {"engine-0": own, "engine-1": 6000}
+    found = choose_instance(instances(0.0, 9.0), TOKENS, PREFILL_S, hits)
+    assert found.reason is ChoiceReason.HOLDER_BUSY
+    assert (found.copy_from, found.copy_tokens) == (None, 0)
+
+
+def test_a_greater_weight_waits_longer_for_the_cache() -> None:
+    views, hits = instances(0.0, 2.8), {"engine-1": 6000}
+    assert choose_instance(views, TOKENS, PREFILL_S, hits).instance == "engine-1"
+    light = ChoiceConfig(match_weight=1.0)
+    assert choose_instance(views, TOKENS, PREFILL_S, hits, light).instance == "engine-0"
+
+
+def test_prefixes_are_known_by_node_too() -> None:
+    views = (InstanceView(name="a", node="n1"), InstanceView(name="b", node="n2"))
+    assert choose_instance(views, TOKENS, PREFILL_S, {"n2": 5000}).instance == "b"
+
+
+def test_ties_go_to_the_fewest_requests_then_by_name() -> None:
+    views = (
+        InstanceView(name="c", num_requests=1),
+        InstanceView(name="b", num_requests=0),
+        InstanceView(name="a", num_requests=0),
+    )
+    assert choose_instance(views, TOKENS, PREFILL_S).instance == "a"
+
+
+def test_nobody_is_there() -> None:
+    views = instances(0.0, is_usable=False)
+    assert choose_instance(views, TOKENS, PREFILL_S) == Choice(
+        None, ChoiceReason.NO_INSTANCE, numbers={"instances": 1}
+    )
+
+
+def test_weights_that_cannot_be_meant() -> None:
+    with pytest.raises(ValueError, match="match_weight must not be negative"):
+        ChoiceConfig(match_weight=-1)
+
+
+@untimed
+@given(
+    many_instances,
+    st.integers(0, 10**6),
+    st.floats(0, 100),
+    st.dictionaries(st.sampled_from(["a", "b", "d"]), st.integers(0, 10**6)),
+)
+def test_whatever_is_chosen_is_usable_and_no_other_beats_it(
+    views: tuple[InstanceView, ...], num_tokens: int, prefill_s: float, hits: dict[str, int]
+) -> None:
+    found = choose_instance(views, num_tokens, prefill_s, hits)
+    usable = [view for view in views if view.is_usable]
+    assert (found.instance is None) == (not usable)
+    if found.instance is None:
+        return
+    weight = ChoiceConfig().match_weight
+    for other in usable:
+        share = min(hits.get(other.name, 0), num_tokens) / max(1, num_tokens)
+        score = weight * share - other.wait_s / max(prefill_s, 1e-9)
+        assert found.numbers["score"] >= score
+    if found.copy_from is not None:
+        assert found.copy_tokens >= 1024

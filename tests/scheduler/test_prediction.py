@@ -1,0 +1,280 @@
+"""Predicted times: each part by hand, monotonicity over random regions, and learning."""
+
+import math
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduling_cases import (
+    FAST,
+    GOOD_LINK,
+    IDLE_DECODE,
+    SLOW,
+    clusters,
+    decode_views,
+    far,
+    instances,
+    near,
+    seconds,
+    untimed,
+)
+
+from deploy.plan.case_study import H200_PREFILL, KV
+from scheduler.curves import interpolate
+from scheduler.prediction import (
+    OverheadMeter,
+    Prediction,
+    PrefillTask,
+    ProfileCorrection,
+    predict,
+    queue_wait_s,
+    slot_wait_s,
+    transfer_tail_s,
+)
+from scheduler.profiles import KvProfile, PrefillProfile
+from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+
+CLOSE = 1 + 1e-9
+"""What sums in another order may differ by."""
+
+
+def test_a_profile_gives_the_curve_and_saves_what_is_cached_but_not_the_fixed_part() -> None:
+    profile = PrefillProfile.of(H200_PREFILL)
+    assert profile.prefill_s(32_000) == pytest.approx(float(H200_PREFILL(32_000)))
+    cached = float(H200_PREFILL(32_000) - H200_PREFILL(24_000) + H200_PREFILL(0))
+    assert profile.prefill_s(32_000, 24_000) == pytest.approx(cached)
+    assert profile.prefill_s(100, 200) == pytest.approx(float(H200_PREFILL(0)))
+    assert profile.corrected(2.0, 0.5).prefill_s(8000) == pytest.approx(
+        2 * float(H200_PREFILL(8000)) + 0.5
+    )
+
+
+def test_a_profile_of_measured_points_has_all_their_pieces() -> None:
+    curve = interpolate([(1000, 1.0), (2000, 3.0), (4000, 5.0)]).curve
+    profile = PrefillProfile.of(curve)
+    for tokens in (10, 1000, 1500, 2000, 3999, 9000):
+        assert profile.prefill_s(tokens) == pytest.approx(float(curve(tokens)))
+    assert profile.corrected(3.0).curve()(1500) == pytest.approx(3 * float(curve(1500)))
+
+
+def test_profiles_refuse_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="pieces"):
+        PrefillProfile((0.0,), ())
+    with pytest.raises(ValueError, match="factor 0"):
+        FAST.corrected(0.0)
+    with pytest.raises(ValueError, match="must not be negative"):
+        KvProfile(-1.0, 1.0)
+
+
+def test_kv_bytes_follow_the_planners_curve() -> None:
+    kv = KvProfile.of(KV, 32_000)
+    assert kv.size_bytes(32_000) == pytest.approx(float(KV.size(32_000)))
+    assert kv.token_part_bytes(1000) == pytest.approx(17_280_000)
+
+
+@pytest.mark.parametrize(
+    ("queued_s", "free_s", "expected_s"),
+    [
+        (0.0, (), math.inf),
+        (0.0, (0.0, 5.0), 0.0),
+        (0.0, (2.0, 5.0), 2.0),
+        (3.0, (2.0, 5.0), 5.0),
+        (5.0, (2.0, 5.0), 6.0),
+        (6.0, (0.0, 0.0, 100.0), 3.0),
+        (4.0, (1.0,), 5.0),
+    ],
+)
+def test_queued_work_is_poured_over_the_instances(
+    queued_s: float, free_s: tuple[float, ...], expected_s: float
+) -> None:
+    assert queue_wait_s(queued_s, free_s) == pytest.approx(expected_s)
+
+
+def test_only_usable_instances_count() -> None:
+    usable = instances(4.0, name="a")
+    cluster = near(instances=usable + instances(0.0, name="b", is_usable=False))
+    assert cluster.free_s == (4.0,)
+
+
+def test_a_fast_link_leaves_the_fixed_bytes_and_a_slow_one_most() -> None:
+    task = PrefillTask(1000, token_bytes=1e9, fixed_bytes=1e8)
+    fast = LinkView(available_bytes_per_s=1e9, rtt_s=0.1)
+    assert transfer_tail_s(fast, 0.0, 2.0, task) == pytest.approx(0.1 + 0.05)
+    slow = LinkView(available_bytes_per_s=1e8)
+    assert transfer_tail_s(slow, 0.0, 2.0, task) == pytest.approx((1e9 - 2e8 + 1e8) / 1e8)
+
+
+def test_a_backlog_drains_while_the_request_waits() -> None:
+    task = PrefillTask(1000, token_bytes=0.0, fixed_bytes=0.0)
+    link = LinkView(available_bytes_per_s=1e8, backlog_bytes=5e8)
+    assert transfer_tail_s(link, 0.0, 1.0, task) == pytest.approx(4.0)
+    assert transfer_tail_s(link, 3.0, 1.0, task) == pytest.approx(1.0)
+    assert transfer_tail_s(link, 9.0, 1.0, task) == 0.0
+    fed = replace(link, inflow_bytes_per_s=1e8)
+    assert transfer_tail_s(fed, 9.0, 1.0, task) == pytest.approx(5.0)
+
+
+def test_links_without_a_rate() -> None:
+    task = PrefillTask(1000, token_bytes=1e9)
+    assert transfer_tail_s(LinkView(rtt_s=0.1), 0.0, 1.0, task) == pytest.approx(0.05)
+    assert transfer_tail_s(LinkView(available_bytes_per_s=0.0), 0.0, 1.0, task) == math.inf
+
+
+def test_a_slot_is_waited_for_only_when_all_are_taken_by_then() -> None:
+    full = DecodeView(
+        slots_total=2, slots_used=2, decode_s=10.0, left_s=(3.0, 8.0), landing_s=(1.0,)
+    )
+    assert slot_wait_s(replace(full, landing_s=()), 0.0) == 3.0
+    assert slot_wait_s(replace(full, landing_s=()), 2.0) == 1.0
+    assert slot_wait_s(full, 0.5) == 2.5
+    assert slot_wait_s(full, 2.0) == 6.0
+    assert slot_wait_s(full, 9.0) == 0.0
+    assert slot_wait_s(replace(full, num_waiting=1), 2.0) == pytest.approx(15.0 - 2.0)
+    assert slot_wait_s(DecodeView(slots_total=0), 1.0) == math.inf
+
+
+def test_decodes_of_unknown_age_are_spread_evenly() -> None:
+    full = DecodeView(slots_total=4, slots_used=4, decode_s=8.0)
+    assert slot_wait_s(full, 0.0) == 2.0
+    assert slot_wait_s(replace(full, num_waiting=2), 1.0) == 5.0
+
+
+def test_the_parts_add_up() -> None:
+    cluster = far(queued_s=3.0, instances=instances(1.0, 1.0), link=GOOD_LINK)
+    task = PrefillTask(10_000, 2000, token_bytes=1e7, fixed_bytes=1e6, move_s=4.0)
+    found = predict(task, cluster, IDLE_DECODE, 0.25)
+    assert found == Prediction(2.5, 1.5, pytest.approx(1.3), 0.001, 0.0, 0.025, 0.25)
+    assert found.prefill_end_s == pytest.approx(5.3)
+    assert found.landed_s == pytest.approx(5.301)
+    assert found.ttft_s == pytest.approx(5.576)
+
+
+tasks = st.builds(
+    PrefillTask,
+    num_tokens=st.integers(0, 10**6),
+    cached_tokens=st.integers(0, 10**6),
+    token_bytes=st.floats(0, 1e11),
+    fixed_bytes=st.floats(0, 1e9),
+    move_s=seconds,
+)
+
+
+def ttft_s(task: PrefillTask, cluster: ClusterView, decode: DecodeView) -> float:
+    return predict(task, cluster, decode).ttft_s
+
+
+@untimed
+@given(tasks, clusters("x", is_far=True), decode_views(), st.floats(0.01, 1))
+def test_a_slower_link_never_makes_a_prediction_earlier(
+    task: PrefillTask, cluster: ClusterView, decode: DecodeView, share: float
+) -> None:
+    link = cluster.link
+    if link is None or link.available_bytes_per_s is None:
+        return
+    slower = replace(link, available_bytes_per_s=link.available_bytes_per_s * share)
+    before_s = ttft_s(task, cluster, decode)
+    assert ttft_s(task, replace(cluster, link=slower), decode) * CLOSE >= before_s
+
+
+@untimed
+@given(tasks, clusters("x", is_far=True), decode_views(), seconds, st.integers(0, 5))
+def test_more_work_ahead_never_shortens_a_prediction(
+    task: PrefillTask, cluster: ClusterView, decode: DecodeView, more_s: float, which: int
+) -> None:
+    before_s = ttft_s(task, cluster, decode)
+    queued = replace(cluster, queued_s=cluster.queued_s + more_s)
+    assert ttft_s(task, queued, decode) * CLOSE >= before_s
+    busier: list[InstanceView] = list(cluster.instances)
+    if busier:
+        at = which % len(busier)
+        busier[at] = replace(busier[at], running_s=busier[at].running_s + more_s)
+        assert ttft_s(task, replace(cluster, instances=tuple(busier)), decode) * CLOSE >= before_s
+    slower = replace(cluster, prefill=cluster.prefill.corrected(1 + more_s / 100))
+    assert ttft_s(task, slower, decode) * CLOSE >= before_s
+    if cluster.link is not None:
+        fuller = replace(cluster.link, backlog_bytes=cluster.link.backlog_bytes + more_s * 1e6)
+        assert ttft_s(task, replace(cluster, link=fuller), decode) * CLOSE >= before_s
+
+
+@untimed
+@given(tasks, clusters("x", is_far=True), decode_views(), seconds)
+def test_a_fuller_decode_pool_never_shortens_a_prediction(
+    task: PrefillTask, cluster: ClusterView, decode: DecodeView, left_s: float
+) -> None:
+    before_s = ttft_s(task, cluster, decode)
+    waiting = replace(decode, num_waiting=decode.num_waiting + 1)
+    landing = replace(decode, landing_s=tuple(sorted((*decode.landing_s, left_s))))
+    running = replace(
+        decode,
+        slots_used=decode.slots_used + 1,
+        left_s=None if decode.left_s is None else tuple(sorted((*decode.left_s, left_s))),
+    )
+    for fuller in (waiting, landing, running):
+        assert ttft_s(task, cluster, fuller) * CLOSE >= before_s
+
+
+def test_corrections_bring_the_median_error_down() -> None:
+    draw = random.Random(1)
+    correction = ProfileCorrection()
+    errors: list[float] = []
+    for _ in range(200):
+        tokens = int(draw.lognormvariate(9.5, 1.0))
+        measured_s = 1.6 * SLOW.prefill_s(tokens) * draw.lognormvariate(0, 0.1)
+        predicted_s = SLOW.corrected(correction.factor).prefill_s(tokens)
+        errors.append(abs(predicted_s / measured_s - 1))
+        correction.observe(SLOW.prefill_s(tokens), measured_s)
+    assert statistics.median(errors[:1]) > 0.3
+    assert statistics.median(errors[100:]) < 0.1
+    assert correction.factor == pytest.approx(1.6, rel=0.05)
+    assert correction.num_seen == 200
+
+
+def test_one_stall_teaches_little_and_the_factor_is_bounded() -> None:
+    correction = ProfileCorrection(gain=0.1, bounds=(0.5, 4.0))
+    for _ in range(50):
+        correction.observe(1.0, 1.0)
+    correction.observe(1.0, 600.0)
+    assert correction.factor < 1.1
+    for _ in range(500):
+        correction.observe(1.0, 600.0)
+    assert correction.factor == pytest.approx(4.0)
+    for nonsense in (0.0, -1.0, math.inf, math.nan):
+        correction.observe(1.0, nonsense)
+        correction.observe(nonsense, 1.0)
+    assert correction.num_seen == 551
+
+
+def test_overheads_are_what_predictions_leave_out() -> None:
+    meter = OverheadMeter()
+    assert meter.seconds == 0.0
+    for _ in range(100):
+        meter.observe(2.0, 2.3)
+    assert meter.seconds == pytest.approx(0.3)
+    meter.observe(2.0, 100.0)
+    assert meter.seconds < 0.36
+    for _ in range(200):
+        meter.observe(2.0, 1.0)
+    assert meter.seconds == 0.0
+
+
+def test_meters_refuse_settings_that_cannot_be_meant() -> None:
+    with pytest.raises(ValueError, match="gain 0"):
+        ProfileCorrection(gain=0)
+    with pytest.raises(ValueError, match="gain 2"):
+        OverheadMeter(gain=2)
+
+
+def test_views_refuse_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"backlog_bytes is -1\.0"):
+        LinkView(backlog_bytes=-1.0)
+    with pytest.raises(ValueError, match="available_bytes_per_s is nan"):
+        LinkView(available_bytes_per_s=math.nan)
+    with pytest.raises(ValueError, match="running_s is -1"):
+        InstanceView(name="a", running_s=-1)
+    with pytest.raises(ValueError, match="1 times for 2 used slots"):
+        DecodeView(slots_total=2, slots_used=2, left_s=(1.0,))
+    with pytest.raises(ValueError, match="one name: far, far"):
+        RegionSnapshot(taken_s=0, local=near(), decode=IDLE_DECODE, prefill_clusters=(far(), far()))

@@ -1,0 +1,159 @@
+"""Regions for the tests of the scheduler's decisions: built by hand, and drawn at random."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from scheduler.profiles import KvProfile, PrefillProfile
+from scheduler.route_candidates import RouteConfig
+from scheduler.routing import RequestShape
+from scheduler.views import (
+    ClusterView,
+    DecodeView,
+    InstanceView,
+    LinkCondition,
+    LinkView,
+    RegionSnapshot,
+)
+
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Examples take milliseconds; a limit would measure what else the machine does."""
+
+FAST = PrefillProfile((0.0,), ((0.5, 1e-4, 0.0),))
+SLOW = PrefillProfile((0.0,), ((0.5, 2e-4, 0.0),))
+KV = KvProfile(fixed_bytes=1e6, token_bytes=1000.0)
+CONFIG = RouteConfig(kv=KV)
+IDLE_DECODE = DecodeView(slots_total=20, decode_s=10.0, step_s=0.025)
+GOOD_LINK = LinkView(available_bytes_per_s=1e9)
+
+
+def instances(
+    *running_s: float, name: str = "engine", is_usable: bool = True
+) -> tuple[InstanceView, ...]:
+    return tuple(
+        InstanceView(name=f"{name}-{i}", running_s=left_s, is_usable=is_usable)
+        for i, left_s in enumerate(running_s)
+    )
+
+
+def far(name: str = "far", link: LinkView | None = GOOD_LINK, **fields: object) -> ClusterView:
+    """A prefill cluster of two idle instances, t at 10,000 tokens."""
+    given: dict[str, object] = {
+        "prefill": FAST,
+        "instances": instances(0.0, 0.0, name=name),
+        "threshold_tokens": 10_000,
+    }
+    return ClusterView(name=name, link=link, **(given | fields))  # type: ignore[arg-type]
+
+
+def near(**fields: object) -> ClusterView:
+    """The PD cluster's prefill instances: two, idle."""
+    given: dict[str, object] = {"prefill": SLOW, "instances": instances(0.0, 0.0, name="pd")}
+    return ClusterView(name="pd", **(given | fields))  # type: ignore[arg-type]
+
+
+def region(
+    *clusters: ClusterView,
+    local: ClusterView | None = None,
+    decode: DecodeView = IDLE_DECODE,
+    **fields: object,
+) -> RegionSnapshot:
+    return RegionSnapshot(
+        taken_s=0.0,
+        local=local or near(),
+        decode=decode,
+        prefill_clusters=clusters,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def prompt(num_tokens: int, **fields: object) -> RequestShape:
+    return RequestShape(num_prompt_tokens=num_tokens, **fields)  # type: ignore[arg-type]
+
+
+seconds = st.floats(0, 1000)
+nbytes = st.floats(0, 1e12)
+rates = st.one_of(st.just(0.0), st.floats(1.0, 1e11))
+
+links = st.builds(
+    LinkView,
+    state=st.sampled_from(LinkCondition),
+    available_bytes_per_s=st.one_of(st.none(), rates),
+    rtt_s=st.floats(0, 1),
+    backlog_bytes=nbytes,
+    inflow_bytes_per_s=rates,
+    age_s=st.floats(0, 10),
+)
+
+many_instances = st.lists(
+    st.builds(
+        InstanceView,
+        name=st.sampled_from(["a", "b", "c"]),
+        is_usable=st.booleans(),
+        queued_s=seconds,
+        running_s=seconds,
+        num_requests=st.integers(0, 9),
+    ),
+    max_size=4,
+).map(tuple)
+
+
+@st.composite
+def decode_views(draw: st.DrawFn) -> DecodeView:
+    """Any pool, with or without knowledge of when its decodes end."""
+    used = draw(st.integers(0, 8))
+    times = st.lists(seconds, min_size=used, max_size=used).map(lambda t: tuple(sorted(t)))
+    return DecodeView(
+        slots_total=draw(st.integers(0, 8)),
+        slots_used=used,
+        num_waiting=draw(st.integers(0, 5)),
+        decode_s=draw(seconds),
+        step_s=draw(st.floats(0, 1)),
+        left_s=draw(st.one_of(st.none(), times)),
+        landing_s=tuple(sorted(draw(st.lists(seconds, max_size=6)))),
+        kv_bytes=draw(nbytes),
+        kv_total_bytes=draw(st.one_of(st.none(), nbytes)),
+        landing_kv_bytes=draw(nbytes),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn, name: str, *, is_far: bool) -> ClusterView:
+    link = st.one_of(st.none(), links)
+    return ClusterView(
+        name=name,
+        prefill=draw(st.sampled_from([FAST, SLOW])),
+        instances=draw(many_instances),
+        is_healthy=draw(st.booleans()),
+        num_queued=draw(st.integers(0, 5)),
+        max_queued=draw(st.one_of(st.none(), st.integers(0, 5))),
+        queued_s=draw(seconds),
+        link=draw(link) if is_far else None,
+        link_back=draw(link) if is_far else None,
+        threshold_tokens=draw(st.floats(0, 1e6)),
+    )
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> RegionSnapshot:
+    names = ["x", "y", "z"][: draw(st.integers(0, 3))]
+    return RegionSnapshot(
+        taken_s=0.0,
+        local=draw(clusters("pd", is_far=False)),
+        decode=draw(decode_views()),
+        prefill_clusters=tuple(draw(clusters(name, is_far=True)) for name in names),
+        engines=draw(st.one_of(st.none(), clusters("pd", is_far=False))),
+        landing_free_bytes=draw(st.one_of(st.none(), st.integers(0, 10**10))),
+    )
+
+
+shapes = st.builds(
+    RequestShape,
+    num_prompt_tokens=st.integers(0, 10**6),
+    transfer_bytes=st.one_of(st.none(), st.integers(0, 10**10)),
+    local_cached_tokens=st.integers(0, 10**6),
+    prefill_cached_tokens=st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 10**6)),
+    landing_cached_tokens=st.integers(0, 10**6),
+    num_choices=st.sampled_from([1, 1, 1, 2]),
+)
