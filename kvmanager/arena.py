@@ -5,8 +5,14 @@ It does not know which blocks are in use or by whom, nor what their bytes mean.
 The agent creates the file and holds an exclusive `flock` on it for as long as it lives, so that a
 later agent can tell a file in use from one left behind by a killed agent. Engines open the file by
 path and map it read-write without the lock. An unlinked arena stays valid for whoever still maps
-it; a new agent always makes a new file under a new epoch, so late writes of an engine that has not
-noticed yet land in memory that nobody reads.
+it.
+
+Every life of an agent has an epoch of its own. Without a name, an agent also makes a file of its
+own, so late writes of an engine that has not noticed yet land in memory that nobody reads. A named
+arena outlives its agent, however that ended, and the next agent of that name adopts the file with
+its bytes. Late writes can then reach memory in use: who adopts must leave alone for a while what
+the former life may have handed out. Beside it lies the index of its bytes, under the same name;
+it goes whenever the arena goes.
 """
 
 from __future__ import annotations
@@ -15,8 +21,9 @@ import contextlib
 import fcntl
 import mmap
 import os
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +32,10 @@ from kvmanager.blocks import BlockTable
 DEFAULT_BLOCK_BYTES: Final = 64 << 10
 
 _PREFIX: Final = "prfaas-"
+_KEPT_PREFIX: Final = "prfaas-kept-"
 _SUFFIX: Final = ".arena"
+_INDEX_SUFFIXES: Final = (".index", ".index.new", ".used")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 
 
 class ArenaError(Exception):
@@ -33,14 +43,16 @@ class ArenaError(Exception):
 
 
 class Arena:
-    """A mapped arena. Made by `create` (the agent) or `attach` (an engine).
+    """A mapped arena. Made by `create` or `adopt` (the agent) or `attach` (an engine).
 
     `memory` is the whole arena as one writable memoryview: what a GPU host registers as pinned.
     """
 
-    def __init__(self, path: Path, block_bytes: int, mapping: mmap.mmap, lock_fd: int) -> None:
+    def __init__(
+        self, path: Path, block_bytes: int, mapping: mmap.mmap, lock_fd: int, epoch: str
+    ) -> None:
         self.path = path
-        self.epoch = path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+        self.epoch = epoch
         self.block_bytes = block_bytes
         self.nbytes = len(mapping)
         self.num_blocks = self.nbytes // block_bytes
@@ -55,21 +67,20 @@ class Arena:
         num_blocks: int,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         *,
+        name: str | None = None,
         prefault: bool = True,
     ) -> Arena:
         """Make a new arena file with a fresh epoch; raises ArenaError.
 
-        With `prefault` every page is allocated and mapped now, which takes about a third of a
-        second for each GiB and moves running out of memory from a later SIGBUS to an error here.
+        With a `name` it can be adopted later, and takes the place of what a dead agent left under
+        that name. With `prefault` every page is allocated and mapped now, which takes about a third
+        of a second for each GiB and moves running out of memory from a later SIGBUS to an error
+        here.
         """
-        if num_blocks < 1 or block_bytes < mmap.PAGESIZE or block_bytes % mmap.PAGESIZE:
-            raise ArenaError(
-                f"an arena of {num_blocks} blocks of {block_bytes} bytes: at least one block, "
-                f"each a multiple of the page size {mmap.PAGESIZE}"
-            )
-        nbytes = num_blocks * block_bytes
+        nbytes = _arena_bytes(num_blocks, block_bytes)
+        wanted = None if name is None else _kept_path(directory, name)
         try:
-            path, fd = _create_locked(directory)
+            path, fd = _create_locked(directory) if wanted is None else _replace_locked(wanted)
         except OSError as error:
             raise ArenaError(f"cannot make an arena in {directory}: {error}") from error
         try:
@@ -78,11 +89,59 @@ class Arena:
             path.unlink(missing_ok=True)
             os.close(fd)
             raise ArenaError(f"cannot make an arena of {nbytes} bytes: {error}") from error
-        return cls(path, block_bytes, mapping, fd)
+        if name is None:
+            return cls(path, block_bytes, mapping, fd, _token_of(path))
+        return cls(path, block_bytes, mapping, fd, _new_token())
 
     @classmethod
-    def attach(cls, path: Path, nbytes: int, block_bytes: int) -> Arena:
-        """Map the arena that another process made; raises ArenaError."""
+    def adopt(
+        cls,
+        directory: Path,
+        name: str,
+        num_blocks: int,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+        *,
+        prefault: bool = True,
+    ) -> Arena | None:
+        """Take over the arena that a dead agent left under `name`, under a fresh epoch.
+
+        None when there is none, or one of another size: `create` replaces it. Raises ArenaError
+        when its agent lives.
+        """
+        nbytes = _arena_bytes(num_blocks, block_bytes)
+        path = _kept_path(directory, name)
+        fd = -1
+        try:
+            fd = _lock_existing(path)
+            if fd < 0:
+                return None
+            if os.fstat(fd).st_size != nbytes:
+                os.close(fd)
+                return None
+            mapping = _allocate(fd, directory, nbytes, prefault=prefault)
+        except (OSError, ArenaError) as error:
+            if fd >= 0:
+                os.close(fd)
+            raise ArenaError(f"cannot take over the arena {path}: {error}") from error
+        return cls(path, block_bytes, mapping, fd, _new_token())
+
+    @staticmethod
+    def discard(directory: Path, name: str) -> list[Path]:
+        """Remove the arena of that name and its index, unless an agent holds them; what was
+        removed. Raises ArenaError for what cannot be a name.
+        """
+        path = _kept_path(directory, name)
+        try:
+            return [*_remove_locked(path), *_remove_all(_index_paths(path))]
+        except (OSError, ArenaError):  # another user's, or in use
+            return []
+
+    @classmethod
+    def attach(cls, path: Path, nbytes: int, block_bytes: int, *, epoch: str) -> Arena:
+        """Map the arena that another process made, which calls its life `epoch`; raises ArenaError.
+
+        Nothing in the file says whose life it is: the agent does, in its Welcome.
+        """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -90,7 +149,7 @@ class Arena:
         try:
             if os.fstat(fd).st_size != nbytes or nbytes < 1 or block_bytes < 1:
                 raise ArenaError(f"the arena {path} has {os.fstat(fd).st_size} bytes, not {nbytes}")
-            return cls(path, block_bytes, mmap.mmap(fd, nbytes), -1)
+            return cls(path, block_bytes, mmap.mmap(fd, nbytes), -1, epoch)
         except (OSError, ValueError) as error:
             raise ArenaError(f"cannot map the arena {path}: {error}") from error
         finally:
@@ -100,13 +159,22 @@ class Arena:
         """The logical bytes of a transfer; raises ValueError for runs that are not in the arena."""
         return ArenaSpace(self, runs, nbytes)
 
-    def close(self) -> None:
-        """Unlink the file if we made it, and unmap it. Idempotent.
+    @property
+    def index_path(self) -> Path | None:
+        """Where the index of this arena's bytes belongs; None where they are not kept."""
+        return _index_paths(self.path)[0] if self.path.name.startswith(_KEPT_PREFIX) else None
 
-        Memory that still has views outside stays mapped until the last of them is gone.
+    def close(self, *, keep: bool = False) -> None:
+        """Unlink the file if we are its agent, and unmap it. Idempotent.
+
+        `keep`: leave it to be adopted, where it has a name. Memory that still has views outside
+        stays mapped until the last of them is gone.
         """
         if self._lock_fd >= 0:
-            self.path.unlink(missing_ok=True)
+            if self.index_path is None:
+                _remove_all([self.path])
+            elif not keep:
+                _remove_all([self.path, *_index_paths(self.path)])
             os.close(self._lock_fd)
             self._lock_fd = -1
         with contextlib.suppress(BufferError):
@@ -135,9 +203,11 @@ class ArenaSpace:
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Remove the arenas in `directory` whose agent is dead; what was removed."""
+    """Remove the nameless arenas in `directory` whose agent is dead; what was removed."""
     removed = []
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
+        if path.name.startswith(_KEPT_PREFIX):
+            continue
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # gone meanwhile, or another user's
@@ -153,21 +223,116 @@ def remove_stale(directory: Path) -> list[Path]:
     return removed
 
 
+def _arena_bytes(num_blocks: int, block_bytes: int) -> int:
+    if num_blocks < 1 or block_bytes < mmap.PAGESIZE or block_bytes % mmap.PAGESIZE:
+        raise ArenaError(
+            f"an arena of {num_blocks} blocks of {block_bytes} bytes: at least one block, "
+            f"each a multiple of the page size {mmap.PAGESIZE}"
+        )
+    return num_blocks * block_bytes
+
+
+def _new_token() -> str:
+    return secrets.token_hex(8)
+
+
+def _token_of(path: Path) -> str:
+    return path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+
+
+def _kept_path(directory: Path, name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise ArenaError(
+            f"{name!r} cannot name an arena: letters, digits, '.', '-' and '_', at most 100, "
+            "the first a letter or digit"
+        )
+    return directory / f"{_KEPT_PREFIX}{name}{_SUFFIX}"
+
+
+def _index_paths(path: Path) -> list[Path]:
+    """The index of the arena at `path`, and what an interrupted rewrite of it leaves."""
+    return [path.with_name(path.name.removesuffix(_SUFFIX) + suffix) for suffix in _INDEX_SUFFIXES]
+
+
+def _remove_all(paths: Iterable[Path]) -> list[Path]:
+    """Remove those that are there; which they were."""
+    removed = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            removed.append(path)
+    return removed
+
+
+def _remove_locked(path: Path) -> list[Path]:
+    """Remove the arena at `path`, if there is one; ArenaError when its agent lives."""
+    fd = _lock_existing(path)
+    if fd < 0:
+        return []
+    try:
+        return _remove_all([path])
+    finally:
+        os.close(fd)
+
+
 def _create_locked(directory: Path) -> tuple[Path, int]:
     """A new empty file that we hold the lock of, also against a `remove_stale` that runs now."""
     while True:
-        path = directory / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        path = directory / f"{_PREFIX}{_new_token()}{_SUFFIX}"
+        fd = _open_new(path)
         if os.fstat(fd).st_nlink:
             return path, fd
         os.close(fd)  # somebody took the lock first and removed the file
 
 
+def _replace_locked(path: Path) -> tuple[Path, int]:
+    """The same under a given name, in place of what a dead agent left there.
+
+    Always a new file: engines of the former life may still write into the old one. Raises
+    ArenaError when its agent lives.
+    """
+    while True:
+        _remove_locked(path)
+        try:
+            fd = _open_new(path)
+        except FileExistsError:  # another agent of this name starts at the same time
+            continue
+        if os.fstat(fd).st_nlink:
+            _remove_all(_index_paths(path))
+            return path, fd
+        os.close(fd)
+
+
+def _open_new(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def _lock_existing(path: Path) -> int:
+    """The locked file at `path`, -1 when there is none. Raises ArenaError when its agent lives."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return -1
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ArenaError(
+            f"the arena {path} belongs to an agent that runs: stop it, or use another name"
+        ) from None
+    if os.fstat(fd).st_nlink:
+        return fd
+    os.close(fd)  # removed before we had the lock
+    return -1
+
+
 def _allocate(fd: int, directory: Path, nbytes: int, *, prefault: bool) -> mmap.mmap:
     stats = os.statvfs(directory)
     available = stats.f_bavail * stats.f_frsize
-    if available < nbytes:
+    missing = nbytes - os.fstat(fd).st_blocks * 512  # an adopted file has its bytes already
+    if available < missing:
         raise ArenaError(
             f"{directory} has {available} bytes left; make the arena smaller or the file system "
             "larger (containers: --shm-size)"

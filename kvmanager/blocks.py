@@ -76,6 +76,23 @@ class BlockAllocator:
             taken.append(piece)
         return sorted(taken)
 
+    def take(self, runs: Iterable[Run]) -> None:
+        """Take exactly these blocks; raises ValueError and takes nothing if any is not free."""
+        wanted = sorted(runs)
+        previous_end = 0
+        for run in wanted:
+            if run.length < 1 or run.first < previous_end or self._free_run_around(run) is None:
+                raise ValueError(f"cannot take {run}: some of it is not free, or twice in one call")
+            previous_end = run.end
+        for run in wanted:
+            around = self._free_run_around(run)
+            assert around is not None
+            self._take(around, around.length)
+            if around.first < run.first:
+                self._give(Run(around.first, run.first - around.first))
+            if run.end < around.end:
+                self._give(Run(run.end, around.end - run.end))
+
     def free(self, runs: Iterable[Run]) -> None:
         """Give blocks back. Raises ValueError for a block that is free already or not ours."""
         wanted = sorted(runs)
@@ -110,6 +127,14 @@ class BlockAllocator:
             self._counts[run.first + num_blocks] = run.length - num_blocks
         self._num_free -= num_blocks
         return Run(run.first, num_blocks)
+
+    def _free_run_around(self, run: Run) -> Run | None:
+        index = bisect_right(self._starts, run.first) - 1
+        if index < 0:
+            return None
+        start = self._starts[index]
+        around = Run(start, self._counts[start])
+        return around if run.end <= around.end else None
 
     def _overlaps_free(self, run: Run) -> bool:
         index = bisect_left(self._starts, run.first)

@@ -6,17 +6,22 @@ A record is taken with the transport as its first holder, since sockets write in
 read from an outbox. Engines are added while they may touch the memory. Blocks go back to the
 allocator when the transfer is `over` and no holder is left. An engine that does not answer is
 dropped as a holder when its process is gone, or some time after the end: by then a copy under way
-has finished. The transport is never dropped by time, it always answers.
+has finished. The transport and the prefix cache's copies are never dropped by time, they always
+answer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from kvmanager.blocks import BlockAllocator, Run
 
-TRANSPORT = -1
+TRANSPORT: Final = -1
 """The holder that stands for the transport's threads; engines are connection ids from 0 up."""
+PROMOTION: Final = -2
+"""The holder that stands for copying what landed into the prefix cache."""
+_OURS: Final = frozenset({TRANSPORT, PROMOTION})
 
 
 class Kind(StrEnum):
@@ -38,10 +43,23 @@ class _Record:
 
 
 class Custody:
-    """The blocks of all transfers of one arena. Single-threaded; time is an argument."""
+    """The blocks of all transfers of one arena. Single-threaded; time is an argument.
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    `make_room(num_blocks)` is called when fewer blocks are free than a transfer needs: whoever else
+    has blocks of the arena may give some back. `on_freed(key)` is told when nobody touches a
+    transfer's memory any more.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        make_room: Callable[[int], object] | None = None,
+        on_freed: Callable[[Key], object] | None = None,
+    ) -> None:
         self._allocator = allocator
+        self._make_room = make_room
+        self._on_freed = on_freed
         self._records: dict[Key, _Record] = {}
         self._num_blocks = dict.fromkeys(Kind, 0)
 
@@ -56,6 +74,8 @@ class Custody:
         """Blocks for a new transfer, held by the transport. Raises OutOfBlocks."""
         if key in self._records:
             raise ValueError(f"{key} has blocks already")
+        if num_blocks > self._allocator.num_free and self._make_room is not None:
+            self._make_room(num_blocks)
         runs = self._allocator.allocate(num_blocks)
         self._records[key] = _Record(runs, num_blocks)
         self._num_blocks[key[0]] += num_blocks
@@ -76,7 +96,7 @@ class Custody:
         """No engine touches the memory any more, by the rules of the protocol."""
         record = self._records.get(key)
         if record is not None:
-            record.holders &= {TRANSPORT}
+            record.holders &= _OURS
             self._free_if_possible(key, record)
 
     def over(self, key: Key, drained_at_s: float) -> None:
@@ -92,7 +112,7 @@ class Custody:
     def holders(self, key: Key) -> frozenset[int]:
         """The engines that may touch the memory now."""
         record = self._records.get(key)
-        return frozenset(record.holders - {TRANSPORT}) if record else frozenset()
+        return frozenset(record.holders - _OURS) if record else frozenset()
 
     def process_gone(self, holder: int) -> None:
         """The engine behind a connection does not run any more."""
@@ -106,17 +126,20 @@ class Custody:
         late = []
         for key, record in list(self._records.items()):
             waits = record.drained_at_s is not None and record.drained_at_s <= now_s
-            if waits and record.holders - {TRANSPORT}:
-                record.holders &= {TRANSPORT}
+            if waits and record.holders - _OURS:
+                record.holders &= _OURS
                 late.append(key)
                 self._free_if_possible(key, record)
         return late
 
-    def check_invariants(self, keys_in_use: Iterable[Key]) -> None:
-        """Raises AssertionError unless the books add up and every key in use has its blocks."""
+    def check_invariants(self, keys_in_use: Iterable[Key], others: Iterable[Run] = ()) -> None:
+        """Raises AssertionError unless the books add up and every key in use has its blocks.
+
+        `others`: what somebody else has of the arena.
+        """
         self._allocator.check_invariants()
         held = [run for record in self._records.values() for run in record.runs]
-        everything = sorted(held + self._allocator.free_runs())
+        everything = sorted([*held, *others, *self._allocator.free_runs()])
         position = 0
         for run in everything:
             assert run.first == position, f"{run} overlaps or leaves a hole at {position}"
@@ -135,3 +158,5 @@ class Custody:
             del self._records[key]
             self._num_blocks[key[0]] -= record.num_blocks
             self._allocator.free(record.runs)
+            if self._on_freed is not None:
+                self._on_freed(key)

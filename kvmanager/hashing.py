@@ -1,12 +1,20 @@
-"""Digests of token sequences: what says that two processes speak of the same prompt.
+"""Digests of token sequences: what says that two processes speak of the same prompt or prefix.
 
-Knows nothing of blocks, models or tenants.
+Knows nothing of pools, models or engines: what else a cached prefix depends on comes in as bytes.
+
+A block key names a whole prefix: the key of block i is a BLAKE3 digest over the key of block i - 1,
+the token ids of block i, and what else its KVCache depends on. The key before block 0 is a digest
+of the cache namespace (model, revision, KV layout), the LoRA adapter and the tenant, so that
+prefixes of different tenants never have a key in common.
 """
 
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 from blake3 import blake3
+
+KEY_BYTES = 16
 
 
 def token_digest(token_ids: Sequence[int]) -> bytes:
@@ -14,9 +22,62 @@ def token_digest(token_ids: Sequence[int]) -> bytes:
 
     Raises `ValueError` for an id that is negative or does not fit 32 bits.
     """
-    ids = np.asarray(token_ids, dtype=np.int64)
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
+    return blake3(_token_bytes(token_ids)).digest()
+
+
+def root_key(namespace: bytes, *, tenant: str = "", lora: str = "") -> bytes:
+    """The key that block 0's is chained to. `tenant` is the request's `cache_salt`."""
+    parts = (namespace, lora.encode(), tenant.encode())
+    framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return blake3(framed).digest(KEY_BYTES)
+
+
+def block_keys(
+    token_ids: Sequence[int],
+    block_tokens: int,
+    root: bytes,
+    extras: Mapping[int, bytes] | None = None,
+) -> list[bytes]:
+    """The key of every full block of `block_tokens` tokens, `KEY_BYTES` each; the rest has none.
+
+    `extras`: by block index, what else that block depends on (digests of multimodal inputs). Raises
+    `ValueError` for an id that is negative or does not fit 32 bits.
+    """
+    num_blocks = len(token_ids) // block_tokens
+    data = memoryview(_token_bytes(token_ids[: num_blocks * block_tokens]))
+    size = 4 * block_tokens
+    keys: list[bytes] = []
+    key = root
+    for index in range(num_blocks):
+        digest = blake3(key)
+        digest.update(data[index * size : (index + 1) * size])
+        if extras and index in extras:
+            digest.update(extras[index])
+        key = digest.digest(KEY_BYTES)
+        keys.append(key)
+    return keys
+
+
+def join_keys(keys: Sequence[bytes]) -> bytes:
+    """One byte string for messages."""
+    return b"".join(keys)
+
+
+def split_keys(joined: bytes) -> list[bytes]:
+    """What `join_keys` joined; raises `ValueError` for a length that is no multiple of a key's."""
+    if len(joined) % KEY_BYTES:
+        raise ValueError(f"{len(joined)} bytes are no sequence of {KEY_BYTES} byte keys")
+    return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    try:
+        # Twice as fast as numpy for a list of a hundred thousand.
+        packed = array("I", token_ids)
+    except OverflowError as error:
         raise ValueError(
-            f"token ids must lie in [0, 2**32), got {int(ids.min())}..{int(ids.max())}"
-        )
-    return blake3(ids.astype("<u4").tobytes()).digest()
+            f"token ids must lie in [0, 2**32), got {min(token_ids)}..{max(token_ids)}"
+        ) from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

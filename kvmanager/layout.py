@@ -58,10 +58,11 @@ class KVGroup(msgspec.Struct, frozen=True):
     layers: tuple[KVLayer, ...]
     window_tokens: int = 0
 
-    def pages(self, num_tokens: int) -> range:
+    def pages(self, num_tokens: int, cached_tokens: int = 0) -> range:
         """Indices into the block table that the token after `num_tokens` computed ones needs.
 
-        Full attention needs every page. A window of W tokens reaches back to position
+        Full attention needs every page; those of the first `cached_tokens`, whole pages, are left
+        out, since the other side has them. A window of W tokens reaches back to position
         `num_tokens - W + 1`. A recurrent layer needs its state after the last token, kept in the
         page of that token's block.
         """
@@ -73,11 +74,12 @@ class KVGroup(msgspec.Struct, frozen=True):
                 first_token = max(0, num_tokens - self.window_tokens + 1)
                 return range(min(first_token // self.tokens_per_block, end), end)
             case KVKind.FULL | KVKind.MLA:
-                return range(end)
+                return range(cached_tokens // self.tokens_per_block, end)
 
-    def bytes_for(self, num_tokens: int) -> int:
+    def bytes_for(self, num_tokens: int, cached_tokens: int = 0) -> int:
         """Bytes of this group's share of a transfer of `num_tokens`, on one rank."""
-        return len(self.pages(num_tokens)) * sum(layer.page_bytes for layer in self.layers)
+        num_pages = len(self.pages(num_tokens, cached_tokens))
+        return num_pages * sum(layer.page_bytes for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +152,35 @@ class KVLayout(msgspec.Struct, frozen=True):
         name = (model if cache == "auto" else cache).removeprefix("torch.")
         return _ELEMENTS.get(name, "bytes")
 
-    def rank_bytes(self, num_tokens: int) -> int:
+    def rank_bytes(self, num_tokens: int, cached_tokens: int = 0) -> int:
         """Bytes of one rank's share of a transfer of `num_tokens`."""
-        return sum(group.bytes_for(num_tokens) for group in self.groups)
+        return sum(group.bytes_for(num_tokens, cached_tokens) for group in self.groups)
 
-    def transfer_bytes(self, num_tokens: int) -> int:
-        """Bytes of a whole transfer of the first `num_tokens` tokens, all ranks."""
+    def transfer_bytes(self, num_tokens: int, cached_tokens: int = 0) -> int:
+        """Bytes of a whole transfer of the first `num_tokens` tokens, all ranks.
+
+        `cached_tokens`: how many of them the receiver has the full-attention KVCache of already,
+        in whole pages of every such group. Windows and recurrent states always travel. Raises
+        ValueError for counts that cannot be.
+        """
         if num_tokens < 1:
             raise ValueError(f"a transfer holds at least 1 token, got {num_tokens}")
-        return self.tp_size * self.rank_bytes(num_tokens)
+        if not 0 <= cached_tokens < num_tokens or any(
+            cached_tokens % group.tokens_per_block
+            for group in self.groups
+            if group.kind in (KVKind.FULL, KVKind.MLA)
+        ):
+            raise ValueError(f"{cached_tokens} of {num_tokens} tokens cached: not whole pages")
+        return self.tp_size * self.rank_bytes(num_tokens, cached_tokens)
 
-    def extents(self, num_tokens: int, tp_rank: int) -> Iterator[LayerExtent]:
+    def extents(
+        self, num_tokens: int, tp_rank: int, cached_tokens: int = 0
+    ) -> Iterator[LayerExtent]:
         """The layers of one rank's share in transfer order; offsets count from byte 0 of the
         whole transfer."""
-        offset = tp_rank * self.rank_bytes(num_tokens)
+        offset = tp_rank * self.rank_bytes(num_tokens, cached_tokens)
         for index, group in enumerate(self.groups):
-            pages = group.pages(num_tokens)
+            pages = group.pages(num_tokens, cached_tokens)
             for layer in group.layers:
                 extent = LayerExtent(index, layer, pages, offset)
                 offset += extent.nbytes

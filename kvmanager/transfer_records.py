@@ -66,7 +66,10 @@ MOVES: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class LandingSpec:
-    """What was asked for; `nbytes` is the exact size of the transfer."""
+    """What was asked for; `nbytes` is the exact size of the transfer.
+
+    The full-attention KVCache of the first `cached_tokens` is here and not part of it.
+    """
 
     transfer_id: bytes
     token: bytes
@@ -76,6 +79,7 @@ class LandingSpec:
     token_digest: bytes
     lease_s: float
     tenant: str = ""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

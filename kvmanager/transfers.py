@@ -40,11 +40,11 @@ It may not know message formats, the layout behind a fingerprint, tokens' conten
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvmanager.blocks import BlockAllocator, OutOfBlocks, Run
-from kvmanager.custody import TRANSPORT, Custody, Kind
+from kvmanager.custody import TRANSPORT, Custody, Key, Kind
 from kvmanager.transfer_records import (
     MOVES,
     BadRequest,
@@ -83,10 +83,17 @@ class TransferTable:
     """See the module text. One thread only."""
 
     def __init__(
-        self, allocator: BlockAllocator, block_bytes: int, limits: TableLimits | None = None
+        self,
+        allocator: BlockAllocator,
+        block_bytes: int,
+        limits: TableLimits | None = None,
+        *,
+        make_room: Callable[[int], object] | None = None,
+        on_freed: Callable[[Key], object] | None = None,
     ) -> None:
+        """`make_room`, `on_freed`: see `Custody`."""
         self.limits = limits or TableLimits()
-        self.custody = Custody(allocator)
+        self.custody = Custody(allocator, make_room=make_room, on_freed=on_freed)
         self.landings: dict[bytes, Landing] = {}
         self.outboxes: dict[bytes, Outbox] = {}
         self._block_bytes = block_bytes

@@ -23,6 +23,7 @@ from kvmanager.agent.messages import SERVICE
 from kvmanager.agent.metrics import MetricsServer
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
+from kvmanager.pool.ssd import SsdError
 from kvmanager.rpc import RpcError, RpcServer
 from transport import TransportError
 
@@ -52,6 +53,33 @@ def agent_command(
         float | None, typer.Option(help="Most of it for landings, GiB [all].")
     ] = None,
     arena_dir: Annotated[Path | None, typer.Option(help="Where it lies [/dev/shm].")] = None,
+    arena_name: Annotated[
+        str | None,
+        typer.Option(help="Keep the arena under this name: what is cached survives a restart."),
+    ] = None,
+    cache_gib: Annotated[
+        float | None,
+        typer.Option(help="Most of the arena for cached prefixes, GiB; 0: none [all]."),
+    ] = None,
+    eviction: Annotated[
+        str | None,
+        typer.Option(help="Which cached prefix goes first: lru, lfu, length or cost [lru]."),
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(
+            help="Where prompts keep windows and states, as YAML: "
+            "'{every_tokens: 4096, dense_tokens: 32768}' [{ends: true, branches: true}]."
+        ),
+    ] = None,
+    ssd_dir: Annotated[
+        Path | None, typer.Option(help="Directory for copies of cached prefixes [none].")
+    ] = None,
+    ssd_gib: Annotated[float | None, typer.Option(help="Most bytes there, GiB.")] = None,
+    ssd_wait_s: Annotated[
+        float | None,
+        typer.Option(help="How long a prompt waits for what is only there, seconds [0.5]."),
+    ] = None,
     prefault: Annotated[
         bool | None, typer.Option(help="Allocate all of it at the start [yes].")
     ] = None,
@@ -82,7 +110,15 @@ def agent_command(
         settings = load(config, overrides)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
-    except (ConfigError, ArenaError, SocketTaken, RpcError, TransportError, OSError) as error:
+    except (
+        ConfigError,
+        ArenaError,
+        SsdError,
+        SocketTaken,
+        RpcError,
+        TransportError,
+        OSError,
+    ) as error:
         typer.echo(f"prfaas agent: {error}", err=True)
         raise typer.Exit(1) from error
 

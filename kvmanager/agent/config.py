@@ -10,17 +10,23 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
+import msgspec
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvmanager.arena import DEFAULT_BLOCK_BYTES
+from kvmanager.pool.eviction import eviction_policy
+from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers import TableLimits
+from netmon.detector import DetectorConfig
+from netmon.monitor import MonitorConfig
 from transport import Endpoint, TlsFiles, TransportConfig
 
 GIB: Final = 1 << 30
 
 Gib = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+KvEvents = Annotated[str, Field(pattern=r"^(tcp|ipc)://[^,]+(,(tcp|ipc)://[^,]+)?$")]
 
 _TRANSPORT_FIELDS: Final = {
     field.name for field in dataclasses.fields(TransportConfig) if field.name != "tls"
@@ -34,7 +40,7 @@ class ConfigError(ValueError):
 class AgentConfig(BaseModel):
     """Everything tunable of one node agent. Addresses are "host:port"; port 0 picks a free one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     listen: str = "127.0.0.1:7100"
     """Where senders connect to land KVCache here."""
@@ -52,9 +58,41 @@ class AgentConfig(BaseModel):
     landing_gib: Gib | None = None
     """Most memory for landings; the rest of the arena is then left to outboxes."""
     tenant_landing_gib: Gib | None = None
+    cache_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Most memory for the prefix cache, which gives way to transfers; default: all that they leave.
+    0: no prefix cache.
+    """
+    eviction: str = "lru"
+    """What the prefix cache drops first: a policy of `kvmanager.pool.eviction`."""
+    placement: StatePlacement = StatePlacement()
+    """Which boundaries of a prompt keep windows and recurrent states; a mapping of the fields of
+    `kvmanager.pool.placement.StatePlacement`.
+    """
+    arena_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")] | None = None
+    """With a name the arena and its index stay when the agent ends, and the next agent of this name
+    takes them over with what is cached.
+    """
+    ssd_dir: Path | None = None
+    """A directory of this agent alone for a second tier of the prefix cache."""
+    ssd_gib: Gib | None = None
+    """Most bytes in `ssd_dir`."""
+    kv_events: dict[str, KvEvents] = {}
+    """By engine instance, where it publishes what its own prefix cache holds, as this host reaches
+    it; behind a comma where it replays what was missed (`kvmanager.agent.engine_events`).
+    """
+    ssd_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    """How long a prompt waits for what is on SSD only; then it is served without."""
     max_lease_s: Seconds = 3600.0
     drain_s: Seconds = 30.0
     """How long memory of a failed transfer waits for an engine that does not let go of it."""
+    link_sample_interval_s: Seconds = 0.2
+    """Between two looks at a link that has transfers; idle ones are looked at less often."""
+    link_probes: bool = False
+    """Let links be measured that nobody uses and of which little is known: a gateway sends a small
+    probe now and then.
+    """
+    link_detector: dict[str, float | tuple[float, float]] = {}
+    """When a link counts as congested: fields of `netmon.detector.DetectorConfig`."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Prometheus port on the host of `control`; none when absent."""
     tls_dir: Path | None = None
@@ -89,6 +127,45 @@ class AgentConfig(BaseModel):
             )
         TransportConfig(**value)
         return value
+
+    @field_validator("link_detector")
+    @classmethod
+    def _check_detector(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _detector_config(value)
+        return value
+
+    @field_validator("eviction")
+    @classmethod
+    def _check_eviction(cls, value: str) -> str:
+        eviction_policy(value)
+        return value
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _parse_placement(cls, value: Any) -> StatePlacement:
+        if isinstance(value, StatePlacement):
+            return value
+        try:
+            fields = yaml.safe_load(value) if isinstance(value, str) else value
+        except yaml.YAMLError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise ValueError(f"{value!r} is no mapping; such as {{ends: true, every_tokens: 4096}}")
+        if unknown := sorted(fields.keys() - set(StatePlacement.__struct_fields__)):
+            known = ", ".join(sorted(StatePlacement.__struct_fields__))
+            raise ValueError(f"unknown {', '.join(map(str, unknown))}; known: {known}")
+        try:
+            return msgspec.convert(fields, StatePlacement)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
+
+    @model_validator(mode="after")
+    def _check_cache(self) -> Self:
+        if (self.ssd_dir is None) != (self.ssd_gib is None):
+            raise ValueError("ssd_dir and ssd_gib belong together: where, and how much at most")
+        if self.cache_gib == 0 and (self.ssd_dir is not None or self.arena_name is not None):
+            raise ValueError("cache_gib is 0: without a prefix cache there is nothing to keep")
+        return self
 
     @model_validator(mode="after")
     def _check_digest(self) -> Self:
@@ -134,8 +211,17 @@ class AgentConfig(BaseModel):
         return TransportConfig(tls=self.tls, **fields)
 
     @property
+    def monitor_config(self) -> MonitorConfig:
+        return MonitorConfig(detector=_detector_config(self.link_detector))
+
+    @property
     def num_blocks(self) -> int:
         return max(1, int(self.arena_gib * GIB) // self.block_bytes)
+
+    @property
+    def num_cache_blocks(self) -> int | None:
+        """Most arena blocks for the prefix cache; None: all that transfers leave."""
+        return None if self.cache_gib is None else int(self.cache_gib * GIB) // self.block_bytes
 
     @property
     def limits(self) -> TableLimits:
@@ -185,6 +271,18 @@ def parse_endpoint(text: str) -> Endpoint:
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{text!r} is not host:port")
     return Endpoint(host.strip("[]"), int(port))
+
+
+def _detector_config(fields: dict[str, Any]) -> DetectorConfig:
+    """Raises ValueError."""
+    known = dataclasses.asdict(DetectorConfig())
+    if unknown := sorted(fields.keys() - known.keys()):
+        raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    for name, value in fields.items():
+        if isinstance(value, tuple) != isinstance(known[name], tuple):
+            wanted = "a pair of bounds" if isinstance(known[name], tuple) else "one number"
+            raise ValueError(f"{name}: {wanted} is wanted, not {value}")
+    return DetectorConfig(**fields)
 
 
 def _has_port(text: str) -> bool:

@@ -12,11 +12,15 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from kvmanager.agent.cache import LandingBase, NodeCache
 from kvmanager.agent.instances import UnknownLayout
 from kvmanager.agent.messages import (
     Await,
+    CacheFeed,
     Cancel,
     CancelReply,
+    ListCache,
+    ListCacheReply,
     OpenOutbox,
     OpenOutboxReply,
     ProbeEnd,
@@ -34,10 +38,12 @@ from kvmanager.agent.messages import (
     Status,
     StatusReply,
     TransferReport,
+    WatchCache,
 )
 from kvmanager.agent.service import NodeAgent
 from kvmanager.agent.transfer_io import now_s
 from kvmanager.custody import Key, Kind
+from kvmanager.layout import KVLayout
 from kvmanager.rpc import Method, RpcError
 from kvmanager.transfer_records import LandingSpec, OutboxSpec, TransferError
 from transport import Elements, Endpoint, OutgoingSpec
@@ -58,13 +64,19 @@ class ControlService:
         self._agent = agent
 
     def methods(self) -> dict[str, Method[Any, Any]]:
-        return {
+        of_parts = {
+            request_type.__name__: self._method(request_type, reply_type, handler)
+            for request_type, reply_type, handler in self._agent.control_methods
+        }
+        return of_parts | {
             "Reserve": self._method(Reserve, ReserveReply, self.reserve),
             "Renew": self._method(Renew, RenewReply, self.renew),
             "Cancel": self._method(Cancel, CancelReply, self.cancel),
             "OpenOutbox": self._method(OpenOutbox, OpenOutboxReply, self.open_outbox),
             "Await": self._method(Await, TransferReport, self.wait),
             "Status": self._method(Status, StatusReply, self.status),
+            "WatchCache": self._method(WatchCache, CacheFeed, self.watch_cache),
+            "ListCache": self._method(ListCache, ListCacheReply, self.list_cache),
             "ProbeLanding": self._method(ProbeLanding, ProbeLandingReply, self.probe_landing),
             "ProbeSend": self._method(ProbeSend, ProbeSendReply, self.probe_send),
             "ProbeStatus": self._method(ProbeStatus, ProbeStatusReply, self.probe_status),
@@ -77,17 +89,21 @@ class ControlService:
         fingerprint, layout = agent.book.layout(
             _bytes(wanted, KEY_BYTES, "layout_fingerprint") if wanted else None
         )
+        token_digest = _bytes(request.token_digest, None, "token_digest")
+        base = await self._base(request, fingerprint, layout)
+        cached_tokens = base.cached_tokens if base is not None else 0
         spec = LandingSpec(
             transfer_id=secrets.token_bytes(ID_BYTES),
             token=secrets.token_bytes(KEY_BYTES),
-            nbytes=layout.transfer_bytes(_num_tokens(request.num_tokens)),
+            nbytes=layout.transfer_bytes(request.num_tokens, cached_tokens),
             num_tokens=request.num_tokens,
             fingerprint=fingerprint,
-            token_digest=_bytes(request.token_digest, None, "token_digest"),
+            token_digest=token_digest,
             lease_s=request.lease_s,
             tenant=request.tenant,
+            cached_tokens=cached_tokens,
         )
-        landing = agent.reserve(spec)
+        landing = agent.reserve(spec, base)
         return ReserveReply(
             transfer_id=spec.transfer_id.hex(),
             token=spec.token.hex(),
@@ -98,18 +114,34 @@ class ControlService:
             runs=[(first, length) for first, length in landing.runs],
             layout_fingerprint=fingerprint.hex(),
             lease_s=landing.lease_until_s - landing.opened_s,
+            cached_tokens=cached_tokens,
+            cached_runs=base.runs if base is not None else [],
         )
+
+    async def _base(
+        self, request: Reserve, fingerprint: bytes, layout: KVLayout
+    ) -> LandingBase | None:
+        """What the landing can stand on; None without a prefix cache for this layout."""
+        num_tokens, agent = _num_tokens(request.num_tokens), self._agent
+        shape = agent.book.cache_shape(fingerprint)
+        if not request.block_keys or agent.cache is None or shape is None:
+            return None
+        return await agent.cache.landing_base(layout, shape, num_tokens, request.block_keys)
 
     async def open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         agent = self._agent
         fingerprint, layout = agent.book.layout(
             _bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
         )
-        expected = layout.transfer_bytes(_num_tokens(request.num_tokens))
+        try:
+            expected = layout.transfer_bytes(_num_tokens(request.num_tokens), request.cached_tokens)
+        except ValueError as error:
+            raise RpcError("INVALID", str(error)) from error
         if request.nbytes != expected:
             raise RpcError(
                 "INVALID",
-                f"{request.num_tokens} tokens take {expected} bytes here, not {request.nbytes}",
+                f"{request.num_tokens} tokens take {expected} bytes here with "
+                f"{request.cached_tokens} of them cached, not {request.nbytes}",
             )
         endpoint = _endpoint(request.host, request.port)
         transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
@@ -153,6 +185,19 @@ class ControlService:
 
     async def status(self, _: Status) -> StatusReply:
         return self._agent.status()
+
+    async def watch_cache(self, request: WatchCache) -> CacheFeed:
+        if not math.isfinite(request.timeout_s) or request.timeout_s < 0:
+            raise RpcError("INVALID", f"a timeout of {request.timeout_s} s")
+        return await self._cache().watch(request)
+
+    async def list_cache(self, request: ListCache) -> ListCacheReply:
+        return self._cache().list_prefixes(request)
+
+    def _cache(self) -> NodeCache:
+        if self._agent.cache is None:
+            raise RpcError("INVALID", "this agent has no prefix cache (cache_gib is 0)")
+        return self._agent.cache
 
     async def probe_landing(self, request: ProbeLanding) -> ProbeLandingReply:
         return self._agent.prober.open_landing(request, now_s())

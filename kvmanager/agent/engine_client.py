@@ -21,16 +21,26 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
 from kvmanager.agent.protocol import (
+    LENGTH_BYTES,
     MAX_RANGES_PER_READY,
     PROTOCOL_VERSION,
     Abort,
     AgentMessage,
     Attach,
+    BlockPart,
+    CacheCancel,
+    CacheFind,
+    CacheFound,
+    CacheFree,
+    CacheMessage,
+    CacheReserve,
+    CacheSlots,
+    CacheWritten,
     Failed,
     FrameDecoder,
     Hello,
@@ -44,9 +54,11 @@ from kvmanager.agent.protocol import (
     Watch,
     Welcome,
     decode_agent_message,
+    decode_engine_message,
     encode_frame,
 )
 from kvmanager.arena import Arena, ArenaError
+from kvmanager.hashing import KEY_BYTES, join_keys
 
 logger = logging.getLogger("prfaas.kvmanager.engine_client")
 
@@ -69,9 +81,9 @@ class EngineEvents(Protocol):
         """Sends work from now on. `arena` is mapped; its epoch is new unless the agent lived on."""
 
     def on_disconnected(self) -> None:
-        """Every watch and every outbox of this connection is lost; nothing more is heard of them.
+        """Every watch, outbox and cache handle of this connection is lost, unanswered ones too.
 
-        Stop writing into the arena and reading landings of this epoch.
+        Stop writing into the arena, and reading landings and cached blocks of this epoch.
         """
 
     def on_landed(self, transfer_id: bytes) -> None:
@@ -83,9 +95,21 @@ class EngineEvents(Protocol):
         A worker answers for an outbox with `release` and does not write into it any more.
         """
 
+    def on_cache_found(self, found: CacheFound) -> None:
+        """The answer to `cache_find`: what it names stays where it is until `cache_free`."""
+
+    def on_cache_slots(self, slots: CacheSlots) -> None:
+        """The answer to `cache_reserve`: memory for the workers to fill; empty: nothing to do."""
+
 
 class _Lost(Exception):
     """This connection is of no more use; the message says why."""
+
+
+def _joined(keys: Sequence[bytes]) -> bytes:
+    if any(len(key) != KEY_BYTES for key in keys):
+        raise ProtocolError(f"a block key has {KEY_BYTES} bytes")
+    return join_keys(keys)
 
 
 class EngineClient:
@@ -166,6 +190,46 @@ class EngineClient:
         """We no longer touch this transfer's memory."""
         return self._send(Release(transfer_id))
 
+    def cache_find(self, handle: int, keys: Sequence[bytes]) -> bool:
+        """Ask what is cached of this prefix. One `on_cache_found` answers while connected."""
+        return self._send_cache(lambda: CacheFind(handle, _joined(keys)))
+
+    def cache_free(self, handle: int) -> bool:
+        """We no longer read what this `cache_find` found, or do not want the answer."""
+        return self._send_cache(lambda: CacheFree(handle))
+
+    def cache_reserve(
+        self,
+        handle: int,
+        keys: Sequence[bytes],
+        parts: Sequence[BlockPart],
+        *,
+        parent: bytes,
+        first_block: int = 0,
+        replaces: bytes = b"",
+    ) -> bool:
+        """Ask for memory for (index into `keys`, part) pairs; see `CacheReserve`.
+
+        One `on_cache_slots` answers while connected.
+        """
+        return self._send_cache(
+            lambda: CacheReserve(handle, parent, first_block, _joined(keys), list(parts), replaces)
+        )
+
+    def cache_written(
+        self, handle: int, parts: Sequence[BlockPart], *, is_last: bool = False
+    ) -> bool:
+        """Our rank's share of these slots is written; `is_last`: we touch no other any more.
+
+        `parts` are (index into the keys of `cache_reserve`, part), as in the slots given.
+        """
+        rank = self._hello.tp_rank
+        return self._send_cache(lambda: CacheWritten(handle, rank, list(parts), is_last))
+
+    def cache_cancel(self, handle: int) -> bool:
+        """Take a `cache_reserve` back that no worker has heard of."""
+        return self._send_cache(lambda: CacheCancel(handle))
+
     def _send(self, message: TransferMessage) -> bool:
         try:
             if len(message.transfer_id) != _ID_BYTES:
@@ -175,6 +239,19 @@ class EngineClient:
             # A caller's mistake must not cost the engine its loop nor us our connection.
             logger.exception("message to the agent not sent: %r", message)
             return False
+        return self._send_frame(frame)
+
+    def _send_cache(self, make: Callable[[], CacheMessage]) -> bool:
+        try:
+            frame = encode_frame(make())
+            # What the agent's decoder refuses would cost the connection: refuse it here.
+            decode_engine_message(frame[LENGTH_BYTES:])
+        except Exception:
+            logger.exception("message about the prefix cache not sent")
+            return False
+        return self._send_frame(frame)
+
+    def _send_frame(self, frame: bytes) -> bool:
         with self._lock:
             if self._socket is None or self._overflowed:
                 return False
@@ -259,7 +336,12 @@ class EngineClient:
             raise _Lost(f"the agent began with {type(welcome).__name__}")
         if welcome.version != PROTOCOL_VERSION:
             raise _Lost(f"the agent speaks version {welcome.version}, we {PROTOCOL_VERSION}")
-        arena = Arena.attach(Path(welcome.arena_path), welcome.arena_bytes, welcome.block_bytes)
+        arena = Arena.attach(
+            Path(welcome.arena_path),
+            welcome.arena_bytes,
+            welcome.block_bytes,
+            epoch=welcome.arena_epoch,
+        )
         with self._lock:
             self._socket = connection
             self.arena = arena
@@ -312,6 +394,10 @@ class EngineClient:
                     self._call("on_landed", transfer_id)
                 case Failed(transfer_id, reason, attempt):
                     self._call("on_failed", transfer_id, reason, attempt)
+                case CacheFound():
+                    self._call("on_cache_found", message)
+                case CacheSlots():
+                    self._call("on_cache_slots", message)
                 case Refused(reason):
                     raise _Lost(f"the agent refused what we sent: {reason}")
                 case Welcome():

@@ -19,6 +19,7 @@ from typing import Final, Protocol, cast
 
 from kvmanager.agent.protocol import (
     AgentMessage,
+    CacheMessage,
     FrameDecoder,
     Hello,
     ProtocolError,
@@ -48,7 +49,8 @@ class EngineHandler(Protocol):
     def hello(self, conn_id: int, hello: Hello) -> AgentMessage:
         """Welcome, or Refused to close the connection."""
 
-    def message(self, conn_id: int, message: TransferMessage) -> None: ...
+    def message(self, conn_id: int, message: TransferMessage | CacheMessage) -> None:
+        """Raises ProtocolError for what this engine could not say: it loses its connection."""
 
     def lost(self, conn_id: int) -> None:
         """A welcomed connection is closed. Its process may still run."""

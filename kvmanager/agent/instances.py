@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmanager.agent.messages import EngineStatus
+from kvmanager.agent.messages import CacheModel, EngineStatus
 from kvmanager.agent.protocol import PROTOCOL_VERSION, Hello
 from kvmanager.layout import KVLayout, LayoutError
+from kvmanager.pool.shape import CacheShape
 from kvmanager.transfer_records import EnginePeer
 
 
@@ -27,7 +28,16 @@ class _Instance:
     layout: KVLayout
     fingerprint: bytes
     tp_size: int
+    shape: CacheShape
+    namespace: bytes = b""
     conn_ids: set[int] = field(default_factory=set)
+
+    @property
+    def cache(self) -> CacheModel | None:
+        if not self.namespace:
+            return None
+        parts = [(int(p.kind), p.nbytes, p.window_tokens) for p in self.shape.parts]
+        return CacheModel(self.namespace.hex(), self.shape.block_tokens, parts)
 
 
 class InstanceBook:
@@ -53,18 +63,44 @@ class InstanceBook:
                 f"tp_size {hello.tp_size}, but the layout is for {layout.tp_size} ranks"
             )
         fingerprint = layout.fingerprint()
+        self._check_namespace(hello, fingerprint)
         instance = self._instances.setdefault(
-            hello.instance, _Instance(layout, fingerprint, hello.tp_size)
+            hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))
         )
         if instance.fingerprint != fingerprint:
             raise EngineRefused(
                 f"instance {hello.instance} is connected with the layout "
                 f"{instance.layout.describe()}, this connection has {layout.describe()}"
             )
+        instance.namespace = instance.namespace or hello.namespace
         instance.conn_ids.add(conn_id)
         return EnginePeer(
             conn_id, hello.instance, hello.role, hello.tp_rank, hello.tp_size, fingerprint
         )
+
+    def _check_namespace(self, hello: Hello, fingerprint: bytes) -> None:
+        """Keys of one namespace name blocks of one layout, and an instance has one namespace."""
+        for name, other in self._instances.items():
+            if not hello.namespace or not other.namespace:
+                continue
+            if name == hello.instance and other.namespace != hello.namespace:
+                raise EngineRefused(f"instance {name} is connected with another cache namespace")
+            if other.namespace == hello.namespace and other.fingerprint != fingerprint:
+                raise EngineRefused(
+                    f"instance {name} has this engine's cache namespace with another KV layout, "
+                    f"{other.layout.describe()}"
+                )
+
+    def cache_shape(self, fingerprint: bytes) -> CacheShape | None:
+        """How prompts of this KV layout are cached; None when no engine with it caches any."""
+        for instance in self._instances.values():
+            if instance.fingerprint == fingerprint and instance.namespace:
+                return instance.shape
+        return None
+
+    def shape(self, instance: str) -> CacheShape:
+        """How prompts of a connected instance would be cached."""
+        return self._instances[instance].shape
 
     def leave(self, peer: EnginePeer) -> None:
         """Forget a connection that joined."""
@@ -95,6 +131,7 @@ class InstanceBook:
                 instance.tp_size,
                 instance.layout.describe(),
                 instance.fingerprint.hex(),
+                instance.cache,
             )
             for name, instance in sorted(self._instances.items())
         ]

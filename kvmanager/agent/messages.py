@@ -11,10 +11,14 @@ bytes, times are seconds. Every method is unary; errors are `kvmanager.rpc.RpcEr
 | OpenOutbox | OpenOutbox -> OpenOutboxReply | NO_ROOM, INVALID (layout unknown, size differs) |
 | Await | Await -> TransferReport | NOT_FOUND (unknown, or over for more than a minute) |
 | Status | Status -> StatusReply | |
+| WatchCache | WatchCache -> CacheFeed | INVALID (no cache here) |
+| ListCache | ListCache -> ListCacheReply | INVALID (no cache here) |
 | ProbeLanding | ProbeLanding -> ProbeLandingReply | NO_ROOM (probes run already), INVALID |
 | ProbeSend | ProbeSend -> ProbeSendReply | NO_ROOM (probes run already), INVALID |
 | ProbeStatus | ProbeStatus -> ProbeStatusReply | NOT_FOUND (unknown, or over for long), INVALID |
 | ProbeEnd | ProbeEnd -> ProbeEndReply | INVALID; ending what is over or unknown is no error |
+
+Moves of cached prefixes are in `cache_move_messages`.
 """
 
 from __future__ import annotations
@@ -32,17 +36,27 @@ Runs = list[tuple[int, int]]
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """Hold memory for the KVCache of `num_tokens`. An empty fingerprint: the only layout here."""
+    """Hold memory for the KVCache of `num_tokens`. An empty fingerprint: the only layout here.
+
+    `block_keys` are the joined keys of the tokens' full cache blocks, root key first
+    (`kvmanager.hashing`). With them the agent leaves out of the transfer what its prefix cache
+    holds, and keeps in it what has landed.
+    """
 
     num_tokens: int
     lease_s: float
     layout_fingerprint: str = ""
     token_digest: str = ""
     tenant: str = ""
+    block_keys: bytes = b""
 
 
 class ReserveReply(msgspec.Struct, frozen=True):
-    """The landing: where to send `nbytes`, with which token, and where they will lie."""
+    """The landing: where to send `nbytes`, with which token, and where they will lie.
+
+    The full-attention KVCache of the first `cached_tokens` need not be sent: it is here, in the KV
+    part of each block at `cached_runs`, and stays for as long as the landing.
+    """
 
     transfer_id: str
     token: str
@@ -53,6 +67,8 @@ class ReserveReply(msgspec.Struct, frozen=True):
     runs: Runs
     layout_fingerprint: str
     lease_s: float
+    cached_tokens: int = 0
+    cached_runs: list[Runs] = []
 
 
 class Renew(msgspec.Struct, frozen=True):
@@ -92,6 +108,8 @@ class OpenOutbox(msgspec.Struct, frozen=True):
     lease_s: float
     tenant: str = ""
     """Whose KVCache it is: links are shared fairly among tenants."""
+    cached_tokens: int = 0
+    """Of the landing: full-attention pages of these tokens are not sent."""
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):
@@ -141,14 +159,26 @@ class Status(msgspec.Struct, frozen=True):
     pass
 
 
+class CacheModel(msgspec.Struct, frozen=True):
+    """How the prompts of one model are cached: what a caller needs to compute keys and judge hits.
+
+    `parts` are (kind, bytes, window tokens) of `kvmanager.pool.shape.PartShape`, in order.
+    """
+
+    namespace: str
+    block_tokens: int
+    parts: list[tuple[int, int, int]]
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine instance and its connections."""
+    """One engine instance and its connections. `cache` None: it does not use the prefix cache."""
 
     instance: str
     num_connections: int
     tp_size: int
     layout: str
     layout_fingerprint: str
+    cache: CacheModel | None = None
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -160,8 +190,38 @@ class LinkStatus(msgspec.Struct, frozen=True):
     unacked_bytes: int
 
 
+class CacheStatus(msgspec.Struct, frozen=True):
+    """The prefix cache of a node now. Bytes by "tier/kind", such as "arena/kv" or "ssd/state"."""
+
+    nbytes: dict[str, int] = {}
+    num_blocks: int = 0
+    """Blocks with any part in any tier."""
+    pinned_bytes: int = 0
+    queries: int = 0
+    query_tokens: int = 0
+    hit_tokens: dict[str, int] = {}
+    """By tier the hit was served from."""
+    evictions: dict[str, int] = {}
+    """By "tier/kind"."""
+    arena_blocks_bytes: int = 0
+    """Whole blocks of the arena that it holds, those being filled included."""
+    fills: int = 0
+    """Times that engines were given memory to fill."""
+    promotions: int = 0
+    """Landings of which parts were kept."""
+    ssd_reads: int = 0
+    """Parts, as are the next three."""
+    ssd_writes: int = 0
+    ssd_failures: int = 0
+    wrong_parts: int = 0
+    """Found damaged when a former life's arena was taken over."""
+
+
 class StatusReply(msgspec.Struct, frozen=True):
-    """`landing_bytes` and `outbox_bytes` count whole blocks, until they are free again."""
+    """`landing_bytes` and `outbox_bytes` count whole blocks, until they are free again.
+
+    `free_bytes` are free for transfers: also what the prefix cache would give up for them.
+    """
 
     arena_epoch: str
     arena_bytes: int
@@ -178,6 +238,66 @@ class StatusReply(msgspec.Struct, frozen=True):
     uptime_s: float
     pid: int
     data_endpoint: str
+    arena_path: str = ""
+    cache: CacheStatus | None = None
+
+
+class WatchCache(msgspec.Struct, frozen=True):
+    """What has changed in this node's prefix cache since event `after_seq` of `epoch`? Answered at
+    once if anything has, else after at most `timeout_s`. Epoch "" asks for everything.
+    """
+
+    epoch: str
+    after_seq: int
+    timeout_s: float
+
+
+class CacheFeed(msgspec.Struct, frozen=True):
+    """Blocks and what this node holds of each now, absolutely: the later statement replaces the
+    earlier one.
+
+    `keys` are the first 8 bytes of each block's key, `flags` a little-endian u16 for each: bit
+    3 * tier + kind, with tiers arena 0, ssd 1, engine 2 and kinds of `PartKind` (WINDOW: all
+    windows). 0: nothing any more. With `is_snapshot` nothing else is held, but for what further
+    replies with `more` before them bring; such a reply is asked for with its own epoch and seq.
+    `age_s` is how old the oldest of these changes is.
+    """
+
+    epoch: str
+    seq: int
+    keys: bytes
+    flags: bytes
+    is_snapshot: bool = False
+    more: bool = False
+    age_s: float = 0.0
+
+
+class ListCache(msgspec.Struct, frozen=True):
+    """The longest prefixes (leaves) in this node's cache, by "hits", "size" or "recent"."""
+
+    limit: int = 50
+    order: Literal["hits", "size", "recent"] = "recent"
+
+
+class CachedPrefix(msgspec.Struct, frozen=True):
+    """One prefix that nothing longer continues. `key` is its last block's, hex; bytes by
+    "tier/kind" are of all its blocks, shared ones included; `branch_tokens` is where it parts from
+    others, 0 if nowhere.
+    """
+
+    key: str
+    num_tokens: int
+    nbytes: dict[str, int]
+    hits: int
+    idle_s: float
+    branch_tokens: int
+    resumable_tokens: int
+    pinned: bool
+
+
+class ListCacheReply(msgspec.Struct, frozen=True):
+    prefixes: list[CachedPrefix]
+    num_prefixes: int
 
 
 ProbeRole = Literal["landing", "send"]

@@ -6,13 +6,16 @@ It does not measure anything itself: gauges are read from a snapshot when Promet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvmanager.agent.messages import StatusReply, TransferReport
+from kvmanager.agent.messages import CacheStatus, StatusReply, TransferReport
+
+FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
 
 _DURATION_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -89,7 +92,7 @@ class _StatusCollector(Collector):
         status = self._status()
         for name, text, value in (
             ("arena_bytes", "Size of the arena.", status.arena_bytes),
-            ("arena_free_bytes", "Free blocks of the arena.", status.free_bytes),
+            ("arena_free_bytes", "Free for transfers, or evictable.", status.free_bytes),
             ("landing_bytes", "Blocks held by landings.", status.landing_bytes),
             ("outbox_bytes", "Blocks held by outboxes.", status.outbox_bytes),
             (
@@ -109,12 +112,52 @@ class _StatusCollector(Collector):
             for state, count in counts.items():
                 gauge.add_metric([state], count)
             yield gauge
+        if status.cache is not None:
+            yield from _cache_metrics(status.cache)
         engines = GaugeMetricFamily(
             "prfaas_agent_engine_connections", "Engine connections.", labels=["instance"]
         )
         for engine in status.engines:
             engines.add_metric([engine.instance], engine.num_connections)
         yield engines
+
+
+def _cache_metrics(cache: CacheStatus) -> Iterator[Metric]:
+    prefix = "prfaas_agent_cache"
+    yield _by_place(
+        GaugeMetricFamily(f"{prefix}_bytes", "Cached KVCache.", labels=["tier", "kind"]),
+        cache.nbytes,
+    )
+    yield GaugeMetricFamily(f"{prefix}_pinned_bytes", "In use, in the arena.", cache.pinned_bytes)
+    yield GaugeMetricFamily(f"{prefix}_blocks", "Blocks of prompts.", cache.num_blocks)
+    yield _by_place(
+        CounterMetricFamily(f"{prefix}_evictions", "Parts dropped.", labels=["tier", "kind"]),
+        cache.evictions,
+    )
+    hits = CounterMetricFamily(
+        f"{prefix}_hit_tokens", "Tokens that were not computed.", labels=["tier"]
+    )
+    for tier, tokens in cache.hit_tokens.items():
+        hits.add_metric([tier], tokens)
+    yield hits
+    for name, text, value in (
+        ("queries", "Prompts looked up by engines.", cache.queries),
+        ("query_tokens", "Tokens of their full blocks.", cache.query_tokens),
+        ("fills", "Times that engines were given memory to fill.", cache.fills),
+        ("promotions", "Landings of which parts were kept.", cache.promotions),
+        ("ssd_reads", "Parts read from SSD.", cache.ssd_reads),
+        ("ssd_writes", "Parts written to SSD.", cache.ssd_writes),
+        ("ssd_failures", "Parts that could not be read or written.", cache.ssd_failures),
+        ("wrong_parts", "Parts found damaged at a start.", cache.wrong_parts),
+    ):
+        yield CounterMetricFamily(f"{prefix}_{name}", text, value)
+
+
+def _by_place(family: FamilyT, numbers: dict[str, int]) -> FamilyT:
+    """Numbers by "tier/kind"."""
+    for place, number in numbers.items():
+        family.add_metric(place.split("/"), number)
+    return family
 
 
 class MetricsServer:

@@ -27,7 +27,7 @@ from kvmanager.agent.messages import (
     ProbeSendReply,
     ProbeStatusReply,
 )
-from kvmanager.agent.transfer_io import TransferIo
+from kvmanager.agent.transfer_io import SendListener, TransferIo
 from kvmanager.transfer_records import BadRequest, NoRoom, UnknownTransfer
 from transport import (
     ByteSpace,
@@ -38,7 +38,6 @@ from transport import (
     TransferProgress,
     TransferState,
     TransportConfig,
-    TransportError,
 )
 
 RING_BYTES: Final = 32 << 20
@@ -173,7 +172,7 @@ class Prober:
             spec = OutgoingSpec(
                 transfer_id, *keys, endpoint, priority=Priority.REPLICATION, tenant=TENANT
             )
-            listener = _Listener(self._io, self._send_ended, clock_s)
+            listener = SendListener(self._io, self._send_ended, clock_s)
             probe.outgoing = self._io.open_probe(spec, probe.space, listener)
         except BaseException:
             self._sends.pop(transfer_id, None)
@@ -310,24 +309,3 @@ def _checked_lease_s(lease_s: float) -> float:
 def _check_range(offset: int, length: int, nbytes: int) -> None:
     if offset < 0 or length < 0 or offset + length > nbytes:
         raise ValueError(f"[{offset}, {offset + length}) is outside of {nbytes} bytes")
-
-
-class _Listener:
-    """Sender threads to loop."""
-
-    def __init__(
-        self,
-        io: TransferIo,
-        ended: Callable[[bytes, str | None, float], None],
-        clock_s: Callable[[], float],
-    ) -> None:
-        self._io = io
-        self._ended = ended
-        self._clock_s = clock_s
-
-    def on_complete(self, transfer_id: bytes) -> None:
-        self._io.post(self._ended, transfer_id, None, self._clock_s())
-
-    def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
-        message = f"{error.code}: {error.message}"
-        self._io.post(self._ended, transfer_id, message, self._clock_s())

@@ -20,6 +20,11 @@ Who may touch memory, and how it comes back:
   ends the watch; nothing is owned then.
 - A closed connection forgets its watches and fails the outboxes it was still filling. Memory it
   could touch is reused when its process is gone, or after a grace time.
+- The prefix cache is asked by an engine's scheduler connection, under handles that the instance
+  chooses, each once. `CacheFind` pins what it finds until `CacheFree`, or until the connection is
+  closed. `CacheReserve` gives memory to fill: either the scheduler takes it back with `CacheCancel`
+  before any worker has heard of it, or every rank's worker says `CacheWritten`, the last time with
+  `is_last`, and then does not touch it any more. A part is in the cache once every rank wrote it.
 """
 
 from __future__ import annotations
@@ -29,19 +34,32 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 1
-"""1: first version."""
+from kvmanager.hashing import KEY_BYTES
+from kvmanager.pool.placement import StatePlacement
+
+PROTOCOL_VERSION: Final = 2
+"""1: first version. 2: the prefix cache."""
 
 MAX_FRAME_BYTES: Final = 4 << 20
 MAX_RANGES_PER_READY: Final = 8192
+MAX_CACHE_BLOCKS: Final = 1 << 16
+MAX_CACHE_SLOTS: Final = 1 << 17
 
 _LENGTH: Final = struct.Struct("<I")
+LENGTH_BYTES: Final = _LENGTH.size
 
 TransferId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Handle = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_CACHE_BLOCKS * KEY_BYTES)]
+BlockPart = tuple[Offset, Annotated[int, msgspec.Meta(ge=0, lt=256)]]
+BlockParts = Annotated[list[BlockPart], msgspec.Meta(max_length=MAX_CACHE_SLOTS)]
+Slot = tuple[int, int, list[tuple[int, int]]]
+"""Index into the handle's `keys`, part, and the runs of arena blocks that hold it."""
 
 
 class ProtocolError(Exception):
@@ -49,7 +67,11 @@ class ProtocolError(Exception):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of an engine: who it is. `layout` is `KVLayout.encode()`."""
+    """First message of an engine: who it is. `layout` is `KVLayout.encode()`.
+
+    `namespace` is what the roots of its cache keys are made of (`kvmanager.hashing.root_key`);
+    empty: this engine does not use the prefix cache.
+    """
 
     instance: Name
     role: Literal["scheduler", "worker"]
@@ -57,6 +79,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     layout: Annotated[bytes, msgspec.Meta(max_length=2 << 20)]
     tp_rank: Rank = 0
     tp_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] = 1
+    namespace: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     version: int = PROTOCOL_VERSION
 
 
@@ -99,13 +122,67 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     transfer_id: TransferId
 
 
+class CacheFind(msgspec.Struct, frozen=True, tag="cache_find"):
+    """What is cached of the prefix with these block keys? One `CacheFound` answers; what it names
+    stays where it is until `CacheFree`.
+    """
+
+    handle: Handle
+    keys: Keys
+
+
+class CacheFree(msgspec.Struct, frozen=True, tag="cache_free"):
+    """What this `CacheFind` found is not read any more, or not wanted."""
+
+    handle: Handle
+
+
+class CacheReserve(msgspec.Struct, frozen=True, tag="cache_reserve"):
+    """Memory to fill for these (index into `keys`, part) pairs. One `CacheSlots` answers.
+
+    `keys` follow each other in one prefix; the first is block `first_block`, `parent` the key
+    before it (the root key for block 0). `replaces`: the key of a block whose windows and state
+    this request stored before and that may make room when the new ones are written; empty: none.
+    """
+
+    handle: Handle
+    parent: Key
+    first_block: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CACHE_BLOCKS)]
+    keys: Keys
+    parts: BlockParts
+    replaces: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)] = b""
+
+
+class CacheWritten(msgspec.Struct, frozen=True, tag="cache_written"):
+    """This rank has written its share of these slots. With `is_last` it is done with the handle:
+    what it did not name will not be written.
+    """
+
+    handle: Handle
+    tp_rank: Rank
+    parts: BlockParts
+    is_last: bool = False
+
+
+class CacheCancel(msgspec.Struct, frozen=True, tag="cache_cancel"):
+    """The scheduler takes a `CacheReserve` back that no worker has heard of."""
+
+    handle: Handle
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """First message of the agent: where its arena is. A new epoch is a new, empty arena."""
+    """First message of the agent: where its arena is. A new epoch is a new life of the agent: of
+    what an engine knew about the arena nothing holds any more.
+
+    `placement` says which window tails and states are worth keeping; None: the agent has no prefix
+    cache, or none for this engine.
+    """
 
     arena_epoch: str
     arena_path: str
     arena_bytes: int
     block_bytes: int
+    placement: StatePlacement | None = None
     version: int = PROTOCOL_VERSION
 
 
@@ -133,9 +210,31 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     attempt: int = 0
 
 
+class CacheFound(msgspec.Struct, frozen=True, tag="cache_found"):
+    """`num_blocks` leading blocks can be resumed from `slots`, which are pinned: those that
+    `CacheShape.resume_parts(num_blocks)` names. `kv_blocks` leading blocks have their KV here:
+    where that is less than the prompt has, other prompts part from this one there.
+    """
+
+    handle: int
+    num_blocks: int
+    kv_blocks: int
+    slots: list[Slot]
+
+
+class CacheSlots(msgspec.Struct, frozen=True, tag="cache_slots"):
+    """Memory to fill. What was asked for and is not named is there already, or has no room. With no
+    slots at all the handle is over.
+    """
+
+    handle: int
+    slots: list[Slot]
+
+
 TransferMessage = Attach | Ready | PrefillEnd | Abort | Watch | Release
-EngineMessage = Hello | TransferMessage
-AgentMessage = Welcome | Refused | Landed | Failed
+CacheMessage = CacheFind | CacheFree | CacheReserve | CacheWritten | CacheCancel
+EngineMessage = Hello | TransferMessage | CacheMessage
+AgentMessage = Welcome | Refused | Landed | Failed | CacheFound | CacheSlots
 
 _encoder = msgspec.msgpack.Encoder()
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)

@@ -1,13 +1,18 @@
-"""Turns what the agent and the transport know of one end of a transfer into a TransferReport.
+"""Turns what the agent, the transport and the prefix cache know into reports.
 
 Pure; it does not know who asked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
-from kvmanager.agent.messages import TransferReport
+from kvmanager.agent.cache_desk_records import CacheUse
+from kvmanager.agent.cache_store import StoreUse
+from kvmanager.agent.messages import CachedPrefix, CacheStatus, TransferReport
+from kvmanager.pool.records import PoolStatus, Prefix, Tier
+from kvmanager.pool.shape import PartKind
 from kvmanager.transfer_records import Landing, Outbox, State
 from transport import TransferProgress
 
@@ -72,6 +77,46 @@ def outbox_report(
         wire_bytes=progress.wire_bytes if progress else 0,
         codecs=progress.codecs if progress else (),
     )
+
+
+def cache_status(
+    pool: PoolStatus, use: CacheUse, store: StoreUse, num_promotions: int, block_bytes: int
+) -> CacheStatus:
+    """The prefix cache in numbers."""
+    return CacheStatus(
+        nbytes=_by_name(pool.nbytes),
+        num_blocks=pool.num_blocks,
+        pinned_bytes=pool.pinned_bytes,
+        queries=use.queries,
+        query_tokens=use.query_tokens,
+        hit_tokens={tier.name.lower(): tokens for tier, tokens in use.hit_tokens.items()},
+        evictions=_by_name(pool.evictions),
+        arena_blocks_bytes=pool.num_arena_blocks * block_bytes,
+        fills=use.fills,
+        promotions=num_promotions,
+        ssd_reads=store.ssd_reads,
+        ssd_writes=store.ssd_writes,
+        ssd_failures=store.ssd_failures,
+        wrong_parts=store.wrong_parts,
+    )
+
+
+def cached_prefix(prefix: Prefix) -> CachedPrefix:
+    """One line of a listing."""
+    return CachedPrefix(
+        key=prefix.key.hex(),
+        num_tokens=prefix.num_tokens,
+        nbytes=_by_name(prefix.nbytes),
+        hits=prefix.num_hits,
+        idle_s=prefix.idle_s,
+        branch_tokens=prefix.branch_tokens,
+        resumable_tokens=prefix.resumable_tokens,
+        pinned=prefix.is_pinned,
+    )
+
+
+def _by_name(numbers: Mapping[tuple[Tier, PartKind], int]) -> dict[str, int]:
+    return {f"{tier.name}/{kind.name}".lower(): n for (tier, kind), n in numbers.items()}
 
 
 def _span(begin_s: float | None, end_s: float | None) -> float:

@@ -12,11 +12,21 @@ import contextlib
 import logging
 import os
 from collections import Counter, defaultdict
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
+import msgspec
+
+from kvmanager.agent.cache import LandingBase, NodeCache
+from kvmanager.agent.cache_move_control import control_methods
+from kvmanager.agent.cache_moves import CacheMover
 from kvmanager.agent.config import AgentConfig, parse_endpoint
+from kvmanager.agent.engine_events import EngineEvents
 from kvmanager.agent.engine_server import EngineServer
 from kvmanager.agent.instances import EngineRefused, InstanceBook
+from kvmanager.agent.kept_arena import KeptArena, open_arena
+from kvmanager.agent.link_control import link_methods
+from kvmanager.agent.link_watch import LinkWatch, WatchSettings
 from kvmanager.agent.messages import StatusReply, TransferReport
 from kvmanager.agent.metrics import AgentMetrics
 from kvmanager.agent.probing import Prober
@@ -24,10 +34,12 @@ from kvmanager.agent.protocol import (
     Abort,
     AgentMessage,
     Attach,
+    CacheMessage,
     Failed,
     Hello,
     Landed,
     PrefillEnd,
+    ProtocolError,
     Ready,
     Refused,
     Release,
@@ -38,8 +50,8 @@ from kvmanager.agent.protocol import (
 from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.transfer_io import TransferIo, now_s
 from kvmanager.arena import Arena, remove_stale
-from kvmanager.blocks import BlockAllocator
 from kvmanager.custody import Key, Kind
+from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfer_records import (
     CancelOutbox,
     DropLanding,
@@ -56,6 +68,7 @@ from kvmanager.transfer_records import (
     State,
     TellFailed,
     TellLanded,
+    TransferError,
 )
 from kvmanager.transfers import TransferTable
 from transport import OutgoingSpec
@@ -64,6 +77,11 @@ logger = logging.getLogger("prfaas.kvmanager.agent")
 
 TICK_S: Final = 0.1
 STOP_GRACE_S: Final = 1.0
+
+ControlMethod = tuple[
+    type[msgspec.Struct], type[msgspec.Struct], Callable[[Any], Awaitable[msgspec.Struct]]
+]
+"""Request, reply and handler of a method that is named like its request."""
 
 
 class NodeAgent:
@@ -76,10 +94,18 @@ class NodeAgent:
         self._peers: dict[int, EnginePeer] = {}
         self._waiters: defaultdict[Key, set[asyncio.Future[None]]] = defaultdict(set)
         self._started_s = now_s()
+        self.cache: NodeCache | None = None
+        """Its prefix cache; None: it keeps none."""
+        self.mover: CacheMover | None = None
+        """Moves of cached prefixes; None as well without a cache."""
+        self.engine_events: EngineEvents | None = None
+        """What engines say of their own caches; None: nobody wants to know."""
+        self.control_methods: list[ControlMethod] = []
+        """Of its parts, beside those of `ControlService`; to be added before that is made."""
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Bind everything. Raises ArenaError, SocketTaken, transport.LocalError."""
+        """Bind everything. Raises ArenaError, SsdError, SocketTaken, transport.LocalError."""
         config = self.config
         for path in remove_stale(config.arena_dir):
             logger.info("removed the arena %s of a dead agent", path)
@@ -87,16 +113,21 @@ class NodeAgent:
         self._engines.claim()
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self._engines.stop)
-            self.arena: Arena = await asyncio.to_thread(
-                Arena.create,
-                config.arena_dir,
-                config.num_blocks,
+            kept: KeptArena = await asyncio.to_thread(open_arena, config)
+            self._kept = kept
+            undo.callback(kept.close)
+            self.arena: Arena = kept.arena
+            self.allocator = kept.allocator
+            if config.num_cache_blocks != 0:
+                self.cache = NodeCache(config, kept, self._engines.send)
+                undo.push_async_callback(self.cache.close)
+            self.table = TransferTable(
+                self.allocator,
                 config.block_bytes,
-                prefault=config.prefault,
+                config.limits,
+                make_room=self.cache.make_room if self.cache is not None else None,
+                on_freed=self.cache.transfer_freed if self.cache is not None else None,
             )
-            undo.callback(self.arena.close)
-            self.allocator = BlockAllocator(self.arena.num_blocks)
-            self.table = TransferTable(self.allocator, config.block_bytes, config.limits)
             self.io = TransferIo(
                 config.transport_config,
                 parse_endpoint(config.listen),
@@ -107,8 +138,13 @@ class NodeAgent:
             self.data_endpoint = self.io.start()
             self.advertised = config.advertised(self.data_endpoint)
             self.prober = Prober(self.io, config.transport_config, self.advertised)
+            self._watch_links()
+            self._start_moves()
             await self._engines.start()
             undo.pop_all()
+        if self.cache is not None:
+            self.cache.start()
+        self.links.start()
         self._ticking = asyncio.create_task(self._tick())
         logger.info(
             "node agent serves %d blocks of %d bytes, epoch %s",
@@ -116,6 +152,32 @@ class NodeAgent:
             config.block_bytes,
             self.arena.epoch,
         )
+
+    def _watch_links(self) -> None:
+        config = self.config
+        settings = WatchSettings(
+            interval_s=config.link_sample_interval_s,
+            probes=config.link_probes,
+            monitor=config.monitor_config,
+        )
+        self.links = LinkWatch(
+            self.io,
+            settings,
+            self.metrics.registry,
+            data_endpoint=str(self.advertised),
+            clock_s=now_s,
+        )
+        self.control_methods += link_methods(self.links, self.io, now_s, probes=config.link_probes)
+
+    def _start_moves(self) -> None:
+        if self.cache is not None:
+            self.mover = CacheMover(
+                self.io, self.arena, self.cache, advertised=self.advertised, clock_s=now_s
+            )
+            if self.config.kv_events:
+                told = self.cache.engine_blocks_changed
+                self.engine_events = EngineEvents(self.config.kv_events, told)
+        self.control_methods += control_methods(self.mover, self.book, digest=self.config.digest)
 
     async def stop(self) -> None:
         """Tell every peer, close everything, leave no file behind."""
@@ -127,16 +189,30 @@ class NodeAgent:
         for transfer_id in {*self.table.landings, *self.table.outboxes}:
             self.perform(self.table.cancel(transfer_id, "the agent is stopping", now_s()))
         self.prober.close(now_s())
+        await self.links.close()
+        if self.engine_events is not None:
+            await self.engine_events.close()
+        if self.mover is not None:
+            await self.mover.close()
         await self._engines.stop()
         await self.io.settle(STOP_GRACE_S)
         await self.io.stop()
-        self.arena.close()
+        if self.cache is not None:
+            await self.cache.close()
+        self._kept.close()
 
     # ---- for the control plane
 
-    def reserve(self, spec: LandingSpec) -> Landing:
-        """Hold memory and let the sender in. Raises TransferError."""
-        landing = self.table.reserve(spec, now_s())
+    def reserve(self, spec: LandingSpec, base: LandingBase | None = None) -> Landing:
+        """Hold memory and let the sender in. Raises TransferError, and lets `base` go then."""
+        try:
+            landing = self.table.reserve(spec, now_s())
+        except TransferError:
+            if base is not None and self.cache is not None:
+                self.cache.drop_base(base)
+            raise
+        if base is not None and self.cache is not None:
+            self.cache.adopt_base(spec.transfer_id, base)
         space = self.arena.view(landing.runs, spec.nbytes)
         self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space)
         return landing
@@ -189,11 +265,13 @@ class NodeAgent:
         table, block_bytes = self.table, self.arena.block_bytes
         open_ids = {i for i, outbox in table.outboxes.items() if outbox.state is State.OPEN}
         cap = table.limits.landing_bytes
+        cache = None if self.cache is None else self.cache.status()
+        evictable_bytes = 0 if cache is None else cache.arena_blocks_bytes - cache.pinned_bytes
         return StatusReply(
             arena_epoch=self.arena.epoch,
             arena_bytes=self.arena.nbytes,
             block_bytes=block_bytes,
-            free_bytes=self.allocator.num_free * block_bytes,
+            free_bytes=self.allocator.num_free * block_bytes + evictable_bytes,
             landing_bytes=table.custody.num_blocks(Kind.LANDING) * block_bytes,
             landing_cap_bytes=self.arena.nbytes if cap is None else min(cap, self.arena.nbytes),
             outbox_bytes=table.custody.num_blocks(Kind.OUTBOX) * block_bytes,
@@ -205,6 +283,8 @@ class NodeAgent:
             uptime_s=now_s() - self._started_s,
             pid=os.getpid(),
             data_endpoint=str(self.advertised),
+            arena_path=str(self.arena.path),
+            cache=cache,
         )
 
     # ---- for the engine server
@@ -218,9 +298,30 @@ class NodeAgent:
         self.table.connect(peer)
         logger.info("engine %s: %s rank %d connected", peer.instance, peer.role, peer.tp_rank)
         arena = self.arena
-        return Welcome(arena.epoch, str(arena.path), arena.nbytes, arena.block_bytes)
+        return Welcome(
+            arena.epoch,
+            str(arena.path),
+            arena.nbytes,
+            arena.block_bytes,
+            self._join_cache(peer, hello),
+        )
 
-    def message(self, conn_id: int, message: TransferMessage) -> None:
+    def _join_cache(self, peer: EnginePeer, hello: Hello) -> StatePlacement | None:
+        """The namespace is the scheduler's to tell; a worker writes what its scheduler reserved."""
+        if self.cache is None or not (hello.namespace or peer.role == "worker"):
+            return None
+        self.cache.connect(peer, self.book.shape(peer.instance))
+        if self.engine_events is not None and hello.namespace:
+            _, layout = self.book.layout(peer.fingerprint)
+            self.engine_events.joined(peer.instance, layout, hello.namespace)
+        return self.cache.placement
+
+    def message(self, conn_id: int, message: TransferMessage | CacheMessage) -> None:
+        if isinstance(message, CacheMessage):
+            if self.cache is None:
+                raise ProtocolError("this agent has no prefix cache")
+            self.cache.message(conn_id, message)
+            return
         table, transfer_id = self.table, message.transfer_id
         match message:
             case Attach():
@@ -242,9 +343,15 @@ class NodeAgent:
         self.book.leave(peer)
         logger.info("engine %s: %s rank %d is lost", peer.instance, peer.role, peer.tp_rank)
         self.perform(self.table.disconnected(conn_id, now_s()))
+        if self.cache is not None:
+            self.cache.lost(conn_id)
+        if self.engine_events is not None and peer.role == "scheduler":
+            self.engine_events.left(peer.instance)
 
     def process_gone(self, conn_id: int) -> None:
         self.table.process_gone(conn_id)
+        if self.cache is not None:
+            self.cache.process_gone(conn_id)
 
     # ---- for the transport
 
@@ -252,14 +359,23 @@ class NodeAgent:
         self.table.landing_accepted(transfer_id)
 
     def landing_complete(self, transfer_id: bytes) -> None:
-        self.perform(self.table.landing_complete(transfer_id, now_s()))
+        effects = self.table.landing_complete(transfer_id, now_s())
+        self.perform(effects)
+        if effects and self.cache is not None:
+            self.cache.landed(self.table.landings[transfer_id], self.table.custody)
+        if self.mover is not None:
+            self.mover.landing_complete(transfer_id)
 
     def landing_failed(self, transfer_id: bytes, reason: str) -> None:
         self.prober.landing_failed(transfer_id, reason)
+        if self.mover is not None:
+            self.mover.landing_failed(transfer_id, reason)
         self.perform(self.table.landing_failed(transfer_id, reason, now_s()))
 
     def landing_dropped(self, transfer_id: bytes) -> None:
         self.table.landing_dropped(transfer_id)
+        if self.mover is not None:
+            self.mover.landing_dropped(transfer_id)
 
     def outbox_ended(self, transfer_id: bytes, error: str | None) -> None:
         self.perform(self.table.outbox_ended(transfer_id, error, now_s()))
@@ -307,6 +423,10 @@ class NodeAgent:
                 self.perform(self.table.expire(now_s()))
                 for transfer_id in before - self.table.outboxes.keys():
                     self.io.forget(transfer_id)
+                if self.cache is not None:
+                    self.cache.tick()
+                if self.mover is not None:
+                    self.mover.tick(now_s())
             except Exception:
                 # Leases must go on ending, whatever one transfer ran into.
                 logger.exception("expiry failed")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 import yaml
@@ -25,6 +25,7 @@ from kvmanager.agent.engine_client import EngineClient
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
+    CacheFeed,
     Cancel,
     CancelReply,
     OpenOutbox,
@@ -34,8 +35,9 @@ from kvmanager.agent.messages import (
     Status,
     StatusReply,
     TransferReport,
+    WatchCache,
 )
-from kvmanager.agent.protocol import Hello, Welcome
+from kvmanager.agent.protocol import CacheFound, CacheSlots, Hello, Welcome
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.rpc import RpcClient, RpcError
@@ -155,10 +157,20 @@ class AgentProcess:
     def status(self) -> StatusReply:
         return self.call("Status", Status(), StatusReply)
 
+    def watch_cache(self, epoch: str = "", after_seq: int = 0, timeout_s: float = 0.0) -> CacheFeed:
+        request = WatchCache(epoch, after_seq, timeout_s)
+        return self.call("WatchCache", request, CacheFeed, timeout_s + 10)
+
     def reserve(
-        self, num_tokens: int, lease_s: float = 30.0, fingerprint: str = ""
+        self,
+        num_tokens: int,
+        lease_s: float = 30.0,
+        fingerprint: str = "",
+        *,
+        block_keys: bytes = b"",
     ) -> ReserveReply:
-        reply = self.call("Reserve", Reserve(num_tokens, lease_s, fingerprint), ReserveReply)
+        request = Reserve(num_tokens, lease_s, fingerprint, block_keys=block_keys)
+        reply = self.call("Reserve", request, ReserveReply)
         self.transfer_ids.add(reply.transfer_id)
         return reply
 
@@ -174,6 +186,7 @@ class AgentProcess:
             host=landing.host,
             port=landing.port,
             lease_s=lease_s,
+            cached_tokens=landing.cached_tokens,
         )
         request = msgspec.structs.replace(request, **changes)
         self.transfer_ids.add(request.transfer_id)
@@ -201,11 +214,15 @@ class FakeEngine:
         layout: KVLayout = SMALL_LAYOUT,
         *,
         tp_rank: int = 0,
+        role: Literal["scheduler", "worker"] = "worker",
+        namespace: bytes = b"",
     ) -> None:
         self.events: Queue[tuple[Any, ...]] = Queue()
         self.releases_failed = True
         """Answer `Failed` with `Release`, as a producer must."""
-        hello = Hello(instance, "worker", os.getpid(), layout.encode(), tp_rank, layout.tp_size)
+        hello = Hello(
+            instance, role, os.getpid(), layout.encode(), tp_rank, layout.tp_size, namespace
+        )
         self.client = EngineClient(agent.socket, hello, self)
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
@@ -221,6 +238,12 @@ class FakeEngine:
         if self.releases_failed:
             self.client.release(transfer_id)
         self.events.put(("failed", transfer_id.hex(), reason))
+
+    def on_cache_found(self, found: CacheFound) -> None:
+        self.events.put(("found", found))
+
+    def on_cache_slots(self, slots: CacheSlots) -> None:
+        self.events.put(("slots", slots))
 
     def next(self, timeout_s: float = 10.0) -> tuple[Any, ...]:
         """The next event; AssertionError when none comes."""

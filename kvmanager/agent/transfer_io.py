@@ -141,6 +141,14 @@ class TransferIo:
         """What the sender knows of its link to this endpoint; None when there is none."""
         return self._sender.link_state(endpoint)
 
+    def link_activity(self) -> dict[Endpoint, bool]:
+        """The endpoints that the sender has links to, and whether each has transfers."""
+        return self._sender.link_activity()
+
+    def warm(self, endpoint: Endpoint) -> None:
+        """Connect now. Raises RuntimeError after `stop`."""
+        self._sender.warm(endpoint)
+
     def ready(self, transfer_id: bytes, ranges: list[tuple[int, int]]) -> None:
         outgoing = self._outgoing[transfer_id]
         for offset, length in ranges:
@@ -232,6 +240,29 @@ class _OutboxBridge:
 
     def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
         self._io.post(self._io.outbox_ended, transfer_id, f"{error.code}: {error.message}")
+
+
+class SendListener:
+    """For `TransferIo.open_probe`: hands a send's end over from sender threads to the loop, with
+    None or an error.
+    """
+
+    def __init__(
+        self,
+        io: TransferIo,
+        ended: Callable[[bytes, str | None, float], None],
+        clock_s: Callable[[], float],
+    ) -> None:
+        self._io = io
+        self._ended = ended
+        self._clock_s = clock_s
+
+    def on_complete(self, transfer_id: bytes) -> None:
+        self._io.post(self._ended, transfer_id, None, self._clock_s())
+
+    def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
+        message = f"{error.code}: {error.message}"
+        self._io.post(self._ended, transfer_id, message, self._clock_s())
 
 
 def now_s() -> float:

@@ -3,11 +3,16 @@
 It does not know instances or jobs and never retries. Every method raises RpcError.
 """
 
+from typing import Final, Literal
+
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
+    CacheFeed,
     Cancel,
     CancelReply,
+    ListCache,
+    ListCacheReply,
     OpenOutbox,
     OpenOutboxReply,
     ProbeEnd,
@@ -26,10 +31,14 @@ from kvmanager.agent.messages import (
     Status,
     StatusReply,
     TransferReport,
+    WatchCache,
 )
 from kvmanager.engines.jobs import Landing
 from kvmanager.rpc import RpcClient
 from transport import TlsFiles
+
+_ANSWER_S: Final = 5.0
+"""What a call that waits for something may take beyond that wait."""
 
 
 class AgentControl:
@@ -40,10 +49,24 @@ class AgentControl:
         self._client = RpcClient(target, SERVICE, tls)
 
     async def reserve(
-        self, num_tokens: int, token_digest: str, lease_s: float, *, timeout_s: float
+        self,
+        num_tokens: int,
+        token_digest: str,
+        lease_s: float,
+        *,
+        timeout_s: float,
+        block_keys: bytes = b"",
     ) -> ReserveReply:
-        """Memory for the KVCache of `num_tokens` of the only layout there. NO_ROOM, INVALID."""
-        request = Reserve(num_tokens=num_tokens, lease_s=lease_s, token_digest=token_digest)
+        """Memory for the KVCache of `num_tokens` of the only layout there. NO_ROOM, INVALID.
+
+        `block_keys`: see `Reserve`.
+        """
+        request = Reserve(
+            num_tokens=num_tokens,
+            lease_s=lease_s,
+            token_digest=token_digest,
+            block_keys=block_keys,
+        )
         return await self._client.call("Reserve", request, ReserveReply, timeout_s)
 
     async def open_outbox(
@@ -60,6 +83,7 @@ class AgentControl:
             port=landing.port,
             lease_s=lease_s,
             tenant=tenant,
+            cached_tokens=landing.cached_tokens,
         )
         return await self._client.call("OpenOutbox", request, OpenOutboxReply, timeout_s)
 
@@ -113,6 +137,20 @@ class AgentControl:
     async def probe_end(self, transfer_id: str, reason: str, timeout_s: float) -> None:
         """End a probe's ends at this agent. Idempotent."""
         await self._client.call("ProbeEnd", ProbeEnd(transfer_id, reason), ProbeEndReply, timeout_s)
+
+    async def watch_cache(self, epoch: str, after_seq: int, timeout_s: float) -> CacheFeed:
+        """What changed in the prefix cache after this event, as soon as anything has, at most
+        `timeout_s` later. INVALID: no cache there.
+        """
+        request = WatchCache(epoch, after_seq, timeout_s)
+        return await self._client.call("WatchCache", request, CacheFeed, timeout_s + _ANSWER_S)
+
+    async def list_cache(
+        self, limit: int, order: Literal["hits", "size", "recent"], timeout_s: float
+    ) -> ListCacheReply:
+        """The first `limit` of its longest cached prefixes. INVALID: no cache there."""
+        request = ListCache(limit, order)
+        return await self._client.call("ListCache", request, ListCacheReply, timeout_s)
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""

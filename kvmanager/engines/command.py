@@ -26,7 +26,9 @@ class EngineSpec(BaseModel):
 
     `kv_space_gib` set means an engine on the CPU; on a GPU leave it out and put
     `--gpu-memory-utilization` into `args`. `args` go to vLLM as they are, after ours, so they win.
-    `env` is added last. With `agent_socket` None the engine runs without our connector.
+    `env` is added last. With `agent_socket` None the engine runs without our connector. At
+    `kv_events`, a ZeroMQ endpoint, it publishes what its own prefix cache keeps and drops; behind a
+    comma stands where those who missed messages ask for them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +47,7 @@ class EngineSpec(BaseModel):
     enforce_eager: bool = False
     kv_space_gib: int | None = Field(default=None, ge=1)
     agent_socket: str | None = None
+    kv_events: str | None = None
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
     python: str = sys.executable
@@ -66,6 +69,17 @@ class EngineSpec(BaseModel):
                 "agent_socket": self.agent_socket,
                 "instance": self.instance,
             },
+        }
+
+    def kv_events_config(self) -> dict[str, object]:
+        """vLLM's `--kv-events-config`: everything to everybody who listens."""
+        endpoint, _, replay_endpoint = (self.kv_events or "").partition(",")
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": endpoint,
+            "replay_endpoint": replay_endpoint or None,
+            "topic": "",
         }
 
     def argv(self) -> list[str]:
@@ -94,6 +108,8 @@ class EngineSpec(BaseModel):
         argv.append("--enable-scale-out")
         if self.agent_socket is not None:
             argv += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
+        if self.kv_events is not None:
+            argv += ["--kv-events-config", json.dumps(self.kv_events_config())]
         return argv + list(self.args)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -31,7 +31,9 @@ class TlsSection(BaseModel):
 
 
 class FrontConfig(BaseModel):
-    """One front. `listen` is its gRPC address; `metrics_port` 0 means no metrics server."""
+    """One front. `listen` is its gRPC address; `metrics_port` 0 means no metrics server. What only
+    one kind of front knows (queue bounds; leases and affinity) the other one does not look at.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,6 +44,7 @@ class FrontConfig(BaseModel):
     max_queued: int = Field(default=64, ge=0)
     max_wait_s: float = Field(default=120.0, gt=0)
     lease_s: float = Field(default=30.0, gt=0)
+    affinity_slack: int = Field(default=4, ge=0)
     log_dir: Path = Path("logs")
     tls: TlsSection | None = None
 

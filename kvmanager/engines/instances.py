@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kvmanager.agent.messages import CacheModel
 from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.client import EngineHttp, open_session
 from kvmanager.engines.command import EngineSpec
@@ -41,12 +42,14 @@ class InstanceSpec(BaseModel):
     `name` is the one that the engine's connector is configured with (`EngineSpec.instance`).
     With `engine` the front starts and supervises the engine itself; without it somebody else
     does. `max_concurrent` bounds the prefill jobs given to it at a time; vLLM batches these.
+    `node` is what people call the agent's host.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1)
     agent: str
+    node: str = ""
     url: str = ""
     model: str = ""
     role: Role = "both"
@@ -98,6 +101,8 @@ class Instance:
         self.engine_health = HealthTracker(config.health)
         self.agent_health = HealthTracker(config.health)
         self.load = LoadEstimate()
+        self.cache: CacheModel | None = None
+        """How the engine's prompts are cached at its node, as the agent said last."""
         self.draining = False
         self.gone = asyncio.Event()
         """Set while the engine or its agent is gone for good: to give up work on it. One failed
@@ -144,6 +149,9 @@ class Instance:
             max_concurrent=self.spec.max_concurrent,
             reason=self.reason,
             num_restarts=self.supervisor.num_restarts if self.supervisor is not None else 0,
+            node=self.spec.agent,
+            node_name=self.spec.node or self.spec.agent,
+            cache=self.cache,
         )
 
 
@@ -296,9 +304,11 @@ class Instances:
             status = await instance.agent.status(self._config.probe_timeout_s)
         except RpcError as error:
             return instance.agent_health.probe_failed(error.message)
-        if all(engine.instance != instance.name for engine in status.engines):
+        engine = next((item for item in status.engines if item.instance == instance.name), None)
+        if engine is None:
             # Its KVCache could neither leave nor arrive, however well both are.
             return instance.agent_health.probe_failed(
                 f"{instance.spec.agent} has no connection from an engine called {instance.name}"
             )
+        instance.cache = engine.cache
         return instance.agent_health.probe_succeeded()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvmanager.agent.messages import OpenOutboxReply, ReserveReply
+from kvmanager.agent.messages import CacheModel, OpenOutboxReply, ReserveReply
 
 Role = Literal["prefill", "decode", "both"]
 """What an instance of a local PD cluster may be asked to do."""
@@ -20,7 +20,8 @@ class Landing(msgspec.Struct, frozen=True, kw_only=True):
 
     Ids, tokens, fingerprints and digests are lower-case hex. `num_tokens` is the number of tokens
     whose KVCache lands, `token_digest` the digest of exactly those (`kvmanager.hashing`).
-    `host`, `port` is where the receiving agent takes data connections.
+    `host`, `port` is where the receiving agent takes data connections. The full-attention KVCache
+    of the first `cached_tokens` is there already and not part of the `nbytes`.
     """
 
     transfer_id: str
@@ -31,6 +32,7 @@ class Landing(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     layout_fingerprint: str
     token_digest: str
+    cached_tokens: int = 0
 
 
 class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +40,8 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt_token_ids` excludes the prompt's last token, which the decode engine recomputes.
     A lower `priority` is served earlier. `model` is the served name; "" means that the cluster
-    serves only one. `traceparent` is a W3C trace context header or "".
+    serves only one. `traceparent` is a W3C trace context header or "". `prefer` names instances or
+    nodes (`InstanceReport.node`) that have part of the prompt cached, the best first.
     """
 
     request_id: str
@@ -48,6 +51,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     traceparent: str = ""
     model: str = ""
+    prefer: tuple[str, ...] = ()
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +77,11 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance as its front sees it now; `reason` says why it is not healthy."""
+    """One instance as its front sees it now; `reason` says why it is not healthy.
+
+    `node` is its node agent's control address, `node_name` what people call it; `cache` how its
+    prompts are cached there, None when they are not or it is not known yet.
+    """
 
     name: str
     role: Role
@@ -84,6 +92,9 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent: int
     reason: str = ""
     num_restarts: int = 0
+    node: str = ""
+    node_name: str = ""
+    cache: CacheModel | None = None
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +126,7 @@ def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) ->
         port=reply.port,
         layout_fingerprint=reply.layout_fingerprint,
         token_digest=token_digest,
+        cached_tokens=reply.cached_tokens,
     )
 
 
@@ -129,14 +141,22 @@ def producer_params(landing: Landing, outbox: OpenOutboxReply) -> dict[str, Any]
             "runs": [list(run) for run in outbox.runs],
             "attempt": outbox.attempt,
             "layout_fingerprint": landing.layout_fingerprint,
+            "cached_tokens": landing.cached_tokens,
         }
     }
 
 
 def consumer_params(
-    landing: Landing, *, arena_epoch: str, runs: Sequence[tuple[int, int]]
+    landing: Landing,
+    *,
+    arena_epoch: str,
+    runs: Sequence[tuple[int, int]],
+    cached_runs: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> dict[str, Any]:
-    """The `kv_transfer_params` that make an engine load the landing at `runs` of its agent."""
+    """The `kv_transfer_params` that make an engine load the landing at `runs` of its agent.
+
+    `cached_runs`: where the agent's prefix cache has each block of the first `cached_tokens`.
+    """
     return {
         "prfaas": {
             "role": "consumer",
@@ -146,5 +166,7 @@ def consumer_params(
             "arena_epoch": arena_epoch,
             "runs": [list(run) for run in runs],
             "layout_fingerprint": landing.layout_fingerprint,
+            "cached_tokens": landing.cached_tokens,
+            "cached_runs": [[list(run) for run in block] for block in cached_runs],
         }
     }

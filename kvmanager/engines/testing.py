@@ -15,6 +15,7 @@ from aiohttp import web
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
+    CacheModel,
     Cancel,
     CancelReply,
     EngineStatus,
@@ -85,7 +86,8 @@ class FakeAgent:
     """A node agent without an arena. `outboxes` and `landings` are what it holds now.
 
     `outbox_room`, `landing_room`: how many of each it has memory for. `renewals` counts calls,
-    `num_awaiting` those that wait for an end now.
+    `num_awaiting` those that wait for an end now. `cached_tokens`: what landings with block keys
+    build on; `cache_model`: how its engines say that they cache.
     """
 
     def __init__(self, *instances: str) -> None:
@@ -98,6 +100,8 @@ class FakeAgent:
         self.renewals = 0
         self.outbox_room = 100
         self.landing_room = 100
+        self.cached_tokens = 0
+        self.cache_model: CacheModel | None = None
         self.before_reply: Callable[[str], Any] | None = None
         self._ids = itertools.count(1)
         self._server: RpcServer | None = None
@@ -147,6 +151,8 @@ class FakeAgent:
             runs=[(0, 2), (5, 1)],
             layout_fingerprint=FINGERPRINT,
             lease_s=request.lease_s,
+            cached_tokens=self.cached_tokens if request.block_keys else 0,
+            cached_runs=[[(9, 1)]] if request.block_keys and self.cached_tokens else [],
         )
 
     async def _renew(self, request: Renew) -> RenewReply:
@@ -201,7 +207,10 @@ class FakeAgent:
         )
 
     async def _status(self, _request: Status) -> StatusReply:
-        engines = [EngineStatus(name, 2, 1, "fake", FINGERPRINT) for name in self.instances]
+        engines = [
+            EngineStatus(name, 2, 1, "fake", FINGERPRINT, self.cache_model)
+            for name in self.instances
+        ]
         return StatusReply(
             arena_epoch="e1",
             arena_bytes=1 << 20,

@@ -5,8 +5,13 @@
      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
      "kv_connector_extra_config": {"agent_socket": "/run/prfaas/agent.sock", "instance": "d0"}}
 
+With vLLM's own prefix caching on, the agent's prefix cache is used as well, unless
+`"prefix_pool": false`; `cache_min_load_tokens` and `cache_find_timeout_s` are its options.
+
 `kv_role` may also be `kv_producer` or `kv_consumer`: the other role's requests are then computed
-as if they carried no parameters. Interface: vLLM's `KVConnectorBase_V1` with `SupportsHMA`.
+as if they carried no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,
+pipelines) stores in the prefix cache and never loads from it. Interface: vLLM's
+`KVConnectorBase_V1` with `SupportsHMA`.
 """
 
 import os
@@ -25,6 +30,12 @@ from vllm.v1.request import RequestStatus
 from kvmanager.agent.engine_client import EngineClient
 from kvmanager.agent.protocol import PROTOCOL_VERSION, Hello
 from kvmanager.layout import KVLayout
+from kvmanager.vllm_connector.cache_keys import namespace_of
+from kvmanager.vllm_connector.cache_scheduler import (
+    DEFAULT_FIND_TIMEOUT_S,
+    DEFAULT_MIN_LOAD_TOKENS,
+    CacheOptions,
+)
 from kvmanager.vllm_connector.engine_layout import layout_of
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
@@ -63,7 +74,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 "the path that `prfaas agent --socket` listens on"
             )
         layout = layout_of(vllm_config, kv_cache_config)
-        self._layout = layout
+        namespace = namespace_of(vllm_config, layout) if extra.get("prefix_pool", True) else b""
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -74,15 +85,22 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 landing_timeout_s=float(extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)),
                 produces=self._kv_transfer_config.is_kv_producer,
                 consumes=self._kv_transfer_config.is_kv_consumer,
+                cache=_cache_options(extra, namespace, loads=self._may_load(vllm_config)),
             )
-            hello = _hello(extra, "scheduler", layout, 0)
+            hello = _hello(extra, "scheduler", layout, 0, namespace)
             self._scheduler.connect(EngineClient(socket_path, hello, self._scheduler))
         else:
             rank = get_tensor_model_parallel_rank()
             self._worker = WorkerSide(layout, rank, kv_cache_config)
-            self._client = EngineClient(
-                socket_path, _hello(extra, "worker", layout, rank), self._worker
-            )
+            hello = _hello(extra, "worker", layout, rank, namespace)
+            self._client = EngineClient(socket_path, hello, self._worker)
+
+    def _may_load(self, vllm_config: "VllmConfig") -> bool:
+        """Whether a load never meets a step that still writes the same block. Where steps overlap,
+        vLLM keeps the freed blocks of running steps from being used again, for consumers only.
+        """
+        is_consumer: bool = self._kv_transfer_config.is_kv_consumer
+        return is_consumer or vllm_config.max_concurrent_batches == 1
 
     # Worker side.
 
@@ -154,6 +172,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         self._scheduler.update_connector_output(connector_output)
 
+    def reset_cache(self) -> bool | None:
+        assert self._scheduler is not None
+        self._scheduler.reset_cache()
+        return True
+
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -195,8 +218,21 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return PrfaasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
+def _cache_options(extra: dict[str, Any], namespace: bytes, *, loads: bool) -> CacheOptions:
+    return CacheOptions(
+        namespace,
+        loads,
+        int(extra.get("cache_min_load_tokens", DEFAULT_MIN_LOAD_TOKENS)),
+        float(extra.get("cache_find_timeout_s", DEFAULT_FIND_TIMEOUT_S)),
+    )
+
+
 def _hello(
-    extra: dict[str, Any], role: Literal["scheduler", "worker"], layout: KVLayout, tp_rank: int
+    extra: dict[str, Any],
+    role: Literal["scheduler", "worker"],
+    layout: KVLayout,
+    tp_rank: int,
+    namespace: bytes,
 ) -> Hello:
     return Hello(
         version=PROTOCOL_VERSION,
@@ -206,4 +242,5 @@ def _hello(
         tp_rank=tp_rank,
         tp_size=layout.tp_size,
         layout=layout.encode(),
+        namespace=namespace,
     )

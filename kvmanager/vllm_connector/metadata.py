@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvmanager.vllm_connector.params import ConsumerParams, ProducerParams
+
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -12,6 +14,7 @@ class TransferRef:
     """One transfer and where its bytes lie in the arena of that epoch.
 
     attempt: which opening of a producer's outbox; 0 for a landing.
+    cached_tokens: the transfer leaves the full-attention pages of so many leading tokens out.
     """
 
     transfer_id: bytes
@@ -19,14 +22,70 @@ class TransferRef:
     arena_epoch: str
     runs: Runs
     attempt: int = 0
+    cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, params: ProducerParams | ConsumerParams) -> "TransferRef":
+        """What these parameters name."""
+        attempt = params.attempt if isinstance(params, ProducerParams) else 0
+        return cls(
+            params.id_bytes,
+            params.num_tokens,
+            params.arena_epoch,
+            params.runs,
+            attempt,
+            params.cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartPages:
+    """One part of one cached block: where it lies in the arena, and the engine's pages of it.
+
+    index: names the block in answers to the agent.
+    blocks: for each group of the part, the block ids of the last `len(blocks[g])` pages that the
+        group has in the block; the pages before them are not copied.
+    """
+
+    index: int
+    part: int
+    runs: Runs
+    blocks: tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedParts:
+    """Parts of the agent's prefix cache, to be read or to be filled.
+
+    asked_s: the agent gave them to this engine at or after this time (CLOCK_MONOTONIC, which all
+        processes of a host share). A worker whose connection is younger must not touch them: the
+        agent may have taken them back when the older one broke.
+    """
+
+    arena_epoch: str
+    asked_s: float
+    parts: tuple[PartPages, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStep:
+    """Parts to copy into the prefix cache once the step's forward pass is over.
+
+    is_last: nothing more is written under this handle, whose memory goes back to the agent.
+    """
+
+    handle: int
+    cached: CachedParts
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SendStep:
     """A producer request that this step computes.
 
-    blocks: for each group, the engine's block ids of the first pages of `group.pages(num_tokens)`
-        that exist already; for a recurrent group the block that holds the state after the step.
+    blocks: for each group, the engine's block ids of the first pages of
+        `group.pages(num_tokens, cached_tokens)` that exist already; for a recurrent group the block
+        that holds the state after the step.
     computed_tokens: tokens whose KVCache exists once the step's forward pass is over.
     """
 
@@ -41,15 +100,18 @@ class SendStep:
 
 @dataclass(frozen=True, slots=True)
 class LoadStep:
-    """A consumer request whose landing is to be copied into the engine's pages.
+    """A request whose KVCache is to be copied into the engine's pages: from a landing, from the
+    prefix cache, or from both. From neither: it could not be planned and counts as failed.
 
     blocks: for each group, the block ids of the last `len(blocks[g])` pages of
-        `group.pages(num_tokens)`; the pages before them are in the engine's own prefix cache.
+        `group.pages(num_tokens, cached_tokens)`; the pages before them are in the engine's own
+        prefix cache.
     """
 
     request_id: str
-    ref: TransferRef
-    blocks: tuple[list[int], ...]
+    ref: TransferRef | None = None
+    blocks: tuple[list[int], ...] = ()
+    cached: CachedParts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +124,9 @@ class EndedSend:
 
 @dataclass(slots=True)
 class PrfaasMetadata(KVConnectorMetadata):
-    """One step: what to send, what to load, which outboxes are over."""
+    """One step: what to send, load and store, and which outboxes are over."""
 
     sends: list[SendStep] = field(default_factory=list)
     loads: list[LoadStep] = field(default_factory=list)
     ended: list[EndedSend] = field(default_factory=list)
+    stores: list[StoreStep] = field(default_factory=list)

@@ -1,10 +1,13 @@
 """What a cluster front tells the connector about one request, inside vLLM's `kv_transfer_params`.
 
     {"prfaas": {"role": "producer", "transfer_id": ..., "num_tokens": n, "arena_epoch": ...,
-                "runs": [[first_block, count], ...], "attempt": ..., "layout_fingerprint": ...}}
+                "runs": [[first_block, count], ...], "attempt": ..., "layout_fingerprint": ...,
+                "cached_tokens": r}}
 
-`attempt` is a producer's: which opening of the outbox this is for. A consumer carries the digest of
-the n tokens whose KVCache will land. Knows no engine objects.
+Of the first `cached_tokens` the full-attention KVCache is at the receiver already and does not
+travel. `attempt` is a producer's: which opening of the outbox this is for. A consumer carries the
+digest of the n tokens whose KVCache will land, and where the cached blocks lie: for each of them
+the runs of arena blocks that hold its KV part. Knows no engine objects.
 """
 
 from typing import Any
@@ -18,7 +21,7 @@ class ParamsError(ValueError):
     """`kv_transfer_params` that are not ours or are malformed."""
 
 
-class TransferParams(msgspec.Struct, frozen=True, tag_field="role"):
+class TransferParams(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
     """Fields both roles share. Ids, digests and fingerprints are hex strings."""
 
     transfer_id: str
@@ -26,6 +29,7 @@ class TransferParams(msgspec.Struct, frozen=True, tag_field="role"):
     arena_epoch: str
     runs: tuple[tuple[int, int], ...]
     layout_fingerprint: str
+    cached_tokens: int = 0
 
     @property
     def id_bytes(self) -> bytes:
@@ -42,6 +46,7 @@ class ConsumerParams(TransferParams, frozen=True, tag="consumer"):
     """This engine decodes after loading `num_tokens` tokens from a landing of its agent."""
 
     token_digest: str
+    cached_runs: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 def parse(kv_transfer_params: dict[str, Any] | None) -> ProducerParams | ConsumerParams | None:
@@ -59,4 +64,8 @@ def parse(kv_transfer_params: dict[str, Any] | None) -> ProducerParams | Consume
         raise ParamsError(f"kv_transfer_params[{KEY!r}]: {error}") from error
     if params.num_tokens < 1:
         raise ParamsError(f"kv_transfer_params[{KEY!r}]: num_tokens is {params.num_tokens}")
+    if not 0 <= params.cached_tokens < params.num_tokens:
+        raise ParamsError(
+            f"kv_transfer_params[{KEY!r}]: {params.cached_tokens} of {params.num_tokens} cached"
+        )
     return params

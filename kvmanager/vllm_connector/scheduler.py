@@ -1,27 +1,30 @@
-"""The connector's half in vLLM's scheduler process: decides what each step sends and loads.
+"""The connector's half in vLLM's scheduler process: decides what each step sends, loads and stores.
 
 A producer request is followed from its first chunk to its last: each step's metadata carries the
-block tables as they stand. A consumer request waits without any engine block until its agent says
-that the landing is whole, then gets its blocks, then is loaded. Whatever goes wrong with a transfer
-makes the engine compute the prompt itself: from here no failure ever reaches the engine.
+block tables as they stand. A consumer request waits for its landing (`landings`). Every request may
+use the agent's prefix cache (`cache_scheduler`). Whatever goes wrong with a transfer makes the
+engine compute the prompt itself: from here no failure ever reaches the engine.
 
-Agent events arrive on the client's thread and only set a state under `_lock`; everything else runs
-on the scheduler's thread.
+Agent events arrive on the client's thread and are passed on to the two; everything else runs on the
+scheduler's thread.
 """
 
 import logging
 import threading
 import time
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvmanager.agent.engine_client import EngineClient
-from kvmanager.agent.protocol import Welcome
+from kvmanager.agent.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVKind, KVLayout
+from kvmanager.pool.shape import CacheShape
+from kvmanager.vllm_connector.cache_plan import CachePages
+from kvmanager.vllm_connector.cache_scheduler import CacheOptions, CacheScheduler
 from kvmanager.vllm_connector.engine_layout import state_block_index
+from kvmanager.vllm_connector.landings import Landings
 from kvmanager.vllm_connector.metadata import (
     EndedSend,
     LoadStep,
@@ -46,35 +49,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
+NO_CACHE = CacheOptions()
+
 IDLE_WAIT_SHARE = 9.0
 MIN_IDLE_WAIT_S = 0.004
 MAX_IDLE_WAIT_S = 0.025
 """vLLM polls a connector that is not ready without a pause. A scheduling pass with nothing to
-compute therefore waits for the landing, and the longer the longer a pass takes: a waiting engine
+compute therefore waits for the agent, and the longer the longer a pass takes: a waiting engine
 takes about a tenth of a core from whoever prefills beside it, on slow machines too. The maximum is
 what a new request may have to wait for."""
 
 
 def idle_wait_s(pass_s: float) -> float:
-    """How long to wait for a landing after a pass of `pass_s` that had nothing to compute."""
+    """How long to wait for the agent after a pass of `pass_s` that had nothing to compute."""
     return min(max(MIN_IDLE_WAIT_S, IDLE_WAIT_SHARE * pass_s), MAX_IDLE_WAIT_S)
-
-
-class LandingState(Enum):
-    WAITING = auto()
-    LANDED = auto()
-    LOADING = auto()
-    OVER = auto()
-
-
-@dataclass(slots=True)
-class Consumer:
-    """A request whose KVCache comes from a landing. `OVER`: the landing is not ours any more."""
-
-    ref: TransferRef
-    deadline_s: float
-    state: LandingState = LandingState.WAITING
-    request_ended: bool = False
 
 
 @dataclass(slots=True)
@@ -97,6 +85,7 @@ class SchedulerSide:
         landing_timeout_s: float,
         produces: bool,
         consumes: bool,
+        cache: CacheOptions = NO_CACHE,
     ) -> None:
         self._layout = layout
         self._produces = produces
@@ -105,21 +94,25 @@ class SchedulerSide:
         self._config = kv_cache_config
         self._specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
         self._mamba_cache_mode = mamba_cache_mode
-        self._landing_timeout_s = landing_timeout_s
         self._client: EngineClient | None = None
-        self._lock = threading.Lock()
-        self._landing_changed = threading.Event()
+        self._agent_said = threading.Event()
         self._engine_is_idle = False
         self._pass_began_s = 0.0
+        self._wait_until_s = 0.0
         self._producers: dict[str, Producer] = {}
-        self._consumers: dict[str, Consumer] = {}
-        self._request_of: dict[bytes, str] = {}
         self._loads: list[LoadStep] = []
         self._ended: list[EndedSend] = []
+        self._shape = CacheShape.of(layout)
+        state_tokens = [spec.block_size for spec in self._specs]
+        pages = CachePages(layout, self._shape, self._state_index, state_tokens)
+        self._landings = Landings(layout, pages, self._shape.block_tokens, landing_timeout_s)
+        self._cache = CacheScheduler(self._shape, pages, cache, self._agent_said)
 
     def connect(self, client: EngineClient) -> None:
         """Use this client; its events must be wired to the `on_*` methods."""
         self._client = client
+        self._landings.connect(client)
+        self._cache.connect(client)
         client.start()
 
     def close(self) -> None:
@@ -130,56 +123,56 @@ class SchedulerSide:
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
+        self._cache.on_connected(welcome)
 
     def on_landed(self, transfer_id: bytes) -> None:
-        self._change(transfer_id, LandingState.LANDED)
+        self._landings.on_landed(transfer_id)
+        self._agent_said.set()
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
-        self._change(transfer_id, LandingState.OVER)
+        self._landings.on_failed(transfer_id)
+        self._agent_said.set()
+
+    def on_cache_found(self, found: CacheFound) -> None:
+        self._cache.on_found(found)
+
+    def on_cache_slots(self, slots: CacheSlots) -> None:
+        self._cache.on_slots(slots)
 
     def on_disconnected(self) -> None:
-        with self._lock:
-            for consumer in self._consumers.values():
-                if consumer.state in (LandingState.WAITING, LandingState.LANDED):
-                    consumer.state = LandingState.OVER
-        self._landing_changed.set()
-
-    def _change(self, transfer_id: bytes, state: LandingState) -> None:
-        with self._lock:
-            consumer = self._consumers.get(self._request_of.get(transfer_id, ""))
-            if consumer is not None and consumer.state in (
-                LandingState.WAITING,
-                LandingState.LANDED,
-            ):
-                consumer.state = state
-        self._landing_changed.set()
+        self._landings.on_disconnected()
+        self._cache.on_disconnected()
+        self._agent_said.set()
 
     # vLLM's scheduler, in the order of a request's life.
 
     def on_new_request(self, request: "Request") -> None:
+        params = self._accepted(request)
+        if isinstance(params, ConsumerParams):
+            self._landings.watch(request.request_id, params)
+            self._cache.add(request, landing_tokens=params.num_tokens)
+            return
+        if isinstance(params, ProducerParams):
+            self._producers[request.request_id] = Producer(TransferRef.of(params))
+        self._cache.add(request)
+
+    def _accepted(self, request: "Request") -> ProducerParams | ConsumerParams | None:
+        """The request's transfer if it belongs here; one that does not is refused."""
         try:
             params = parse(request.kv_transfer_params)
         except ParamsError as error:
             logger.error("request %s: %s; computing it here", request.request_id, error)
-            return
-        if params is None:
-            return
-        ref = TransferRef(
-            params.id_bytes,
-            params.num_tokens,
-            params.arena_epoch,
-            params.runs,
-            params.attempt if isinstance(params, ProducerParams) else 0,
-        )
-        problem = self._mismatch(request, params)
-        if problem:
-            logger.error("request %s: %s; computing it here", request.request_id, problem)
-            self._refuse(params, problem)
-        elif isinstance(params, ProducerParams):
-            self._producers[request.request_id] = Producer(ref)
-        else:
-            self._watch(request.request_id, ref)
+            return None
+        problem = self._mismatch(request, params) if params is not None else ""
+        if not problem:
+            return params
+        logger.error("request %s: %s; computing it here", request.request_id, problem)
+        if isinstance(params, ProducerParams):
+            self._ended.append(EndedSend(params.id_bytes, problem))
+        elif isinstance(params, ConsumerParams):
+            self._landings.refuse(params)
+        return None
 
     def _mismatch(self, request: "Request", params: TransferParams) -> str:
         """Why these parameters do not belong to this request on this engine, or ''."""
@@ -190,6 +183,10 @@ class SchedulerSide:
                 f"KV layout {params.layout_fingerprint[:12]} is not this engine's "
                 f"{self._fingerprint[:12]} ({self._layout.describe()})"
             )
+        try:
+            self._layout.transfer_bytes(params.num_tokens, params.cached_tokens)
+        except ValueError as error:
+            return str(error)
         tokens = request.prompt_token_ids or []
         if isinstance(params, ProducerParams):
             if len(tokens) != params.num_tokens:
@@ -200,121 +197,106 @@ class SchedulerSide:
             return f"{len(tokens)} prompt tokens but the landing holds {params.num_tokens}"
         if token_digest(tokens[:-1]).hex() != params.token_digest:
             return "the landing holds other tokens than this prompt's"
+        if params.cached_tokens and self._cache.is_stopped:
+            return f"{params.cached_tokens} tokens were cached before this engine's weights changed"
+        num_cached = len(params.cached_runs)
+        is_kv = self._shape.has_kv or not num_cached
+        if not is_kv or num_cached * self._shape.block_tokens != params.cached_tokens:
+            return f"{params.cached_tokens} cached tokens in {num_cached} blocks"
         return ""
-
-    def _refuse(self, params: TransferParams, problem: str) -> None:
-        if isinstance(params, ProducerParams):
-            self._ended.append(EndedSend(params.id_bytes, problem))
-        else:
-            self._client_or_raise.watch(params.id_bytes)
-            self._client_or_raise.release(params.id_bytes)
-
-    def _watch(self, request_id: str, ref: TransferRef) -> None:
-        consumer = Consumer(ref, time.monotonic() + self._landing_timeout_s)
-        with self._lock:
-            self._consumers[request_id] = consumer
-            self._request_of[ref.transfer_id] = request_id
-        if not self._client_or_raise.watch(ref.transfer_id):
-            logger.warning("request %s: no agent; computing it here", request_id)
-            self._change(ref.transfer_id, LandingState.OVER)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        consumer = self._consumers.get(request.request_id)
-        if consumer is None:
-            return 0, False
-        if consumer.state is LandingState.WAITING:
-            self._wait_if_idle()
-        with self._lock:
-            state = consumer.state
-        if state is LandingState.WAITING:
-            if time.monotonic() < consumer.deadline_s:
-                return None, False
-            logger.warning(
-                "request %s: nothing landed in %.0f s; computing it here",
-                request.request_id,
-                self._landing_timeout_s,
-            )
-            self._release(consumer)
-            return 0, False
-        num_new = consumer.ref.num_tokens - num_computed_tokens
-        if state is LandingState.LANDED and num_new > 0:
-            return num_new, True
-        self._release(consumer)
-        return 0, False
+        num_new = self._landings.matched(
+            request.request_id, num_computed_tokens, self._wait_if_idle
+        )
+        if num_new == 0:
+            num_new = self._cache.matched(request, num_computed_tokens)
+            while num_new is None and self._wait_if_idle():
+                num_new = self._cache.matched(request, num_computed_tokens)
+        return num_new, bool(num_new)
 
-    def _wait_if_idle(self) -> None:
-        """At most once per scheduling pass that follows one without any work."""
-        if self._engine_is_idle:
-            self._engine_is_idle = False
-            self._landing_changed.wait(idle_wait_s(time.monotonic() - self._pass_began_s))
-        self._landing_changed.clear()
+    def _wait_if_idle(self) -> bool:
+        """In a pass that follows one without any work: wait until the agent says something.
+
+        False: it said nothing, or this pass has waited for as long as it may.
+        """
+        if not self._engine_is_idle:
+            return False
+        now_s = time.monotonic()
+        if not self._wait_until_s:
+            self._wait_until_s = now_s + idle_wait_s(now_s - self._pass_began_s)
+        self._engine_is_idle = self._agent_said.wait(max(0.0, self._wait_until_s - now_s))
+        self._agent_said.clear()
+        return self._engine_is_idle
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        consumer = self._consumers.get(request.request_id)
-        if consumer is None or num_external_tokens == 0:
+        if num_external_tokens == 0:
             return
-        with self._lock:
-            if consumer.state is LandingState.LANDED:
-                consumer.state = LandingState.LOADING
         tables = self._config.select_transfer_block_ids(blocks.get_block_ids())
-        first_token = consumer.ref.num_tokens - num_external_tokens
-        self._loads.append(
-            LoadStep(
-                request.request_id,
-                consumer.ref,
-                tuple(
-                    self._load_blocks(index, table, consumer.ref.num_tokens, first_token)
-                    for index, table in enumerate(tables)
-                ),
-            )
-        )
-
-    def _load_blocks(
-        self, group_index: int, table: list[int], num_tokens: int, first_token: int
-    ) -> list[int]:
-        """Blocks to fill: never one that the engine's own prefix cache already holds."""
-        group = self._layout.groups[group_index]
-        if group.kind is KVKind.RECURRENT:
-            return [table[self._state_index(group_index, num_tokens)]]
-        pages = group.pages(num_tokens)
-        first_page = max(pages.start, first_token // group.tokens_per_block)
-        return table[first_page : pages.stop]
+        step = self._landings.load(request.request_id, tables, num_external_tokens)
+        if step is None:
+            cached = self._cache.load(request, tables, num_external_tokens)
+            step = LoadStep(request.request_id, cached=cached)
+        self._loads.append(step)
 
     def _state_index(self, group_index: int, computed_tokens: int) -> int:
         return state_block_index(self._specs[group_index], self._mamba_cache_mode, computed_tokens)
 
     def build_connector_meta(self, output: "SchedulerOutput") -> PrfaasMetadata:
         self._engine_is_idle = output.total_num_scheduled_tokens == 0
-        self._pass_began_s = time.monotonic()
-        meta = PrfaasMetadata(loads=self._loads, ended=self._ended)
+        self._pass_began_s, self._wait_until_s = time.monotonic(), 0.0
+        for request_id in output.preempted_req_ids or ():
+            self._cache.preempted(request_id)
+        meta = PrfaasMetadata(loads=self._loads, ended=self._ended, stores=self._cache.take_ended())
         self._loads, self._ended = [], []
         for request in output.scheduled_new_reqs:
-            self._add_send(meta, output, request.req_id, request.num_computed_tokens)
+            self._add_steps(meta, output, request.req_id, request.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            self._add_send(meta, output, request_id, computed)
+            self._add_steps(meta, output, request_id, computed)
         return meta
 
-    def _add_send(
+    def _add_steps(
         self, meta: PrfaasMetadata, output: "SchedulerOutput", request_id: str, computed: int
     ) -> None:
-        producer = self._producers.get(request_id)
-        if producer is None or producer.done:
-            return
+        """What the workers send and store of this request once the step has computed it."""
+        end = computed + output.num_scheduled_tokens[request_id]
         state = output.kv_connector_block_state
-        tables = state.get_block_ids(request_id) if state is not None else None
+        if state is None:
+            return
+
+        def tables() -> tuple[list[int], ...] | None:
+            ids = state.get_block_ids(request_id)
+            return None if ids is None else self._config.select_transfer_block_ids(ids)
+
+        producer = self._producers.get(request_id)
+        if producer is not None and not producer.done:
+            self._add_send(meta, producer, tables(), end)
+        groups = self._config.transfer_group_ids
+        offered = {
+            (groups.index(group), boundary): block
+            for group, block, boundary in state.boundary_state_offloads.get(request_id, ())
+            if group in groups
+        }
+        meta.stores += self._cache.step(request_id, computed, end, tables, offered)
+
+    def _add_send(
+        self,
+        meta: PrfaasMetadata,
+        producer: Producer,
+        tables: tuple[list[int], ...] | None,
+        computed: int,
+    ) -> None:
         if tables is None:
             return
-        computed += output.num_scheduled_tokens[request_id]
-        tables = self._config.select_transfer_block_ids(tables)
         step = SendStep(
             producer.ref,
             tuple(
-                self._send_blocks(index, table, producer.ref.num_tokens, computed)
+                self._send_blocks(index, table, producer.ref, computed)
                 for index, table in enumerate(tables)
             ),
             computed,
@@ -323,21 +305,26 @@ class SchedulerSide:
         meta.sends.append(step)
 
     def _send_blocks(
-        self, group_index: int, table: list[int], num_tokens: int, computed: int
+        self, group_index: int, table: list[int], ref: TransferRef, computed: int
     ) -> list[int]:
         group = self._layout.groups[group_index]
         if group.kind is KVKind.RECURRENT:
             return [table[self._state_index(group_index, computed)]]
-        pages = group.pages(num_tokens)
+        pages = group.pages(ref.num_tokens, ref.cached_tokens)
         return table[pages.start : pages.stop]
+
+    def reset_cache(self) -> None:
+        """The engine's weights may have changed, which no block key says."""
+        logger.warning(
+            "vLLM reset its caches: this engine leaves the node's prefix cache alone until it is "
+            "started again"
+        )
+        self._cache.stop()
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         for request_id in output.finished_recving or ():
-            consumer = self._consumers.get(request_id)
-            if consumer is not None:
-                self._release(consumer)
-                if consumer.request_ended:
-                    self._forget(request_id, consumer)
+            self._landings.loaded(request_id)
+            self._cache.loaded(request_id)
 
     def request_finished(self, request: "Request", *, aborted: bool) -> None:
         """The request is over; its blocks may be freed at once, its pages were copied out."""
@@ -346,27 +333,5 @@ class SchedulerSide:
             early = aborted or not producer.done
             failure = f"prefill ended early: {request.status.name}" if early else ""
             self._ended.append(EndedSend(producer.ref.transfer_id, failure))
-        consumer = self._consumers.get(request.request_id)
-        if consumer is None:
-            return
-        consumer.request_ended = True
-        if consumer.state is not LandingState.LOADING:
-            self._release(consumer)
-            self._forget(request.request_id, consumer)
-
-    def _release(self, consumer: Consumer) -> None:
-        """Give the landing back, once; the request stays known until it has finished."""
-        with self._lock:
-            was, consumer.state = consumer.state, LandingState.OVER
-        if was is not LandingState.OVER:
-            self._client_or_raise.release(consumer.ref.transfer_id)
-
-    def _forget(self, request_id: str, consumer: Consumer) -> None:
-        with self._lock:
-            self._consumers.pop(request_id, None)
-            self._request_of.pop(consumer.ref.transfer_id, None)
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client
+        self._cache.finished(request.request_id)
+        self._landings.finished(request.request_id)

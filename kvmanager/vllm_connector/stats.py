@@ -17,6 +17,13 @@ COUNTERS = {
     "loads": "Landings loaded into the engine.",
     "failed_sends": "Transfers that this engine gave up as producer.",
     "failed_loads": "Landings that could not be loaded; their prompts were recomputed.",
+    "cache_loaded_bytes": "KVCache bytes loaded from the agent's prefix cache.",
+    "cache_loaded_blocks": "Blocks of which parts were loaded from the agent's prefix cache.",
+    "cache_loads": "Prefixes loaded from the agent's prefix cache.",
+    "cache_failed_loads": "Cached prefixes that could not be loaded; they were recomputed.",
+    "cache_stored_bytes": "KVCache bytes copied into the agent's prefix cache.",
+    "cache_stored_blocks": "Blocks of which parts were copied into the agent's prefix cache.",
+    "cache_failed_stores": "Times that copying into the agent's prefix cache was given up.",
 }
 
 
@@ -43,6 +50,21 @@ class TransferStats(KVConnectorStats):
 
     def add_failed_load(self) -> None:
         self.data["failed_loads"] += 1
+
+    def add_cache_loaded(self, nbytes: int, num_blocks: int) -> None:
+        self.data["cache_loaded_bytes"] += nbytes
+        self.data["cache_loaded_blocks"] += num_blocks
+        self.data["cache_loads"] += 1
+
+    def add_failed_cache_load(self) -> None:
+        self.data["cache_failed_loads"] += 1
+
+    def add_cache_stored(self, nbytes: int, num_blocks: int) -> None:
+        self.data["cache_stored_bytes"] += nbytes
+        self.data["cache_stored_blocks"] += num_blocks
+
+    def add_failed_cache_store(self) -> None:
+        self.data["cache_failed_stores"] += 1
 
     def is_empty(self) -> bool:
         return not any(self.data.values())

@@ -5,6 +5,8 @@ that layer which this chunk filled go to the arena and are announced to the agen
 states have no such hook and are final only with the last chunk: they follow in `wait_for_save`.
 Loads run on a thread of their own, beside the engine's steps.
 
+The agent's prefix cache is `cache_worker`'s part; it is called from here.
+
 Nothing here raises into the engine: a producer's failure aborts that transfer, a consumer's is
 reported so that vLLM recomputes the prompt.
 """
@@ -12,7 +14,7 @@ reported so that vLLM recomputes the prompt.
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,20 +22,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvmanager.agent.engine_client import EngineClient
-from kvmanager.agent.protocol import Welcome
+from kvmanager.agent.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.layout import KVKind, KVLayout, LayerExtent
+from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
+from kvmanager.vllm_connector.cache_worker import CacheWorker
 from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, SendStep, TransferRef
-from kvmanager.vllm_connector.pages import LayerPages, PageCopier, copier_for
+from kvmanager.vllm_connector.pages import LayerPages, PageCopier
 from kvmanager.vllm_connector.stats import TransferStats
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 MAX_LOST = 1024
-
-
-class StaleArenaError(Exception):
-    """The agent that owns a transfer's memory is gone or was restarted."""
 
 
 @dataclass(slots=True)
@@ -55,14 +55,14 @@ class WorkerSide:
         self._pages: dict[str, LayerPages] = {}
         self._device = torch.device("cpu")
         self._client: EngineClient | None = None
-        self._copier: PageCopier | None = None
-        self._copier_epoch = ""
+        self._access: ArenaAccess | None = None
         self._sending = threading.Lock()
         # None: this worker gave the transfer up; later steps leave it alone.
         self._outgoing: dict[bytes, Outgoing | None] = {}
         # The last attempt that failed before its first step, of transfers unknown here.
         self._lost: dict[bytes, int] = {}
         self._stats = TransferStats()
+        self._cache = CacheWorker(layout, tp_rank, lambda: self._stats)
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
@@ -81,6 +81,8 @@ class WorkerSide:
     def connect(self, client: EngineClient) -> None:
         """Use this client; its events must be wired to the `on_*` methods."""
         self._client = client
+        self._access = ArenaAccess(client, self._device)
+        self._cache.connect(client, self._access, self._pages)
         client.start()
         self._loader.start()
 
@@ -88,8 +90,8 @@ class WorkerSide:
         self._load_queue.put(None)
         if self._loader.is_alive():
             self._loader.join(timeout=5)
-        if self._copier is not None:
-            self._copier.close()
+        if self._access is not None:
+            self._access.close()
         if self._client is not None:
             self._client.close()
 
@@ -97,16 +99,23 @@ class WorkerSide:
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
+        self._cache.on_connected()
 
     def on_disconnected(self) -> None:
         """Every outbox is lost; their memory may belong to others soon."""
         logger.warning("agent disconnected")
         with self._sending:
             self._outgoing = dict.fromkeys(self._outgoing)
-            if self._copier is not None:
-                self._copier.drain()
+            self._drain()
+        self._cache.on_disconnected()
 
     def on_landed(self, transfer_id: bytes) -> None:
+        """The scheduler's side acts on it."""
+
+    def on_cache_found(self, found: CacheFound) -> None:
+        """The scheduler's side acts on it."""
+
+    def on_cache_slots(self, slots: CacheSlots) -> None:
         """The scheduler's side acts on it."""
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
@@ -117,8 +126,7 @@ class WorkerSide:
                 self._outgoing[transfer_id] = None
             else:
                 self._remember_lost(transfer_id, attempt)
-            if self._copier is not None:
-                self._copier.drain()
+            self._drain()
         self._client_or_raise.release(transfer_id)
 
     def _remember_lost(self, transfer_id: bytes, attempt: int) -> None:
@@ -136,8 +144,8 @@ class WorkerSide:
         for ended in meta.ended:
             with self._sending:
                 self._outgoing.pop(ended.transfer_id, None)
-                if ended.failure and self._copier is not None:
-                    self._copier.drain()
+                if ended.failure:
+                    self._drain()
             if ended.failure:
                 self._client_or_raise.abort(ended.transfer_id, ended.failure)
 
@@ -147,7 +155,8 @@ class WorkerSide:
             self._guarded_send(step, layer_name)
 
     def wait_for_save(self, meta: PrfaasMetadata) -> None:
-        """Send recurrent states after the last chunk, and tell the agent that prefill is over."""
+        """Send recurrent states after the last chunk and say that prefill is over; then copy what
+        the step completed into the prefix cache."""
         for step in meta.sends:
             if not step.is_last:
                 continue
@@ -156,6 +165,7 @@ class WorkerSide:
                     for layer in group.layers:
                         self._guarded_send(step, layer.name)
             self._client_or_raise.prefill_end(step.ref.transfer_id, self._tp_rank)
+        self._cache.store(meta.stores)
 
     def _guarded_send(self, step: SendStep, layer_name: str) -> None:
         transfer_id = step.ref.transfer_id
@@ -174,19 +184,18 @@ class WorkerSide:
             self._fail(step.ref, f"{type(error).__name__}: {error}")
 
     def _open(self, ref: TransferRef) -> Outgoing:
-        space = self._space(ref)
+        space, _ = self._space(ref)
         if not self._client_or_raise.attach(ref.transfer_id):
             raise StaleArenaError("the agent is gone")
         return Outgoing(
             space,
-            {e.layer.name: e for e in self._layout.extents(ref.num_tokens, self._tp_rank)},
+            {extent.layer.name: extent for extent in self._extents(ref)},
         )
 
     def _fail(self, ref: TransferRef, reason: str) -> None:
         with self._sending:
             self._outgoing[ref.transfer_id] = None
-            if self._copier is not None:
-                self._copier.drain()
+            self._drain()
         self._stats.add_failed_send()
         self._client_or_raise.abort(ref.transfer_id, reason)
 
@@ -205,13 +214,9 @@ class WorkerSide:
         def copied() -> None:
             self._client_or_raise.ready(step.ref.transfer_id, [(offset, nbytes)])
 
-        self._copier_or_raise.store(
-            self._pages[extent.layer.name],
-            blocks[first:stop],
-            outgoing.space,
-            offset,
-            copied,
-        )
+        _, copier = self._access_or_raise.open(step.ref.arena_epoch)
+        pages = self._pages[extent.layer.name]
+        copier.store(pages, blocks[first:stop], outgoing.space, offset, copied)
 
     def _num_final_pages(self, step: SendStep, extent: LayerExtent) -> int:
         """How many of the layer's pages no later chunk will change."""
@@ -243,8 +248,11 @@ class WorkerSide:
             try:
                 self._load(step)
             except Exception:
-                logger.exception("loading %s; computing it here", step.ref.transfer_id.hex())
-                self._stats.add_failed_load()
+                logger.exception("loading request %s; computing it here", step.request_id)
+                if step.ref is None:
+                    self._stats.add_failed_cache_load()
+                else:
+                    self._stats.add_failed_load()
                 failed = True
             with self._results_lock:
                 self._finished_loads.add(step.request_id)
@@ -252,16 +260,24 @@ class WorkerSide:
                     self._failed_loads.add(step.request_id)
 
     def _load(self, step: LoadStep) -> None:
-        space = self._space(step.ref)
+        if step.ref is None and step.cached is None:
+            raise StaleArenaError("the scheduler's side lost what it was to load")
+        if step.cached is not None:
+            self._cache.load(step.cached)
+        if step.ref is not None:
+            self._load_landing(step, step.ref)
+
+    def _load_landing(self, step: LoadStep, ref: TransferRef) -> None:
+        space, copier = self._space(ref)
         nbytes = 0
-        for extent in self._layout.extents(step.ref.num_tokens, self._tp_rank):
+        for extent in self._extents(ref):
             blocks = step.blocks[extent.group_index]
             skipped = len(extent.pages) - len(blocks)
             if not blocks:
                 continue
             self._check_blocks(blocks, extent)
             offset = extent.offset + skipped * extent.layer.page_bytes
-            self._copier_or_raise.load(self._pages[extent.layer.name], blocks, space, offset)
+            copier.load(self._pages[extent.layer.name], blocks, space, offset)
             nbytes += len(blocks) * extent.layer.page_bytes
         self._stats.add_loaded(nbytes)
 
@@ -275,25 +291,23 @@ class WorkerSide:
 
     # Arena.
 
-    def _space(self, ref: TransferRef) -> ArenaSpace:
+    def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
+        return self._layout.extents(ref.num_tokens, self._tp_rank, ref.cached_tokens)
+
+    def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """The bytes of a transfer. Raises `StaleArenaError` when its agent is gone."""
-        arena = self._client_or_raise.arena
-        if arena is None or arena.epoch != ref.arena_epoch:
-            raise StaleArenaError(
-                f"transfer {ref.transfer_id.hex()} is in arena {ref.arena_epoch}, "
-                f"this worker has {arena.epoch if arena else 'none'}"
-            )
-        if self._copier_epoch != arena.epoch:
-            if self._copier is not None:
-                self._copier.close()
-            self._copier = copier_for(self._device, arena)
-            self._copier_epoch = arena.epoch
-        return arena.view(ref.runs, self._layout.transfer_bytes(ref.num_tokens))
+        arena, copier = self._access_or_raise.open(ref.arena_epoch)
+        nbytes = self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens)
+        return arena.view(ref.runs, nbytes), copier
+
+    def _drain(self) -> None:
+        if self._access is not None:
+            self._access.drain()
 
     @property
-    def _copier_or_raise(self) -> PageCopier:
-        assert self._copier is not None, "_space() comes first"
-        return self._copier
+    def _access_or_raise(self) -> ArenaAccess:
+        assert self._access is not None, "connect() comes first"
+        return self._access
 
     @property
     def _client_or_raise(self) -> EngineClient:

@@ -13,6 +13,7 @@ from kvmanager.agent.protocol import Hello
 from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.testing import SMALL_LAYOUT
 from kvmanager.arena import Arena, ArenaSpace
+from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfer_records import Landing, LandingSpec, Outbox, OutboxSpec, State
 from transport import (
     Endpoint,
@@ -65,10 +66,27 @@ class TestInstances:
         with pytest.raises(UnknownLayout, match="no connected engine"):
             book.layout(bytes(32))
 
+    def test_what_of_a_cache_must_agree(self) -> None:
+        book = InstanceBook()
+        book.join(1, hello("a"))
+        assert book.cache_shape(SMALL_LAYOUT.fingerprint()) is None
+        assert book.describe()[0].cache is None
+        mine = msgspec.structs.replace(hello("a"), namespace=b"n")
+        book.join(2, mine)
+        assert book.cache_shape(SMALL_LAYOUT.fingerprint()) == book.shape("a")
+        model = book.describe()[0].cache
+        assert model is not None
+        assert (model.namespace, model.block_tokens) == ("6e", 16)
+        assert model.parts == [(0, 8192, 0), (2, 10_000, 0)]
+        with pytest.raises(EngineRefused, match="another cache namespace"):
+            book.join(3, msgspec.structs.replace(mine, namespace=b"m"))
+        with pytest.raises(EngineRefused, match="another KV layout"):
+            book.join(3, msgspec.structs.replace(hello("b", OTHER), namespace=b"n"))
+
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            ({"version": 2}, "version 2"),
+            ({"version": 1}, "version 1"),
             ({"tp_rank": 1}, "tp_rank 1 of"),
             ({"tp_size": 2}, "2, but the layout is for 1"),
             ({"layout": b"x"}, "layout"),
@@ -116,6 +134,14 @@ class TestConfig:
             ("listen: '[::1]:7100'\ncontrol: localhost", "control"),
             ("transport: {num_connections: 0}", "num_connections"),
             ("transport: {tls: x}", "unknown tls"),
+            ("eviction: fifo", "choose one of lru"),
+            ("placement: {at_end: true}", "unknown at_end; known: branches"),
+            ("placement: {every_tokens: often}", "Expected `int`"),
+            ("placement: [ends]", "no mapping"),
+            ("placement: '{'", "no mapping"),
+            ("ssd_dir: /tmp/x", "belong together"),
+            ("cache_gib: 0\narena_name: a", "nothing to keep"),
+            ("arena_name: ../a", "arena_name"),
             ("digest: true\ntransport: {codec: fp8}", "digest: it is of the original bytes"),
         ],
     )
@@ -124,6 +150,14 @@ class TestConfig:
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
             load(path, {})
+
+    def test_what_the_cache_is_told(self) -> None:
+        assert AgentConfig().num_cache_blocks is None
+        assert AgentConfig(cache_gib=0).num_cache_blocks == 0
+        assert AgentConfig(cache_gib=1, block_bytes=1 << 20).num_cache_blocks == 1024
+        for placement in ({"every_tokens": 64, "ends": False}, "{every_tokens: 64, ends: false}"):
+            config = load(None, {"placement": placement})
+            assert config.placement == StatePlacement(ends=False, every_tokens=64)
 
     def test_either_of_digest_and_fp8_alone_is_fine(self) -> None:
         assert AgentConfig(digest=True, transport={"codec": "zstd"}).digest

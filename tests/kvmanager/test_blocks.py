@@ -45,6 +45,18 @@ class AllocatorMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="cannot free"):
             self.allocator.free([Run(first, length)])
 
+    @rule(runs=st.lists(st.builds(Run, st.integers(-1, NUM_BLOCKS), st.integers(0, 6)), max_size=3))
+    def take(self, runs: list[Run]) -> None:
+        wanted = [block for run in runs for block in range(run.first, run.end)]
+        free = set(range(NUM_BLOCKS)) - self.taken_blocks()
+        is_once = len(set(wanted)) == len(wanted) and all(run.length for run in runs)
+        if is_once and free.issuperset(wanted):
+            self.allocator.take(runs)
+            self.taken.append(runs)
+            return
+        with pytest.raises(ValueError, match="cannot take"):
+            self.allocator.take(runs)
+
     def taken_blocks(self) -> set[int]:
         return {block for runs in self.taken for run in runs for block in range(run.first, run.end)}
 
@@ -67,6 +79,15 @@ def test_fitting_run_is_the_smallest_that_fits() -> None:
     assert allocator.allocate(3) == [Run(2, 3)]
     allocator.free(first)
     assert allocator.allocate(4) == [Run(0, 1), Run(7, 3)]
+
+
+def test_take_leaves_what_lies_around() -> None:
+    allocator = BlockAllocator(10)
+    allocator.take([Run(6, 2), Run(2, 1)])
+    assert allocator.free_runs() == [Run(0, 2), Run(3, 3), Run(8, 2)]
+    with pytest.raises(ValueError, match="cannot take"):
+        allocator.take([Run(0, 1), Run(5, 2)])
+    assert allocator.num_free == 7
 
 
 def test_twice_in_one_call_is_refused_and_changes_nothing() -> None:

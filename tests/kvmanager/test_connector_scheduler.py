@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from kvmanager.agent.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
-from kvmanager.vllm_connector.metadata import PrfaasMetadata
+from kvmanager.pool.placement import StatePlacement
+from kvmanager.vllm_connector.cache_scheduler import CacheOptions
+from kvmanager.vllm_connector.metadata import PartPages, PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide, idle_wait_s
 
 LAYOUT = KVLayout(
@@ -45,12 +48,44 @@ class RecordingClient:
         return self.connected
 
 
+class CachingClient(RecordingClient):
+    """An agent that has the first `num_blocks` blocks of every prompt, and no memory to give."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.num_blocks = num_blocks
+        self.handles: list[int] = []
+        self.side: SchedulerSide | None = None
+
+    def cache_find(self, handle: int, keys: list[bytes]) -> bool:
+        self.handles.append(handle)
+        return True
+
+    def cache_free(self, handle: int) -> bool:
+        self.handles.remove(handle)
+        return True
+
+    def cache_reserve(self, handle: int, *arguments: Any, **named: Any) -> bool:
+        assert self.side is not None
+        self.side.on_cache_slots(CacheSlots(handle, []))
+        return True
+
+    def answer(self) -> None:
+        assert self.side is not None
+        n = self.num_blocks
+        slots = [(block, 0, [(block, 1)]) for block in range(n)]
+        slots += [(block, 1, [(10 + block, 1)]) for block in range(max(0, n - 2), n)]
+        slots += [(n - 1, 2, [(20, 1)])]
+        self.side.on_cache_found(CacheFound(self.handles[-1], n, n, slots))
+
+
 def scheduler_side(
     client: RecordingClient, landing_timeout_s: float = 60, **roles: bool
 ) -> SchedulerSide:
     spec = SimpleNamespace(block_size=16)
     config: Any = SimpleNamespace(
         transfer_groups=[SimpleNamespace(kv_cache_spec=spec)] * 3,
+        transfer_group_ids=(0, 1, 2),
         select_transfer_block_ids=tuple,
     )
     side = SchedulerSide(
@@ -60,8 +95,13 @@ def scheduler_side(
         landing_timeout_s=landing_timeout_s,
         produces=roles.get("produces", True),
         consumes=roles.get("consumes", True),
+        cache=CacheOptions(b"n" * 32) if isinstance(client, CachingClient) else CacheOptions(),
     )
     side.connect(client)  # type: ignore[arg-type]
+    if isinstance(client, CachingClient):
+        client.side = side
+        arena: Any = None
+        side.on_connected(Welcome("e1", "/arena", 1 << 20, 4096, StatePlacement()), arena)
     return side
 
 
@@ -85,6 +125,14 @@ def request(role: str, num_prompt_tokens: int, **changes: Any) -> Any:
     return SimpleNamespace(
         request_id="r1",
         prompt_token_ids=tokens,
+        all_token_ids=tokens,
+        prompt_embeds=None,
+        pooling_params=None,
+        resumable=False,
+        skip_reading_prefix_cache=False,
+        cache_salt=None,
+        lora_request=None,
+        mm_features=[],
         status=SimpleNamespace(name="FINISHED_ABORTED"),
         kv_transfer_params={"prfaas": params | changes},
     )
@@ -99,7 +147,10 @@ def step(side: SchedulerSide, scheduled: dict[str, tuple[int, int]]) -> PrfaasMe
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(scheduled), num_computed_tokens=[b for b, _ in scheduled.values()]
         ),
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: BLOCK_TABLES),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda name: BLOCK_TABLES, boundary_state_offloads={}
+        ),
+        preempted_req_ids=None,
     )
     return side.build_connector_meta(output)
 
@@ -270,3 +321,175 @@ def test_a_role_the_engine_was_not_started_for_is_refused() -> None:
     meta = step(side, {"r1": (0, 70)})
     assert meta.sends == []
     assert "kv_role" in meta.ended[0].failure
+
+
+CACHED = {"cached_tokens": 32, "cached_runs": [[[90, 1]], [[92, 2], [97, 1]]]}
+
+
+@pytest.mark.parametrize(
+    ("local_tokens", "cached", "landed"),
+    [(0, [0, 1], [12, 13, 14]), (16, [1], [12, 13, 14]), (48, [], [13, 14])],
+)
+def test_what_a_landing_leaves_out_is_loaded_from_the_prefix_cache(
+    local_tokens: int, cached: list[int], landed: list[int]
+) -> None:
+    side = scheduler_side(RecordingClient())
+    consumer = request("consumer", 71, **CACHED)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    num_new = 70 - local_tokens
+    assert side.get_num_new_matched_tokens(consumer, local_tokens) == (num_new, True)
+    side.update_state_after_alloc(consumer, ALLOCATED, num_new)
+    (load,) = step(side, {}).loads
+    assert load.ref is not None
+    assert load.ref.cached_tokens == 32
+    assert load.blocks[0] == landed
+    parts = load.cached.parts if load.cached is not None else ()
+    runs = (((90, 1),), ((92, 2), (97, 1)))
+    assert parts == tuple(PartPages(i, 0, runs[i], ([10 + i],)) for i in cached)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cached_tokens": 32, "cached_runs": [[[90, 1]]]},
+        {"cached_tokens": 0, "cached_runs": [[[90, 1]]]},
+        {"cached_tokens": 24, "cached_runs": []},
+    ],
+)
+def test_a_landing_whose_cached_part_is_not_whole_is_never_loaded(changes: dict[str, Any]) -> None:
+    client = RecordingClient()
+    side = scheduler_side(client)
+    consumer = request("consumer", 71, **changes)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
+    assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
+
+
+def test_a_producer_leaves_out_what_the_receiver_has() -> None:
+    side = scheduler_side(RecordingClient())
+    producer = request("producer", 70, cached_tokens=32)
+    side.on_new_request(producer)
+    (send,) = step(side, {"r1": (0, 70)}).sends
+    assert send.ref.cached_tokens == 32
+    assert send.blocks == ([12, 13, 14], [22, 23, 24], [34])
+
+
+def test_a_plain_request_loads_what_the_agent_has_of_it() -> None:
+    client = CachingClient(4)
+    side = scheduler_side(client)
+    plain = request("consumer", 71)
+    plain.kv_transfer_params = None
+    side.on_new_request(plain)
+    assert side.get_num_new_matched_tokens(plain, 0) == (None, False)
+    client.answer()
+    assert side.get_num_new_matched_tokens(plain, 0) == (64, True)
+    side.update_state_after_alloc(plain, ALLOCATED, 64)
+    (load,) = step(side, {}).loads
+    assert load.ref is None
+    assert load.cached is not None
+    assert [(part.index, part.part, part.blocks) for part in load.cached.parts] == [
+        (0, 0, ([10],)),
+        (1, 0, ([11],)),
+        (2, 0, ([12],)),
+        (3, 0, ([13],)),
+        (2, 1, ([22],)),
+        (3, 1, ([23],)),
+        (3, 2, ([33],)),
+    ]
+    assert client.handles
+    finish_load(side)
+    assert client.handles == []
+
+
+def test_after_a_reset_nothing_that_was_cached_is_loaded() -> None:
+    client = CachingClient(4)
+    side = scheduler_side(client)
+    side.reset_cache()
+    consumer = request("consumer", 71, cached_tokens=32, cached_runs=[[[5, 1]], [[6, 1]]])
+    side.on_new_request(consumer)
+    assert client.said[-1] == ("release", TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
+    assert client.handles == []
+
+
+def test_a_landing_that_is_lost_before_its_load_leaves_the_cache_to_be_asked() -> None:
+    client = CachingClient(4)
+    side = scheduler_side(client)
+    consumer = request("consumer", 71)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
+    side.on_failed(TRANSFER, "the agent went", 0)
+    side.update_state_after_alloc(consumer, ALLOCATED, 70)
+    (load,) = step(side, {}).loads
+    assert (load.ref, load.cached) == (None, None)
+    finish_load(side)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (None, False)
+    client.answer()
+    assert side.get_num_new_matched_tokens(consumer, 0) == (64, True)
+
+
+def test_a_producer_uses_the_prefix_cache_too() -> None:
+    client = CachingClient(4)
+    side = scheduler_side(client)
+    producer = request("producer", 70)
+    side.on_new_request(producer)
+    client.answer()
+    assert side.get_num_new_matched_tokens(producer, 0) == (64, True)
+    side.update_state_after_alloc(producer, ALLOCATED, 64)
+    finish_load(side)
+    (send,) = step(side, {"r1": (64, 6)}).sends
+    assert send.is_last
+    assert send.blocks[0] == BLOCK_TABLES[0]
+
+
+def test_a_prefix_that_is_lost_before_its_load_counts_as_a_failed_load() -> None:
+    client = CachingClient(4)
+    side = scheduler_side(client)
+    plain = request("producer", 70)
+    side.on_new_request(plain)
+    client.answer()
+    side.get_num_new_matched_tokens(plain, 0)
+    side.on_disconnected()
+    side.update_state_after_alloc(plain, ALLOCATED, 64)
+    (load,) = step(side, {}).loads
+    assert load.ref is None
+    assert load.cached is None
+
+
+def test_when_a_landing_fails_the_prefix_cache_is_asked() -> None:
+    client = CachingClient(4)
+    side = scheduler_side(client)
+    consumer = request("consumer", 71)
+    side.on_new_request(consumer)
+    side.on_failed(TRANSFER, "cancelled", 0)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (None, False)
+    client.answer()
+    assert side.get_num_new_matched_tokens(consumer, 0) == (64, True)
+    side.update_state_after_alloc(consumer, ALLOCATED, 64)
+    (load,) = step(side, {}).loads
+    assert load.ref is None
+    assert load.cached is not None
+
+
+def test_an_idle_engine_takes_an_answer_in_the_pass_in_which_it_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = CachingClient(4)
+    side = scheduler_side(client)
+    plain = request("producer", 70)
+    side.on_new_request(plain)
+    step(side, {})
+    waits: list[float] = []
+
+    def answer_meanwhile(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        client.answer()
+        return True
+
+    monkeypatch.setattr(side._agent_said, "wait", answer_meanwhile)
+    assert side.get_num_new_matched_tokens(plain, 0) == (64, True)
+    assert len(waits) == 1
+    assert 0 < waits[0] <= 0.025

@@ -29,8 +29,24 @@ def test_the_smallest_command_line() -> None:
     assert "--model /models/tiny --served-model-name tiny" in text
     assert "--host 127.0.0.1 --port 8100" in text
     assert "--no-enable-prefix-caching" in argv
-    for absent in ("--kv-transfer-config", "--block-size", "--tensor-parallel-size"):
+    for absent in (
+        "--kv-transfer-config",
+        "--kv-events-config",
+        "--block-size",
+        "--tensor-parallel-size",
+    ):
         assert absent not in argv
+
+
+def test_kv_events_go_to_the_endpoint() -> None:
+    for endpoints, expected in (
+        ("ipc:///run/d0", ("ipc:///run/d0", None)),
+        ("ipc:///run/d0,ipc:///run/d0.again", ("ipc:///run/d0", "ipc:///run/d0.again")),
+    ):
+        argv = spec(enable_prefix_caching=True, kv_events=endpoints).argv()
+        config = json.loads(argv[argv.index("--kv-events-config") + 1])
+        assert (config["endpoint"], config["replay_endpoint"]) == expected
+        assert config["enable_kv_cache_events"]
 
 
 def test_everything_set() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvmanager.blocks import BlockAllocator
-from kvmanager.custody import Kind
+from kvmanager.custody import PROMOTION, Kind
 from kvmanager.transfer_records import (
     MOVES,
     BadRequest,
@@ -59,6 +59,51 @@ def table() -> TransferTable:
 def used(table: TransferTable, kind: Kind = Kind.LANDING) -> int:
     table.check_invariants()
     return table.custody.num_blocks(kind)
+
+
+class TestSharedArena:
+    """What shares the arena with transfers gives way to them, and hears of their end."""
+
+    def test_room_is_made_only_where_it_lacks(self) -> None:
+        allocator = BlockAllocator(8)
+        cached = allocator.allocate(6)
+        asked: list[int] = []
+
+        def make_room(num_blocks: int) -> None:
+            asked.append(num_blocks)
+            allocator.free([cached.pop()])
+
+        table = TransferTable(allocator, BLOCK, make_room=make_room)
+        table.reserve(landing_spec(IDS[0], nbytes=20), 0)
+        assert asked == []
+        table.open_outbox(outbox_spec(IDS[1], nbytes=60), 0)
+        assert asked == [6]
+
+    def test_without_enough_room_nothing_is_taken(self) -> None:
+        allocator = BlockAllocator(8)
+        others = allocator.allocate(6)
+        table = TransferTable(allocator, BLOCK, make_room=lambda _: False)
+        with pytest.raises(NoRoom):
+            table.reserve(landing_spec(nbytes=30), 0)
+        table.custody.check_invariants([], others)
+        assert allocator.num_free == 2
+
+    def test_a_promotion_holds_the_memory_whatever_time_passes(self) -> None:
+        freed: list[object] = []
+        table = TransferTable(BlockAllocator(8), BLOCK, on_freed=freed.append)
+        table.connect(peer(1))
+        landing = table.reserve(landing_spec(), 0)
+        table.watch(1, TID)
+        table.landing_complete(TID, 1)
+        table.custody.hold(landing.key, PROMOTION)
+        table.release(1, TID, 2)
+        table.landing_dropped(TID)
+        table.expire(10_000)
+        assert used(table) == 3
+        assert freed == []
+        table.custody.let_go(landing.key, PROMOTION)
+        assert used(table) == 0
+        assert freed == [landing.key]
 
 
 class TestLanding:

@@ -24,7 +24,6 @@ from kvmanager.engines.prefill_run import Place, PrefillRunner
 from kvmanager.hashing import token_digest
 
 TIMEOUT_S = 60.0
-ARENA_DIR = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,8 @@ class Handoff:
 
     async def _bytes(self, reply: ReserveReply) -> bytes:
         status = await self._receiver.status(TIMEOUT_S)
-        path = ARENA_DIR / f"prfaas-{reply.arena_epoch}.arena"
-        arena = Arena.attach(path, status.arena_bytes, status.block_bytes)
+        path = Path(status.arena_path)
+        arena = Arena.attach(path, status.arena_bytes, status.block_bytes, epoch=reply.arena_epoch)
         try:
             space = arena.view(reply.runs, reply.nbytes)
             return b"".join(space.views(0, reply.nbytes))

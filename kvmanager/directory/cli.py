@@ -1,0 +1,158 @@
+"""The command `prfaas directory`: options and signals around one directory.
+
+It does not know what nodes say. With `redis` it fills a Redis server, else it serves gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Annotated, Final
+from wsgiref.simple_server import WSGIServer
+
+import typer
+import uvloop
+from prometheus_client import start_http_server
+
+from kvmanager.agent.config import parse_endpoint
+from kvmanager.directory.config import DirectoryConfig, DirectoryConfigError, load
+from kvmanager.directory.embedded import EmbeddedDirectory
+from kvmanager.directory.errors import DirectoryError
+from kvmanager.directory.feed_client import DirectoryFollower, FollowTiming
+from kvmanager.directory.messages import SERVICE, NodeState
+from kvmanager.directory.metrics import DirectoryMetrics
+from kvmanager.directory.service import DirectoryService
+from kvmanager.rpc import RpcError, RpcServer
+
+logger = logging.getLogger("prfaas.kvmanager.directory")
+
+_METRICS_INTERVAL_S: Final = 5.0
+_REDIS_TIMEOUT_S: Final = 5.0
+
+
+def directory_command(
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file; options given here win over it.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="gRPC port, host:port [127.0.0.1:7300].")
+    ] = None,
+    agent: Annotated[
+        list[str] | None, typer.Option(help="cluster/node=host:port to follow; once for each.")
+    ] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="Fill the Redis server at this URL instead of serving.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Prometheus port on the same host [none].")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run a directory: follows node agents, knows what is cached where."""
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    agents = dict(item.partition("=")[::2] for item in agent) if agent else None
+    overrides = {"listen": listen, "agents": agents, "redis": redis, "metrics_port": metrics_port}
+    try:
+        settings = load(config, overrides)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
+    except (DirectoryConfigError, DirectoryError, RpcError, OSError, ValueError) as error:
+        typer.echo(f"prfaas directory: {error}", err=True)
+        raise typer.Exit(1) from error
+    except ModuleNotFoundError as error:
+        typer.echo(f"prfaas directory: {error}; pip install 'prfaas[redis]'", err=True)
+        raise typer.Exit(1) from error
+
+
+async def serve(config: DirectoryConfig) -> None:
+    """Run until SIGTERM or SIGINT. Raises the start's errors."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    if config.redis is None:
+        await _serve_grpc(config, stopping)
+    else:
+        await _fill_redis(config, config.redis.get_secret_value(), stopping)
+
+
+async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
+    tls = config.tls.files() if config.tls is not None else None
+    directory = EmbeddedDirectory(tls=tls, timing=FollowTiming(forget_s=config.forget_s))
+    server = RpcServer(config.listen, {SERVICE: DirectoryService(directory).methods()}, tls)
+    host = parse_endpoint(config.listen).host
+    metrics = _Metrics(config, directory.follower)
+    try:
+        port = await server.start()
+        await directory.follow(config.targets)
+        _say_ready(control=f"{host}:{port}")
+        while not await _stopped(stopping):
+            metrics.update(await directory.nodes(), directory.core.nbytes)
+    finally:
+        metrics.close()
+        await server.stop(grace_s=0.2)
+        await directory.close()
+
+
+async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event) -> None:
+    from kvmanager.directory.redis_sink import RedisSink
+    from kvmanager.directory.redis_store import RedisDirectory, RedisSettings, connect, reached
+
+    tls = config.tls.files() if config.tls is not None else None
+    settings = RedisSettings(forget_s=config.forget_s)
+    redis = connect(url, timeout_s=_REDIS_TIMEOUT_S)
+    timing = FollowTiming(forget_s=config.forget_s)
+    follower = DirectoryFollower(RedisSink(redis, settings), tls=tls, timing=timing)
+    reader = RedisDirectory(redis, settings)
+    metrics = _Metrics(config, follower)
+    try:
+        await reached(redis)
+        await follower.follow(config.targets)
+        _say_ready()
+        while not await _stopped(stopping):
+            metrics.update(await reader.nodes(), 0)
+    finally:
+        metrics.close()
+        await follower.stop()
+        await reader.close()
+
+
+class _Metrics:
+    """The metrics server, if one is wanted. Raises OSError when its port is taken."""
+
+    def __init__(self, config: DirectoryConfig, follower: DirectoryFollower) -> None:
+        self._follower = follower
+        self._metrics = DirectoryMetrics()
+        self._server: WSGIServer | None = None
+        if config.metrics_port:
+            host = parse_endpoint(config.listen).host
+            registry = self._metrics.registry
+            self._server, self._thread = start_http_server(config.metrics_port, host, registry)
+
+    def update(self, nodes: list[NodeState], nbytes: int) -> None:
+        self._metrics.update(nodes, self._follower.counts, nbytes)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+
+def _say_ready(**what: str) -> None:
+    print(json.dumps({"event": "ready", **what, "pid": os.getpid()}), flush=True)
+
+
+async def _stopped(stopping: asyncio.Event) -> bool:
+    try:
+        await asyncio.wait_for(stopping.wait(), _METRICS_INTERVAL_S)
+    except TimeoutError:
+        return False
+    logger.info("stopping")
+    return True

@@ -1,0 +1,250 @@
+"""What every node of the region holds in its prefix cache, and who can resume a given prompt. Pure.
+
+Does not know sockets, models or clocks, and never guesses: it is what the nodes last said, and each
+answer carries how long ago that was. One writer; not safe for threads.
+
+Each node is followed as a sequence of `CacheFeed`s of one epoch. A feed continues what is known, or
+is a snapshot that replaces it. Anything else - another epoch, a sequence number from before - is
+refused, and a snapshot must be asked for (`position` says "from the beginning" then). What was
+known of the node stays until the snapshot comes. So a directory that has just started equals one
+that has lived through all events, as soon as it has a snapshot of every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmanager.agent.messages import CacheFeed
+from kvmanager.directory.coverage import ALL_FLAGS, Flags, coverages
+from kvmanager.directory.errors import FeedError
+from kvmanager.directory.holders import NOBODY, HolderSets
+from kvmanager.directory.messages import (
+    SHORT_KEY_BYTES,
+    NodeCoverage,
+    NodeName,
+    NodeState,
+    ResumeRule,
+    short_keys,
+)
+from kvmanager.directory.table import ABSENT, BlockTable, Keys
+
+Position = tuple[str, int]
+"""Epoch and sequence number up to which a node is known."""
+
+FROM_THE_BEGINNING: Final[Position] = ("", 0)
+
+_SLICE_KEYS: Final = 8192
+"""Keys applied at a time: a few milliseconds, after which others may run."""
+
+
+@dataclass(slots=True)
+class _Node:
+    column: int
+    position: Position = FROM_THE_BEGINNING
+    heard_s: float = 0.0
+    lag_s: float = 0.0
+    complete: bool = False
+
+
+class Directory:
+    """See the module text."""
+
+    def __init__(self) -> None:
+        self._table = BlockTable()
+        self._sets = HolderSets()
+        self._nodes: dict[NodeName, _Node] = {}
+        self._columns: dict[int, NodeName] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table and of the sets."""
+        return self._table.nbytes + self._sets.nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that anybody holds. Counts them."""
+        return self._table.num_live()
+
+    def position(self, node: NodeName) -> Position:
+        """Where to go on asking; `FROM_THE_BEGINNING` where a snapshot is needed."""
+        known = self._nodes.get(node)
+        return FROM_THE_BEGINNING if known is None else known.position
+
+    def apply(self, node: NodeName, feed: CacheFeed, now_s: float) -> bool:
+        """Enter what a node said. False: it does not continue what is known, ask for a snapshot.
+
+        Raises `FeedError` for a feed that breaks the rules; a snapshot is needed then, too.
+        """
+        if not self.accepts(node, feed):
+            return False
+        for _ in self.applying(node, feed, now_s):
+            pass
+        return True
+
+    def accepts(self, node: NodeName, feed: CacheFeed) -> bool:
+        """Whether a feed continues what is known of the node. If not, a snapshot is needed now.
+
+        Raises `FeedError`, see `apply`.
+        """
+        try:
+            check_feed(node, feed)
+        except FeedError:
+            self.reset(node)
+            raise
+        epoch, seq = self.position(node)
+        if feed.is_snapshot or (epoch and feed.epoch == epoch and feed.seq >= seq):
+            return True
+        self.reset(node)
+        return False
+
+    def applying(self, node: NodeName, feed: CacheFeed, now_s: float) -> Iterator[None]:
+        """`apply` for a feed that `accepts` has passed, in short steps. Given up in between, the
+        node needs a snapshot.
+        """
+        if feed.is_snapshot:
+            self.forget(node)
+        known = self._nodes.get(node)
+        if known is None:
+            known = self._nodes[node] = _Node(self._sets.add_column())
+            self._columns[known.column] = node
+        known.position = FROM_THE_BEGINNING
+        known.heard_s = now_s
+        keys, flags = parse_feed(feed)
+        for start in range(0, len(keys), _SLICE_KEYS):
+            part = slice(start, start + _SLICE_KEYS)
+            self._enter(known.column, keys[part], flags[part])
+            yield
+        if len(keys):
+            known.lag_s = feed.age_s
+        known.complete = known.complete or not feed.more
+        known.position = (feed.epoch, feed.seq)
+
+    def reset(self, node: NodeName) -> None:
+        """Ask for a snapshot next; what is known of the node stays until it is here."""
+        if node in self._nodes:
+            self._nodes[node].position = FROM_THE_BEGINNING
+
+    def forget(self, node: NodeName) -> None:
+        """The node holds nothing any more, as far as is known. Idempotent."""
+        known = self._nodes.pop(node, None)
+        if known is not None:
+            del self._columns[known.column]
+            self._renumber(without=known.column)
+
+    def match(self, rule: ResumeRule, keys: Sequence[bytes], now_s: float) -> list[NodeCoverage]:
+        """Who holds how much of the prompt whose whole block keys, in order, are `keys`.
+
+        Nodes that hold nothing of use are left out; the longest usable prefix comes first.
+        """
+        return self.match_short(rule, short_keys(keys), now_s)
+
+    def match_short(self, rule: ResumeRule, keys: Keys, now_s: float) -> list[NodeCoverage]:
+        """`match` for keys that are shortened already."""
+        ids = self._table.lookup(keys)
+        if rule.has_kv:
+            # Beyond a block that nobody has, nobody has a prefix.
+            holes = np.flatnonzero(ids == NOBODY)
+            ids = ids[: holes[0]] if holes.size else ids
+        if not ids.size:
+            return []
+        ends = np.append(np.flatnonzero(ids[1:] != ids[:-1]), len(ids) - 1) + 1
+        flags = self._sets.rows(ids[ends - 1])
+        columns = np.flatnonzero(flags.any(axis=0))
+        nodes = []
+        for column in columns.tolist():
+            name = self._columns[column]
+            nodes.append((name, now_s - self._nodes[name].heard_s))
+        return coverages(rule, flags[:, columns], ends, nodes)
+
+    def nodes(self, now_s: float) -> list[NodeState]:
+        """What is known of each node, by name. Counts all blocks."""
+        counts = self._table.counts(len(self._sets))
+        counts[: NOBODY + 1] = 0
+        rows = self._sets.rows(np.arange(len(self._sets), dtype=np.uint32))
+        num_blocks = counts @ (rows != 0)
+        states = []
+        for name, known in sorted(self._nodes.items()):
+            epoch, seq = known.position
+            states.append(
+                NodeState(
+                    name.cluster,
+                    name.node,
+                    num_blocks=int(num_blocks[known.column]),
+                    epoch=epoch,
+                    seq=seq,
+                    age_s=now_s - known.heard_s,
+                    lag_s=known.lag_s,
+                    complete=known.complete,
+                )
+            )
+        return states
+
+    def holders(self, key: bytes) -> dict[NodeName, int]:
+        """The flags of one block, by node that holds anything of it."""
+        flags = self._sets.rows(self._table.lookup(short_keys([key])))[0]
+        return {
+            self._columns[column]: int(flags[column]) for column in np.flatnonzero(flags).tolist()
+        }
+
+    def short_key_holders(self) -> dict[bytes, dict[NodeName, int]]:
+        """All of it, for comparisons: by short key, the flags of each node that holds anything."""
+        keys, _ = self._table.items()
+        names = [int(key).to_bytes(SHORT_KEY_BYTES, "little") for key in keys]
+        return {name: self.holders(name) for name in names}
+
+    def _enter(self, column: int, keys: Keys, flags: Flags) -> None:
+        keys, flags = _last_of_each(keys, flags)
+        places = self._table.find(keys)
+        is_new = places == ABSENT
+        before = self._table.at(places)
+        before[is_new] = NOBODY
+        after = self._sets.stepped(before, column, flags)
+        changed = ~is_new & (after != before)
+        self._table.put(places[changed], after[changed])
+        is_new &= after != NOBODY
+        self._table.insert(keys[is_new], after[is_new])
+        if self._sets.is_crowded:
+            self._renumber()
+
+    def _renumber(self, without: int | None = None) -> None:
+        used = self._table.counts(len(self._sets)) > 0
+        self._table.renumber(self._sets.renumber(used, without))
+
+
+def check_feed(node: NodeName, feed: CacheFeed) -> None:
+    """Raises `FeedError` for a feed that breaks the rules of its message."""
+    num_keys, rest = divmod(len(feed.keys), SHORT_KEY_BYTES)
+    if rest or len(feed.flags) != 2 * num_keys:
+        raise FeedError(
+            f"{node}: {len(feed.keys)} bytes of keys and {len(feed.flags)} bytes of flags do not "
+            f"belong together; {SHORT_KEY_BYTES} and 2 for each block are wanted"
+        )
+    if not feed.epoch or feed.seq < 0:
+        raise FeedError(f"{node}: epoch {feed.epoch!r}, seq {feed.seq} name no position")
+    flags = parse_feed(feed)[1]
+    if flags.size and int(flags.max()) > ALL_FLAGS:
+        raise FeedError(
+            f"{node}: flags {int(flags.max()):#x} have bits beyond {ALL_FLAGS:#x}; "
+            "is the agent newer than the directory?"
+        )
+
+
+def parse_feed(feed: CacheFeed) -> tuple[Keys, Flags]:
+    """The short keys and flags of a feed."""
+    keys: npt.NDArray[Any] = np.frombuffer(feed.keys, dtype="<u8")
+    flags: npt.NDArray[Any] = np.frombuffer(feed.flags, dtype="<u2")
+    return keys.astype(np.uint64, copy=False), flags.astype(np.uint16, copy=False)
+
+
+def _last_of_each(keys: Keys, flags: Flags) -> tuple[Keys, Flags]:
+    """Each key once, ascending, with what was said of it last."""
+    order = np.argsort(keys, kind="stable")
+    keys, flags = keys[order], flags[order]
+    is_last = np.ones(len(keys), dtype=np.bool_)
+    np.not_equal(keys[1:], keys[:-1], out=is_last[:-1])
+    return keys[is_last], flags[is_last]

@@ -1,0 +1,38 @@
+"""The directory of this process, fed by the region's agents: the default of a gateway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from kvmanager.directory.directory import Directory
+from kvmanager.directory.feed_client import DirectoryFollower, DirectorySink, FollowTiming
+from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
+from kvmanager.directory.table import Keys
+from transport import TlsFiles
+
+
+class EmbeddedDirectory:
+    """A `DirectoryReader`. `follow` says which agents there are, again whenever they change."""
+
+    def __init__(self, *, tls: TlsFiles | None = None, timing: FollowTiming | None = None) -> None:
+        self.core = Directory()
+        self.follower = DirectoryFollower(DirectorySink(self.core), tls=tls, timing=timing)
+
+    async def follow(self, agents: Mapping[NodeName, str]) -> None:
+        """Follow exactly the agents with these control addresses."""
+        await self.follower.follow(agents)
+
+    async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
+        return self.core.match(rule, keys, time.monotonic())
+
+    async def match_short(self, rule: ResumeRule, keys: Keys) -> list[NodeCoverage]:
+        """`match` for keys that are shortened already."""
+        return self.core.match_short(rule, keys, time.monotonic())
+
+    async def nodes(self) -> list[NodeState]:
+        return self.core.nodes(time.monotonic())
+
+    async def close(self) -> None:
+        """Follow nobody any more."""
+        await self.follower.stop()

@@ -1,0 +1,239 @@
+"""Follows what all node agents of a region say of their prefix caches: one task for each agent.
+
+Does not know how the knowledge is kept: a `FeedSink` takes it. Every agent is asked what is new
+since the position that the sink has reached, and answers when there is something. An agent that
+does not answer keeps its last state, which grows older; after `forget_s` it is taken to hold
+nothing. One that says it has no cache is asked again now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmanager.agent.messages import CacheFeed
+from kvmanager.directory.directory import Directory, Position
+from kvmanager.directory.errors import DirectoryError, FeedError
+from kvmanager.directory.messages import NodeName
+from kvmanager.engines.agent_control import AgentControl
+from kvmanager.rpc import RpcError
+from transport import TlsFiles
+from transport.backoff import Backoff
+
+logger = logging.getLogger("prfaas.kvmanager.directory")
+
+
+class FeedSource(Protocol):
+    """The agent that is followed; `AgentControl` is one. Methods raise RpcError."""
+
+    async def watch_cache(self, epoch: str, after_seq: int, timeout_s: float) -> CacheFeed: ...
+
+    async def close(self) -> None: ...
+
+
+class FeedSink(Protocol):
+    """Where feeds go. Methods may raise `DirectoryError`."""
+
+    async def position(self, node: NodeName) -> Position | None:
+        """Where to go on asking; None: another process follows this node."""
+
+    async def apply(self, node: NodeName, feed: CacheFeed) -> bool:
+        """False: it does not continue what is known; `position` asks for a snapshot now."""
+
+    async def forget(self, node: NodeName) -> None:
+        """The node holds nothing any more. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowTiming:
+    """`poll_s`: how long an agent without news may keep its answer back. `batch_s`: the least time
+    between two questions, so that changes come in batches. `forget_s`: see the module text.
+    """
+
+    poll_s: float = 5.0
+    batch_s: float = 0.05
+    retry_s: float = 0.2
+    max_retry_s: float = 5.0
+    forget_s: float = 60.0
+    no_cache_s: float = 15.0
+
+
+@dataclass(slots=True)
+class FollowCounts:
+    """Since the start, over all agents."""
+
+    events: int = 0
+    snapshots: int = 0
+    gaps: int = 0
+    bad_feeds: int = 0
+    failures: int = 0
+
+
+class DirectorySink:
+    """Feeds a directory of this process, a little at a time."""
+
+    def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._clock = clock
+
+    async def position(self, node: NodeName) -> Position | None:
+        return self._directory.position(node)
+
+    async def apply(self, node: NodeName, feed: CacheFeed) -> bool:
+        if not self._directory.accepts(node, feed):
+            return False
+        for _ in self._directory.applying(node, feed, self._clock()):
+            await asyncio.sleep(0)
+        return True
+
+    async def forget(self, node: NodeName) -> None:
+        self._directory.forget(node)
+
+
+class DirectoryFollower:
+    """See the module text. `follow` names the agents, again whenever they change."""
+
+    def __init__(
+        self,
+        sink: FeedSink,
+        *,
+        tls: TlsFiles | None = None,
+        timing: FollowTiming | None = None,
+        connect: Callable[[str], FeedSource] | None = None,
+    ) -> None:
+        self._sink = sink
+        self._timing = timing or FollowTiming()
+        self._connect = connect or (lambda target: AgentControl(target, tls))
+        self._followed: dict[NodeName, tuple[str, asyncio.Task[None]]] = {}
+        self.counts = FollowCounts()
+
+    async def follow(self, agents: Mapping[NodeName, str]) -> None:
+        """Follow exactly these agents, by control address; forget those no longer named."""
+        for node, (target, _) in list(self._followed.items()):
+            if agents.get(node) != target:
+                await self._leave(node)
+            if node not in agents:
+                await self._forget(node)
+        for node, target in agents.items():
+            if node not in self._followed:
+                task = asyncio.create_task(self._run(node, target), name=f"follow {node}")
+                self._followed[node] = target, task
+
+    async def stop(self) -> None:
+        """Follow nobody; what is known stays. Idempotent."""
+        for node in list(self._followed):
+            await self._leave(node)
+
+    async def _leave(self, node: NodeName) -> None:
+        task = self._followed.pop(node)[1]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self, node: NodeName, target: str) -> None:
+        source = self._connect(target)
+        try:
+            await _Following(node, source, self._sink, self._timing, self.counts).run()
+        finally:
+            await source.close()
+
+    async def _forget(self, node: NodeName) -> None:
+        try:
+            await self._sink.forget(node)
+        except DirectoryError as error:
+            logger.warning("%s: not forgotten: %s", node, error)
+
+
+class _Following:
+    """One agent and how it has answered so far."""
+
+    def __init__(
+        self,
+        node: NodeName,
+        source: FeedSource,
+        sink: FeedSink,
+        timing: FollowTiming,
+        counts: FollowCounts,
+    ) -> None:
+        self._node = node
+        self._source = source
+        self._sink = sink
+        self._timing = timing
+        self._counts = counts
+        self._heard_s = time.monotonic()
+        self._trouble = ""
+        self._backoff = self._fresh_backoff()
+
+    async def run(self) -> None:
+        while True:
+            delay_s = await self._ask()
+            await asyncio.sleep(delay_s)
+
+    async def _ask(self) -> float:
+        """One question and what follows from it; how long to wait until the next."""
+        began_s = time.monotonic()
+        try:
+            feed = await self._listen()
+        except FeedError as error:
+            self._counts.bad_feeds += 1
+            return await self._failed(str(error))
+        except DirectoryError as error:
+            return await self._failed(str(error))
+        except RpcError as error:
+            if error.code == "INVALID":
+                return await self._has_no_cache(error)
+            return await self._failed(str(error))
+        except Exception as error:
+            # Whatever one agent's answer sets off here, it must still be followed.
+            logger.exception("%s: following failed", self._node)
+            return await self._failed(repr(error))
+        if feed is None:
+            return self._timing.poll_s
+        self._heard_s = time.monotonic()
+        if self._trouble:
+            logger.info("%s: followed again", self._node)
+            self._trouble = ""
+        self._backoff = self._fresh_backoff()
+        return 0.0 if feed.more else max(0.0, began_s + self._timing.batch_s - self._heard_s)
+
+    async def _listen(self) -> CacheFeed | None:
+        """What the agent said, entered; None: another process follows it."""
+        position = await self._sink.position(self._node)
+        if position is None:
+            return None
+        feed = await self._source.watch_cache(*position, self._timing.poll_s)
+        if not await self._sink.apply(self._node, feed):
+            self._counts.gaps += 1
+            logger.info("%s: a gap after %s; a snapshot is asked for", self._node, position)
+            return feed
+        self._counts.snapshots += feed.is_snapshot
+        self._counts.events += len(feed.flags) // 2
+        return feed
+
+    async def _failed(self, reason: str) -> float:
+        self._counts.failures += 1
+        if not self._trouble:
+            logger.warning("%s: not followed now, asking again: %s", self._node, reason)
+        self._trouble = reason
+        if time.monotonic() - self._heard_s > self._timing.forget_s:
+            await self._forget()
+        return self._backoff.after(0.0)
+
+    async def _has_no_cache(self, error: RpcError) -> float:
+        if not self._trouble:
+            logger.info("%s: not followed, it has no prefix cache: %s", self._node, error)
+        self._trouble = str(error)
+        await self._forget()
+        return self._timing.no_cache_s
+
+    async def _forget(self) -> None:
+        try:
+            await self._sink.forget(self._node)
+        except DirectoryError as error:
+            logger.debug("%s: not forgotten: %s", self._node, error)
+
+    def _fresh_backoff(self) -> Backoff:
+        return Backoff(self._timing.retry_s, self._timing.max_retry_s)

@@ -1,0 +1,59 @@
+"""Prometheus metrics of a directory. They show what they were last told, so any thread may read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from kvmanager.directory.feed_client import FollowCounts
+from kvmanager.directory.messages import NodeState
+
+
+class DirectoryMetrics:
+    """Has a registry of its own unless told to use another one."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        by_node = ["cluster", "node"]
+        self._blocks = Gauge(
+            "prfaas_directory_node_blocks",
+            "Blocks known to be cached on a node.",
+            by_node,
+            registry=self.registry,
+        )
+        self._age = Gauge(
+            "prfaas_directory_node_age_seconds",
+            "Since a node last said what it caches.",
+            by_node,
+            registry=self.registry,
+        )
+        self._lag = Gauge(
+            "prfaas_directory_node_lag_seconds",
+            "How old the oldest change of a node's last message with changes was.",
+            by_node,
+            registry=self.registry,
+        )
+        self._bytes = Gauge(
+            "prfaas_directory_memory_bytes", "Memory of the table.", registry=self.registry
+        )
+        self._counts = Gauge(
+            "prfaas_directory_followed",
+            "Since the start: events, snapshots, gaps, bad feeds, failed questions.",
+            ["what"],
+            registry=self.registry,
+        )
+
+    def update(self, nodes: Sequence[NodeState], counts: FollowCounts, nbytes: int) -> None:
+        """Show this from now on. Nodes that are no longer known disappear."""
+        for gauge in (self._blocks, self._age, self._lag):
+            gauge.clear()
+        for state in nodes:
+            labels = (state.cluster, state.node)
+            if state.num_blocks >= 0:
+                self._blocks.labels(*labels).set(state.num_blocks)
+            self._age.labels(*labels).set(state.age_s)
+            self._lag.labels(*labels).set(state.lag_s)
+        self._bytes.set(nbytes)
+        for what in ("events", "snapshots", "gaps", "bad_feeds", "failures"):
+            self._counts.labels(what).set(getattr(counts, what))

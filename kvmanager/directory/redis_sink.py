@@ -1,0 +1,220 @@
+"""Keeps a directory in a Redis server up to date; `redis_store` says what lies there.
+
+Does not know agents: a `DirectoryFollower` hands it what they say. Everything that several writers
+could disagree on is checked in the scripts, which Redis runs one at a time.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from kvmanager.agent.messages import CacheFeed
+from kvmanager.directory.directory import FROM_THE_BEGINNING, Position, check_feed
+from kvmanager.directory.errors import StoreError
+from kvmanager.directory.messages import SHORT_KEY_BYTES, NodeName
+from kvmanager.directory.redis_store import NodeRecord, RedisSettings, parse_record
+
+_BATCH_KEYS: Final = 1000
+"""Blocks written by one script: a few milliseconds in which Redis serves nobody else."""
+
+# KEYS: lease, nodes, holders. ARGV: writer, lease ms, node.
+# -> {1, record or ""} and the lease is ours, or {0}.
+_LEASE_SCRIPT: Final = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] then return {0, ''} end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return {1, redis.call('HGET', KEYS[2], ARGV[3]) or ''}
+"""
+
+# KEYS: lease, what names of blocks begin with. ARGV: writer, lease ms, block TTL in seconds, short
+# keys, their flags, holder, retired holder. -> 1, or 0 without the lease.
+_WRITE_SCRIPT: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+local keys, flags, holder, retired = ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+for i = 1, #keys / 8 do
+  local name = KEYS[2] .. string.sub(keys, 8 * i - 7, 8 * i)
+  local old = redis.call('GET', name) or ''
+  local new = {}
+  for at = 1, #old, 6 do
+    local other = string.sub(old, at, at + 3)
+    if other ~= holder and other ~= retired then
+      new[#new + 1] = string.sub(old, at, at + 5)
+    end
+  end
+  local mine = string.sub(flags, 2 * i - 1, 2 * i)
+  if mine ~= '\\0\\0' then new[#new + 1] = holder .. mine end
+  if #new == 0 then
+    if old ~= '' then redis.call('DEL', name) end
+  else
+    redis.call('SET', name, table.concat(new), 'EX', ARGV[3])
+  end
+end
+return 1
+"""
+
+# KEYS: lease, nodes. ARGV: writer, lease ms, TTL in seconds, node, record. -> 1, or 0 without it.
+_PUBLISH_SCRIPT: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+local now = redis.call('TIME')
+local ms = string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000))
+redis.call('HSET', KEYS[2], ARGV[4], ms .. ' ' .. ARGV[5])
+redis.call('EXPIRE', KEYS[2], ARGV[3])
+return 1
+"""
+
+# KEYS: lease, nodes. ARGV: writer, node. Another writer's node is left alone.
+_FORGET_SCRIPT: Final = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('HDEL', KEYS[2], ARGV[2])
+return 1
+"""
+
+
+@dataclass(slots=True)
+class _Written:
+    """How far this writer is with a node, in holder numbers (0: none).
+
+    `holder` is being written and `shown` is what readers go by: two numbers while a snapshot is on
+    its way. Entries of `retired`, which was shown before, are dropped where a block is written.
+    """
+
+    holder: int
+    shown: int
+    retired: int
+    snapshot_s: float
+    position: Position = FROM_THE_BEGINNING
+    lag_s: float = 0.0
+
+    def is_complete(self, feed: CacheFeed) -> bool:
+        """Whether readers may go by `holder` after this feed."""
+        return self.shown == self.holder or not feed.more
+
+
+class RedisSink:
+    """A `FeedSink` that writes into Redis. Raises `StoreError` when that does not work."""
+
+    def __init__(self, redis: Redis, settings: RedisSettings | None = None) -> None:
+        self._redis = redis
+        self._settings = settings or RedisSettings()
+        self._writer = secrets.token_bytes(8)
+        self._written: dict[NodeName, _Written] = {}
+
+    async def position(self, node: NodeName) -> Position | None:
+        keys = [self._settings.lease(node), self._settings.nodes]
+        owned, raw = await self._run(_LEASE_SCRIPT, keys, [self._lease_ms, str(node)])
+        if not owned:
+            self._written.pop(node, None)
+            return None
+        written = self._written.get(node)
+        if written is None:
+            return self._taken_over(node, raw)
+        # Each snapshot gives all its blocks a new life.
+        if time.monotonic() - written.snapshot_s > self._settings.key_ttl_s / 3:
+            return FROM_THE_BEGINNING
+        return written.position
+
+    async def apply(self, node: NodeName, feed: CacheFeed) -> bool:
+        try:
+            check_feed(node, feed)
+            return await self._apply(node, feed)
+        except Exception:
+            self._written.pop(node, None)
+            raise
+
+    async def forget(self, node: NodeName) -> None:
+        self._written.pop(node, None)
+        keys = [self._settings.lease(node), self._settings.nodes]
+        await self._run(_FORGET_SCRIPT, keys, [str(node)])
+
+    def _taken_over(self, node: NodeName, raw: bytes) -> Position:
+        """Nothing says how old the blocks of another writer are, so begin with a snapshot."""
+        if raw:
+            record = parse_record(raw)[1]
+            holder, retired = record.holder, record.retired
+            self._written[node] = _Written(holder, holder, retired, time.monotonic())
+        return FROM_THE_BEGINNING
+
+    async def _apply(self, node: NodeName, feed: CacheFeed) -> bool:
+        written = self._written.get(node)
+        if feed.is_snapshot:
+            written = self._written[node] = await self._begun(written)
+        elif written is None or not _continues(written.position, feed):
+            self._written.pop(node, None)
+            return False
+        num_keys = len(feed.keys) // SHORT_KEY_BYTES
+        for start in range(0, num_keys, _BATCH_KEYS):
+            await self._write(node, written, feed, range(start, min(num_keys, start + _BATCH_KEYS)))
+        written.position = (feed.epoch, feed.seq)
+        if num_keys:
+            written.lag_s = feed.age_s
+        if written.is_complete(feed):
+            await self._publish(node, written)
+        return True
+
+    async def _begun(self, former: _Written | None) -> _Written:
+        """A new holder number for a snapshot."""
+        try:
+            holder = int(await self._redis.incr(self._settings.holders)) & 0xFFFFFFFF
+        except (RedisError, OSError) as error:
+            raise StoreError(f"Redis: {error}") from error
+        shown, retired = (former.shown, former.retired) if former is not None else (0, 0)
+        return _Written(holder, shown, retired, time.monotonic())
+
+    async def _write(self, node: NodeName, written: _Written, feed: CacheFeed, part: range) -> None:
+        arguments = [
+            self._lease_ms,
+            self._settings.key_ttl_s,
+            feed.keys[SHORT_KEY_BYTES * part.start : SHORT_KEY_BYTES * part.stop],
+            feed.flags[2 * part.start : 2 * part.stop],
+            _packed(written.holder),
+            _packed(written.retired),
+        ]
+        keys = [self._settings.lease(node), self._settings.blocks]
+        self._check_owned(node, await self._run(_WRITE_SCRIPT, keys, arguments))
+
+    async def _publish(self, node: NodeName, written: _Written) -> None:
+        if written.shown != written.holder:
+            written.shown, written.retired = written.holder, written.shown
+        record = NodeRecord(written.holder, written.retired, *written.position, written.lag_s)
+        keys = [self._settings.lease(node), self._settings.nodes]
+        arguments = [
+            self._lease_ms,
+            self._settings.key_ttl_s,
+            str(node),
+            msgspec.msgpack.encode(record),
+        ]
+        self._check_owned(node, await self._run(_PUBLISH_SCRIPT, keys, arguments))
+
+    def _check_owned(self, node: NodeName, owned: Any) -> None:
+        if not owned:
+            raise StoreError(f"{node}: another writer follows it now")
+
+    @property
+    def _lease_ms(self) -> int:
+        return int(1000 * self._settings.lease_s)
+
+    async def _run(self, script: str, keys: list[bytes], arguments: list[Any]) -> Any:
+        try:
+            return await self._redis.eval(script, len(keys), *keys, self._writer, *arguments)
+        except (RedisError, OSError) as error:
+            raise StoreError(f"Redis: {error}") from error
+
+
+def _continues(position: Position, feed: CacheFeed) -> bool:
+    epoch, seq = position
+    return bool(epoch) and feed.epoch == epoch and feed.seq >= seq
+
+
+def _packed(holder: int) -> bytes:
+    return holder.to_bytes(4, "little")

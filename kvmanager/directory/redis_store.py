@@ -1,0 +1,221 @@
+"""The directory in a Redis server, for several gateways: a writer's sink and a reader.
+
+Does not know agents or gateways. What lies in Redis, under a prefix:
+
+    PREFIX:k:KEY     (8 raw bytes) who holds a block: 6 bytes each, holder u32 and flags u16
+    PREFIX:nodes     hash: "cluster/node" -> when it was last heard of (Redis's clock, ms) and a
+                     `NodeRecord`: its holder number, and up to which event it is known
+    PREFIX:holders   the last holder number given out
+    PREFIX:w:NODE    which writer follows this node, for as long as its lease lasts
+
+A snapshot is written under a new holder number, which becomes the node's when it is all there:
+readers see the old state, then the new one. What is left of older holder numbers means nothing; it
+goes when its block is written next, or with time: blocks live for `key_ttl_s`, and a writer takes a
+new snapshot of each node long before that. So the data of writers that are gone vanish by
+themselves, and nodes that nobody has heard of for `forget_s` do not count.
+
+Any number of writers may run: who holds a node's lease follows it, another one takes over when the
+lease ends. One server, not a cluster of them: scripts make up the names of blocks themselves, so
+that a prompt is one short message each way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from kvmanager.directory.coverage import coverages
+from kvmanager.directory.errors import StoreError
+from kvmanager.directory.messages import (
+    NodeCoverage,
+    NodeName,
+    NodeState,
+    ResumeRule,
+    short_key_bytes,
+)
+from kvmanager.directory.reader import Outage
+
+DEFAULT_PREFIX: Final = "prfaas"
+
+# KEYS: nodes, what names of blocks begin with. ARGV: short keys, whether to stop at a block that
+# nobody has. -> the time, the hash of nodes, and runs of equal blocks: list of holders, length.
+_READ_SCRIPT: Final = """
+local keys, runs, last = ARGV[1], {}, nil
+for at = 1, #keys, 8 do
+  local holders = redis.call('GET', KEYS[2] .. string.sub(keys, at, at + 7)) or ''
+  if holders == '' and ARGV[2] == '1' then break end
+  if holders ~= last then
+    runs[#runs + 1], runs[#runs + 2], last = holders, 0, holders
+  end
+  runs[#runs] = runs[#runs] + 1
+end
+return {redis.call('TIME'), redis.call('HGETALL', KEYS[1]), runs}
+"""
+
+_HOLDERS_TYPE: Final = np.dtype([("holder", "<u4"), ("flags", "<u2")])
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """`forget_s` should be what followers use; see the module text for the rest."""
+
+    prefix: str = DEFAULT_PREFIX
+    forget_s: float = 60.0
+    key_ttl_s: int = 3600
+    lease_s: float = 15.0
+
+    @property
+    def nodes(self) -> bytes:
+        return f"{self.prefix}:nodes".encode()
+
+    @property
+    def holders(self) -> bytes:
+        return f"{self.prefix}:holders".encode()
+
+    def lease(self, node: NodeName) -> bytes:
+        return f"{self.prefix}:w:{node}".encode()
+
+    @property
+    def blocks(self) -> bytes:
+        """What a block's name begins with; its short key follows."""
+        return f"{self.prefix}:k:".encode()
+
+
+class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Of one node. `holder` is what it is called in blocks, `retired` what it was called before."""
+
+    holder: int
+    retired: int
+    epoch: str
+    seq: int
+    lag_s: float
+
+
+_Known = tuple[NodeName, NodeRecord, float]
+"""A node and how many seconds ago it was heard of."""
+_Run = tuple[bytes, int]
+"""The holders of equal neighbouring blocks, and how many blocks these are."""
+
+
+class RedisDirectory:
+    """A `DirectoryReader` of what writers keep in Redis."""
+
+    def __init__(self, redis: Redis, settings: RedisSettings | None = None) -> None:
+        self._redis = redis
+        self._settings = settings or RedisSettings()
+        self._outage = Outage("directory in Redis")
+
+    @classmethod
+    def at(cls, url: str, settings: RedisSettings | None = None) -> RedisDirectory:
+        """Of the server at `url` (redis://, rediss:// or unix://). ValueError: no such URL."""
+        return cls(connect(url), settings)
+
+    async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
+        if not keys or self._outage.quiet(time.monotonic()):
+            return []
+        try:
+            nodes, runs = await self._ask(keys, stops_at_hole=rule.has_kv)
+            found = _match(rule, nodes, runs)
+        except (RedisError, OSError, StoreError) as error:
+            self._outage.failed(error, time.monotonic())
+            return []
+        self._outage.worked()
+        return found
+
+    async def nodes(self) -> list[NodeState]:
+        try:
+            nodes, _ = await self._ask([])
+        except (RedisError, OSError, StoreError) as error:
+            self._outage.failed(error, time.monotonic())
+            return []
+        return [_state(name, record, age_s) for name, record, age_s in sorted(nodes)]
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _ask(
+        self, keys: Sequence[bytes], *, stops_at_hole: bool = False
+    ) -> tuple[list[_Known], list[_Run]]:
+        """The nodes that count, and what is said of the blocks in order."""
+        names = [self._settings.nodes, self._settings.blocks]
+        arguments: list[Any] = [short_key_bytes(keys), int(stops_at_hole)]
+        answer: Any = await self._redis.eval(_READ_SCRIPT, len(names), *names, *arguments)
+        (seconds, micros), raw_nodes, runs = answer
+        nodes = []
+        for raw_name, raw in _pairs(raw_nodes):
+            heard_s, record = parse_record(raw)
+            age_s = max(0.0, int(seconds) + int(micros) / 1e6 - heard_s)
+            if age_s <= self._settings.forget_s:
+                cluster, _, node = raw_name.decode().partition("/")
+                nodes.append((NodeName(cluster, node), record, age_s))
+        return nodes, list(_pairs(runs))
+
+
+def connect(url: str, *, timeout_s: float = 0.25) -> Redis:
+    """A client whose commands give up after `timeout_s`. ValueError: no such URL."""
+    return Redis.from_url(
+        url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None
+    )
+
+
+async def reached(redis: Redis) -> None:
+    """Raises `StoreError` when the server does not answer."""
+    try:
+        await redis.ping()
+    except (RedisError, OSError) as error:
+        raise StoreError(f"Redis does not answer: {error}") from error
+
+
+def _match(rule: ResumeRule, nodes: list[_Known], runs: list[_Run]) -> list[NodeCoverage]:
+    """As `Directory.match_short`, from the raw lists of holders."""
+    if not nodes or not runs:
+        return []
+    columns = {record.holder: column for column, (_, record, _) in enumerate(nodes)}
+    flags = np.array([_row(value, columns) for value, _ in runs])
+    ends = np.cumsum([length for _, length in runs], dtype=np.int64)
+    return coverages(rule, flags, ends, [(name, age_s) for name, _, age_s in nodes])
+
+
+def _pairs(items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Of a list that Redis sends instead of a mapping."""
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _row(value: bytes, columns: dict[int, int]) -> npt.NDArray[np.uint16]:
+    if len(value) % _HOLDERS_TYPE.itemsize:
+        raise StoreError(f"no list of holders: {value[:40]!r}")
+    row: npt.NDArray[np.uint16] = np.zeros(len(columns), dtype=np.uint16)
+    for holder, flags in np.frombuffer(value, dtype=_HOLDERS_TYPE).tolist():
+        if holder in columns:
+            row[columns[holder]] = flags
+    return row
+
+
+def parse_record(raw: bytes) -> tuple[float, NodeRecord]:
+    """When a node was last heard of, Redis's clock in seconds, and how far. StoreError."""
+    heard_ms, _, record = raw.partition(b" ")
+    try:
+        return int(heard_ms) / 1000, msgspec.msgpack.decode(record, type=NodeRecord)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise StoreError(f"no record of a node: {raw[:40]!r}: {error}") from error
+
+
+def _state(name: NodeName, record: NodeRecord, age_s: float) -> NodeState:
+    return NodeState(
+        name.cluster,
+        name.node,
+        num_blocks=-1,
+        epoch=record.epoch,
+        seq=record.seq,
+        age_s=age_s,
+        lag_s=record.lag_s,
+        complete=True,
+    )

@@ -1,0 +1,61 @@
+"""A directory behind gRPC: the client of `prfaas directory`. Keeps nothing but a connection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from kvmanager.directory.messages import (
+    SERVICE,
+    Match,
+    MatchReply,
+    NodeCoverage,
+    Nodes,
+    NodesReply,
+    NodeState,
+    ResumeRule,
+    short_key_bytes,
+)
+from kvmanager.directory.reader import Outage
+from kvmanager.rpc import RpcClient, RpcError
+from transport import TlsFiles
+
+_NODES_TIMEOUT_S: Final = 5.0
+
+
+class RemoteDirectory:
+    """A `DirectoryReader` that asks the service at `target` ("host:port").
+
+    `timeout_s`: what a request may wait for an answer before it goes on without.
+    """
+
+    def __init__(
+        self, target: str, tls: TlsFiles | None = None, *, timeout_s: float = 0.25
+    ) -> None:
+        self._client = RpcClient(target, SERVICE, tls)
+        self._timeout_s = timeout_s
+        self._outage = Outage(f"directory at {target}")
+
+    async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
+        if self._outage.quiet(time.monotonic()):
+            return []
+        request = Match(rule, short_key_bytes(keys))
+        try:
+            reply = await self._client.call("Match", request, MatchReply, self._timeout_s)
+        except RpcError as error:
+            self._outage.failed(error, time.monotonic())
+            return []
+        self._outage.worked()
+        return reply.nodes
+
+    async def nodes(self) -> list[NodeState]:
+        try:
+            reply = await self._client.call("Nodes", Nodes(), NodesReply, _NODES_TIMEOUT_S)
+        except RpcError as error:
+            self._outage.failed(error, time.monotonic())
+            return []
+        return reply.nodes
+
+    async def close(self) -> None:
+        await self._client.close()

@@ -1,0 +1,32 @@
+"""The gRPC side of a directory: service `prfaas.Directory`. Does not know how it is fed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvmanager.directory.embedded import EmbeddedDirectory
+from kvmanager.directory.messages import Match, MatchReply, Nodes, NodesReply, short_keys_of
+from kvmanager.rpc import Method, RpcError
+
+
+class DirectoryService:
+    """Answers from the directory of this process."""
+
+    def __init__(self, directory: EmbeddedDirectory) -> None:
+        self._directory = directory
+
+    def methods(self) -> dict[str, Method[Any, Any]]:
+        return {
+            "Match": Method(Match, MatchReply, self.match),
+            "Nodes": Method(Nodes, NodesReply, self.nodes),
+        }
+
+    async def match(self, request: Match) -> MatchReply:
+        try:
+            keys = short_keys_of(request.keys)
+        except ValueError as error:
+            raise RpcError("INVALID", str(error)) from error
+        return MatchReply(await self._directory.match_short(request.rule, keys))
+
+    async def nodes(self, _: Nodes) -> NodesReply:
+        return NodesReply(await self._directory.nodes())

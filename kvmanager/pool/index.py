@@ -1,0 +1,231 @@
+"""The journal of what an arena caches, kept beside it, so that the next agent finds it again.
+
+It does not know eviction, engines or prefixes. Its records are in `kvmanager.pool.index_records`.
+
+What may be lost, and when:
+
+- A `Dropped` is in the kernel before `append` returns, with everything before it: the part's memory
+  may hold something else right after. So no record of a live part ever names reused memory.
+- A `Stored` waits for `flush`. A killed agent loses parts stored since, and nothing else.
+- Nothing is forced onto a disk. In shared memory the arena dies with its host, and so does this
+  file; elsewhere the checksums tell after a crash of the host which parts are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from kvmanager.pool.index_records import (
+    Dropped,
+    IndexDistrusted,
+    IndexHeader,
+    PartId,
+    Shape,
+    Stored,
+    encode_record,
+    part_id,
+    read_index,
+)
+from kvmanager.pool.shape import CacheShape
+
+logger = logging.getLogger("prfaas.kvmanager.pool.index")
+
+_BUFFER_BYTES: Final = 256 << 10
+_MIN_RECORDS_TO_COMPACT: Final = 1024
+
+
+class PoolIndex:
+    """An open index. Single-threaded. It never raises for trouble with its file.
+
+    A file that cannot be written is removed and the journal ends, since one with holes would name
+    memory that was reused; the cache then starts empty after the agent's next start.
+    """
+
+    def __init__(self, path: Path, header: IndexHeader) -> None:
+        """Use `open`."""
+        self._path = path
+        self._header = header
+        self._fd = -1
+        self._buffer = bytearray()
+        self._live: dict[PartId, bytes] = {}
+        self._shape_ids: dict[CacheShape, int] = {}
+        self._shapes: dict[int, CacheShape] = {}
+        self._num_records = 0
+        self._compact_at = _MIN_RECORDS_TO_COMPACT
+
+    @classmethod
+    def open(cls, path: Path, header: IndexHeader) -> tuple[PoolIndex, list[Stored]]:
+        """Open or begin the index at `path`: the index, and the live parts in restore order.
+
+        The caller holds the arena's lock, which stands for the index too.
+        """
+        index = cls(path, header)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            index._fd = os.open(path, flags, 0o600)
+            with open(index._fd, "rb", closefd=False) as file:
+                data = file.read()
+            stored = index._take_over(data) if data else []
+            if index._num_records == 0:
+                index._begin()
+        except OSError as error:
+            index._give_up(error)
+            return index, []
+        return index, stored
+
+    @property
+    def is_open(self) -> bool:
+        """Whether records still go into a file."""
+        return self._fd >= 0
+
+    @property
+    def num_live(self) -> int:
+        """Parts that the file says are there."""
+        return len(self._live)
+
+    @property
+    def num_records(self) -> int:
+        """Records since the file was last written anew."""
+        return self._num_records
+
+    def shape(self, shape_id: int) -> CacheShape:
+        """What the number of a `Stored` means; raises KeyError."""
+        return self._shapes[shape_id]
+
+    def shape_id(self, shape: CacheShape) -> int:
+        """The number for `Stored` records of this shape."""
+        known = self._shape_ids.get(shape)
+        if known is not None:
+            return known
+        shape_id = len(self._shape_ids)
+        self._note_shape(shape_id, shape)
+        self._put(encode_record(Shape(shape_id, shape)))
+        return shape_id
+
+    def append(self, record: Stored | Dropped) -> None:
+        """Journal that a part came, whose bytes are complete, or went; see the module text.
+
+        Call it for `Dropped` before the memory is used for something else. Raises KeyError for a
+        shape without a number.
+        """
+        if isinstance(record, Stored):
+            self.shape(record.shape_id)
+            if self._fd < 0:
+                return
+            frame = encode_record(record)
+            self._live[part_id(record)] = frame
+            self._put(frame)
+        elif self._live.pop(part_id(record), None) is not None:
+            self._put(encode_record(record))
+            self._write_out()
+
+    def flush(self) -> None:
+        """Hand everything to the kernel; writes the file anew when most of it is out of date."""
+        if self._num_records > max(self._compact_at, 2 * len(self._live)):
+            self.compact()
+        self._write_out()
+
+    def compact(self) -> None:
+        """Write the live records to a new file that takes the place of the old one at once."""
+        if self._fd < 0:
+            return
+        new_path = self._path.with_name(self._path.name + ".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = -1
+        try:
+            fd = os.open(new_path, flags, 0o600)
+            _write_all(fd, bytearray(b"".join(self._live_frames())))
+            os.replace(new_path, self._path)
+        except OSError as error:
+            logger.warning("cannot write the index %s anew, it goes on: %s", self._path, error)
+            _abandon(fd, new_path)
+            self._compact_at = 2 * self._num_records
+            return
+        os.close(self._fd)
+        self._fd = fd
+        self._buffer.clear()
+        self._num_records = 1 + len(self._shapes) + len(self._live)
+        self._compact_at = _MIN_RECORDS_TO_COMPACT
+
+    def close(self) -> None:
+        """Flush and close. Idempotent."""
+        self._write_out()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _take_over(self, data: bytes) -> list[Stored]:
+        """Go on after what is valid in the file; nothing is when it is to begin anew."""
+        try:
+            contents = read_index(data, self._header)
+        except IndexDistrusted as error:
+            logger.warning("the index %s is not used, the cache is empty: %s", self._path, error)
+            return []
+        if contents.nbytes < len(data):
+            num_cut = len(data) - contents.nbytes
+            logger.warning("the index %s ends in %d damaged bytes: cut off", self._path, num_cut)
+            os.ftruncate(self._fd, contents.nbytes)
+        for shape_id, shape in contents.shapes.items():
+            self._note_shape(shape_id, shape)
+        self._live = {part_id(record): encode_record(record) for record in contents.stored}
+        self._num_records = contents.num_records
+        return contents.stored
+
+    def _begin(self) -> None:
+        os.ftruncate(self._fd, 0)
+        self._put(encode_record(self._header))
+        self._write_out()
+
+    def _live_frames(self) -> Iterable[bytes]:
+        yield encode_record(self._header)
+        for shape_id, shape in self._shapes.items():
+            yield encode_record(Shape(shape_id, shape))
+        yield from self._live.values()
+
+    def _note_shape(self, shape_id: int, shape: CacheShape) -> None:
+        self._shapes[shape_id] = shape
+        self._shape_ids[shape] = shape_id
+
+    def _put(self, frame: bytes) -> None:
+        if self._fd < 0:
+            return
+        self._buffer += frame
+        self._num_records += 1
+        if len(self._buffer) >= _BUFFER_BYTES:
+            self._write_out()
+
+    def _write_out(self) -> None:
+        if self._fd < 0:
+            return
+        try:
+            _write_all(self._fd, self._buffer)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        logger.error(
+            "cannot keep the index %s: %s; what is cached will not outlive this agent",
+            self._path,
+            error,
+        )
+        _abandon(self._fd, self._path)
+        self._fd = -1
+        self._buffer.clear()
+
+
+def _write_all(fd: int, data: bytearray) -> None:
+    """Write and empty `data`. Raises OSError; `data` then keeps what is not written."""
+    while data:
+        del data[: os.write(fd, data)]
+
+
+def _abandon(fd: int, path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if fd >= 0:
+            os.close(fd)
+        path.unlink(missing_ok=True)

@@ -1,0 +1,102 @@
+"""What is in a pool, for people and for those who keep a copy of its contents.
+
+Reads nodes and changes nothing. Everything here goes through all blocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from kvmanager.pool.nodes import Node, Part
+from kvmanager.pool.records import Order, PoolChange, Prefix, Tier
+from kvmanager.pool.shape import PartKind
+
+
+def change(part: Part, tier: Tier, stored: bool = True) -> PoolChange:
+    """The coming (or going) of the part's copy in `tier`."""
+    node = part.node
+    return PoolChange(
+        stored=stored,
+        tier=tier,
+        key=node.key,
+        parent=node.parent,
+        index=node.index,
+        part=part.number,
+        shape=node.geometry.shape,
+        runs=part.runs if tier is Tier.ARENA else (),
+    )
+
+
+def changes(nodes: Iterable[Node]) -> list[PoolChange]:
+    """All copies as if they had just come: SSD first, then the arena, in each the base first."""
+    ordered = sorted(nodes, key=lambda node: node.index)
+    return [
+        change(part, tier)
+        for tier in (Tier.SSD, Tier.ARENA)
+        for node in ordered
+        for part in node.parts
+        if part is not None and part.is_in(tier)
+    ]
+
+
+def prefixes(
+    nodes: Mapping[bytes, Node], order: Order, limit: int, now_s: float
+) -> tuple[list[Prefix], int]:
+    """The first `limit` prefixes in that order, and how many there are."""
+    num_next = Counter(node.parent for node in nodes.values() if node.present)
+    leaves = [node for node in nodes.values() if node.present and node.key not in num_next]
+    ranks = {
+        "hits": lambda leaf: max(_hits(node) for node in _own(nodes, num_next, leaf)),
+        "size": lambda leaf: (leaf.index + 1) * leaf.geometry.shape.parts[0].nbytes,
+        "recent": lambda leaf: max(node.last_used_s for node in _own(nodes, num_next, leaf)),
+    }
+    first = heapq.nlargest(limit, leaves, key=ranks[order])
+    return [_prefix(nodes, num_next, leaf, now_s) for leaf in first], len(leaves)
+
+
+def _prefix(
+    nodes: Mapping[bytes, Node], num_next: Mapping[bytes, int], leaf: Node, now_s: float
+) -> Prefix:
+    chain = list(_down(nodes, leaf))
+    own = list(_own(nodes, num_next, leaf))
+    nbytes: Counter[tuple[Tier, PartKind]] = Counter()
+    masks = [0] * (leaf.index + 1)
+    for node in chain:
+        masks[node.index] = node.present
+        for part in node.parts:
+            for tier in Tier:
+                if part is not None and part.is_in(tier):
+                    nbytes[tier, part.kind] += part.nbytes
+    block_tokens = leaf.geometry.shape.block_tokens
+    return Prefix(
+        key=leaf.key,
+        num_tokens=(leaf.index + 1) * block_tokens,
+        nbytes=dict(nbytes),
+        num_hits=max(_hits(node) for node in own),
+        idle_s=now_s - max(node.last_used_s for node in own),
+        branch_tokens=own[-1].index * block_tokens if len(own) < len(chain) else 0,
+        resumable_tokens=leaf.geometry.num_usable_blocks(masks) * block_tokens,
+        is_pinned=any(part is not None and part.num_pins for node in own for part in node.parts),
+    )
+
+
+def _down(nodes: Mapping[bytes, Node], leaf: Node) -> Iterator[Node]:
+    """The prefix's blocks, last first, as far as they are known."""
+    node: Node | None = leaf
+    while node is not None:
+        yield node
+        node = nodes.get(node.parent) if node.index else None
+
+
+def _own(nodes: Mapping[bytes, Node], num_next: Mapping[bytes, int], leaf: Node) -> Iterator[Node]:
+    """Those of the prefix's blocks that no other prefix has, last first."""
+    for node in _down(nodes, leaf):
+        if node is not leaf and num_next[node.key] > 1:
+            return
+        yield node
+
+
+def _hits(node: Node) -> int:
+    return max((part.num_hits for part in node.parts if part is not None), default=0)

@@ -1,0 +1,181 @@
+"""The blocks that a pool knows, their parts, and what a shape means in arena blocks.
+
+A node is one block of a prompt, named by its key and linked to the block before it; its parts are
+what is cached of it. Knows neither allocators, callers nor recency rules: `kvmanager.pool.parts`
+keeps the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvmanager.blocks import Run
+from kvmanager.pool.records import Tier
+from kvmanager.pool.shape import CacheShape, PartKind
+
+
+class Geometry:
+    """A `CacheShape` in an arena: blocks of each part, and masks with bit p for part p."""
+
+    __slots__ = ("has_kv", "num_blocks", "shape", "state_mask", "windows")
+
+    def __init__(self, shape: CacheShape, block_bytes: int) -> None:
+        self.shape = shape
+        self.has_kv = shape.has_kv
+        self.num_blocks = tuple(-(-part.nbytes // block_bytes) for part in shape.parts)
+        state = shape.state_part
+        self.state_mask = 0 if state is None else 1 << state
+        self.windows = tuple(
+            (1 << number, shape.reach(number) or 0)
+            for number, part in enumerate(shape.parts)
+            if part.kind is PartKind.WINDOW
+        )
+
+    def num_usable_blocks(self, masks: Sequence[int]) -> int:
+        """`CacheShape.num_usable_blocks` in one pass; `masks[i]` has the parts of block i.
+
+        KV is not looked at: every block named is taken to have it.
+        """
+        state = self.state_mask
+        if not self.windows and not state:
+            return len(masks)
+        usable = 0
+        streaks = [0] * len(self.windows)
+        for count, mask in enumerate(masks, 1):
+            is_usable = mask & state == state
+            for number, (bit, reach) in enumerate(self.windows):
+                streaks[number] = streak = streaks[number] + 1 if mask & bit else 0
+                if streak < reach and streak < count:
+                    is_usable = False
+            if is_usable:
+                usable = count
+        return usable
+
+
+@dataclass(slots=True, eq=False)
+class Filling:
+    """Arena memory that is being written. Without a part its prefix is gone: it is only to be
+    freed, once nobody writes there any more.
+    """
+
+    part: Part | None
+    runs: tuple[Run, ...]
+    is_written: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One part of one block: present in the arena (`runs`), on SSD, or being filled.
+
+    Never both in the arena and being filled. Its `Entry` properties are for eviction policies.
+    """
+
+    node: Node
+    number: int
+    last_used: int
+    num_hits: int = 0
+    num_pins: int = 0
+    runs: tuple[Run, ...] = ()
+    on_ssd: bool = False
+    is_spilling: bool = False
+    filling: Filling | None = None
+
+    @property
+    def is_present(self) -> bool:
+        return bool(self.runs) or self.on_ssd
+
+    @property
+    def is_kv(self) -> bool:
+        return self.number == 0 and self.node.geometry.has_kv
+
+    @property
+    def kind(self) -> PartKind:
+        return self.node.geometry.shape.parts[self.number].kind
+
+    @property
+    def nbytes(self) -> int:
+        return self.node.geometry.shape.parts[self.number].nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Arena blocks that a copy takes."""
+        return self.node.geometry.num_blocks[self.number]
+
+    @property
+    def index(self) -> int:
+        return self.node.index
+
+    @property
+    def block_tokens(self) -> int:
+        return self.node.geometry.shape.block_tokens
+
+    @property
+    def recompute_tokens(self) -> int:
+        """KV: its block's. A window or state: since the last boundary before that has one, for a
+        window before its own tail of the prompt; without KV, the whole prefix.
+        """
+        if self.is_kv:
+            return self.block_tokens
+        if not self.node.geometry.has_kv:
+            return (self.index + 1) * self.block_tokens
+        reach = self.node.geometry.shape.reach(self.number) or 1
+        num_blocks, before = 1, self.node.up
+        while before is not None and (num_blocks < reach or before.parts[self.number] is None):
+            num_blocks, before = num_blocks + 1, before.up
+        return num_blocks * self.block_tokens
+
+    def is_in(self, tier: Tier) -> bool:
+        return bool(self.runs) if tier is Tier.ARENA else self.on_ssd
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A block. `up`: the node before it, while the shape has KV and it is not the first.
+
+    `present` and `in_arena` have bit p for each part present in any tier, and in the arena.
+    `num_needs` counts what needs this block's KV in some tier: KV of next blocks, present or being
+    filled; windows and states of this block that are pinned or being filled. `num_ssd_needs`: what
+    stands on its KV and is on SSD, of both.
+    """
+
+    key: bytes
+    parent: bytes
+    index: int
+    geometry: Geometry
+    up: Node | None
+    parts: list[Part | None] = field(default_factory=list)
+    present: int = 0
+    in_arena: int = 0
+    num_needs: int = 0
+    num_ssd_needs: int = 0
+    last_used: int = 0
+    last_used_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.parts = [None] * len(self.geometry.shape.parts)
+
+    @property
+    def kv(self) -> Part | None:
+        """Its KV part, if it has one now."""
+        return self.parts[0] if self.geometry.has_kv else None
+
+    def base(self, number: int) -> Part | None:
+        """The KV part that part `number` stands on: the block before's for KV, its own for others.
+
+        None where nothing is needed. Raises KeyError where what is needed is missing.
+        """
+        if not self.geometry.has_kv or (number == 0 and self.index == 0):
+            return None
+        below = self.up if number == 0 else self
+        part = below.parts[0] if below is not None else None
+        if part is None:
+            raise KeyError(f"block {self.key.hex()} stands on nothing")
+        return part
+
+    def touch(self, use: int, now_s: float) -> None:
+        """The block's KV is part of use number `use`."""
+        self.last_used = use
+        self.last_used_s = now_s
+        if (kv := self.kv) is not None:
+            kv.last_used = use

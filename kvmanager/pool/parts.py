@@ -1,0 +1,365 @@
+"""The books of a pool: which parts are where, what stands on what, what may go, what goes first.
+
+Every coming and going of a part passes through here, so that counts, queues and the listener agree.
+Knows neither pins nor fills as such, only that a part is pinned or being filled.
+
+A copy may leave a tier when nobody uses it and nothing stands on it:
+
+    arena   not pinned; for a KV part, there is a copy on SSD or nothing needs the KV
+    SSD     there is a copy in the arena, or it is not pinned, not being read back into the arena,
+            and, for a KV part, nothing needs the KV; and nothing on SSD stands on it
+
+With the last copy of a block's KV its windows and state go too. What is on SSD stands on KV on SSD:
+so what is in the arena alone has only the arena standing on it, and can leave from leaf to root.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+
+from kvmanager.blocks import BlockAllocator, Run
+from kvmanager.pool.eviction import EvictionPolicy, EvictionQueue, Lru
+from kvmanager.pool.nodes import Geometry, Node, Part
+from kvmanager.pool.records import Listener, PoolChange, Tier
+from kvmanager.pool.shape import CacheShape, PartKind
+
+Kinds = Counter[tuple[Tier, PartKind]]
+
+NO_USE = -1
+"""As a guard: the number of no use."""
+
+
+class PartBooks:
+    """See the module text. One thread only."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        block_bytes: int,
+        *,
+        policy: EvictionPolicy,
+        listener: Listener | None,
+        max_blocks: int,
+        ssd_bytes: int,
+    ) -> None:
+        self.nodes: dict[bytes, Node] = {}
+        self.allocator = allocator
+        self.block_bytes = block_bytes
+        self.max_blocks = max_blocks
+        self.ssd_bytes = ssd_bytes
+        self.keeps_arena = False
+        """Whether copies in the arena stay, whatever the room."""
+        self.num_blocks = 0
+        """Arena blocks held, those being filled included."""
+        self.num_present = 0
+        """Blocks of prompts with any part in any tier."""
+        self.nbytes: Kinds = Counter()
+        self.evictions: Kinds = Counter()
+        self.to_spill: OrderedDict[Part, None] = OrderedDict()
+        """What came into the arena, or was used there, and has no copy on SSD; oldest first."""
+        self._num_parts: Counter[Tier] = Counter()
+        self._geometries: dict[CacheShape, Geometry] = {}
+        self._listener = listener
+        self._kv_queue = EvictionQueue(policy.score, self._may_leave_arena)
+        self._other_queue = EvictionQueue(policy.score, self._may_leave_arena)
+        self._ssd_queue = EvictionQueue(Lru().score, self._may_leave_ssd)
+
+    # ---- finding
+
+    def geometry(self, shape: CacheShape) -> Geometry:
+        found = self._geometries.get(shape)
+        if found is None:
+            found = self._geometries[shape] = Geometry(shape, self.block_bytes)
+        return found
+
+    def part(self, key: bytes, number: int) -> Part | None:
+        """The part, present or being filled."""
+        node = self.nodes.get(key)
+        if node is None or not 0 <= number < len(node.parts):
+            return None
+        return node.parts[number]
+
+    def masks(self, geometry: Geometry, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
+        """What leading blocks have in any tier and in the arena, up to the first without KV."""
+        present: list[int] = []
+        in_arena: list[int] = []
+        for node in map(self.nodes.get, keys):
+            if node is None or node.geometry is not geometry:
+                if geometry.has_kv:
+                    break
+                present.append(0)
+                in_arena.append(0)
+            elif geometry.has_kv and not node.present & 1:
+                break
+            else:
+                present.append(node.present)
+                in_arena.append(node.in_arena)
+        return present, in_arena
+
+    def continuation(
+        self, geometry: Geometry, parent: bytes, first_block: int, keys: Sequence[bytes]
+    ) -> list[Node | None]:
+        """The blocks of `keys`, None for one that is not known, as far as they can be what the
+        caller says: nothing, if the block before the first has to be here and is not.
+        """
+        if geometry.has_kv and first_block:
+            before = self.nodes.get(parent)
+            if before is None or before.geometry is not geometry or before.index != first_block - 1:
+                return []
+        blocks: dict[bytes, Node | None] = {}
+        for index, key in enumerate(keys, first_block):
+            node = self.nodes.get(key)
+            # The key before block 0 is a root, which no block needs to name.
+            fits = node is None or (node.index == index and (not index or node.parent == parent))
+            if key in blocks or not fits or (node is not None and node.geometry is not geometry):
+                break
+            blocks[key] = node
+            parent = key
+        return list(blocks.values())
+
+    # ---- parts that come into being and vanish
+
+    def add(self, node: Node, number: int, use: int) -> Part:
+        """A new part of the node, neither present nor being filled yet."""
+        part = node.parts[number] = Part(node, number, last_used=use)
+        if part.is_kv and node.up is not None:
+            node.up.num_needs += 1
+        return part
+
+    def node(self, geometry: Geometry, key: bytes, parent: bytes, index: int) -> Node:
+        """The block of that key, made if there is none; made of the same shape, it is the same."""
+        node = self.nodes.get(key)
+        if node is None:
+            up = self.nodes.get(parent) if geometry.has_kv and index else None
+            node = self.nodes[key] = Node(key, parent, index, geometry, up)
+        return node
+
+    def forget(self, part: Part) -> None:
+        """The part is neither present nor being filled any more."""
+        node = part.node
+        node.parts[part.number] = None
+        if part.is_kv and node.up is not None:
+            self._release_need(node.up)
+        if not any(node.parts):
+            del self.nodes[node.key]
+
+    def unneeded_by(self, part: Part) -> None:
+        """A window or state is not pinned, or not filled, any more. Nothing happens for KV."""
+        if not part.is_kv:
+            self._release_need(part.node)
+
+    # ---- copies that come and go
+
+    def arrive(self, part: Part, tier: Tier, runs: tuple[Run, ...] = ()) -> None:
+        """A copy is in `tier` now; `runs`, which the pool holds already, say where in the arena."""
+        node = part.node
+        self.num_present += not node.present
+        node.present |= 1 << part.number
+        if tier is Tier.ARENA:
+            part.runs = runs
+            node.in_arena |= 1 << part.number
+            self.wants_spill(part)
+        else:
+            part.on_ssd = True
+            part.is_spilling = False
+            self.to_spill.pop(part, None)
+            if (base := node.base(part.number)) is not None:
+                base.node.num_ssd_needs += 1
+        self.nbytes[tier, part.kind] += part.nbytes
+        self._num_parts[tier] += 1
+        self.offer(part)
+        self._tell(True, part, tier, runs)
+
+    def leave(self, part: Part, tier: Tier, *, is_eviction: bool = False) -> None:
+        """Drop the copy, which `may_leave` allows, and what goes with it."""
+        node = part.node
+        is_last = not (part.on_ssd if tier is Tier.ARENA else part.runs)
+        if is_last and part.is_kv and len(node.parts) > 1:
+            for other in node.parts[1:]:
+                for place in Tier:
+                    if other is not None and other.is_in(place):
+                        self.leave(other, place, is_eviction=is_eviction)
+        if is_eviction:
+            self.evictions[tier, part.kind] += 1
+        runs = part.runs if tier is Tier.ARENA else ()
+        if tier is Tier.ARENA:
+            self._leave_arena(part)
+        else:
+            self._leave_ssd(part)
+        self.nbytes[tier, part.kind] -= part.nbytes
+        self._num_parts[tier] -= 1
+        if is_last:
+            node.present &= ~(1 << part.number)
+            self.num_present -= not node.present
+            self.forget(part)
+        else:
+            self.offer(part)
+        self._tell(False, part, tier, runs)
+
+    def may_leave(self, part: Part, tier: Tier) -> bool:
+        """See the module text; False too when there is no such copy."""
+        if tier is Tier.SSD:
+            return self._may_leave_ssd(part)
+        return not self.keeps_arena and self._may_leave_arena(part)
+
+    def offer(self, part: Part) -> None:
+        """Something about the part has changed: queue its copies that may go now."""
+        if self._may_leave_arena(part):
+            (self._kv_queue if part.is_kv else self._other_queue).offer(part)
+        if part.on_ssd and self._may_leave_ssd(part):
+            self._ssd_queue.offer(part)
+
+    def wants_spill(self, part: Part) -> None:
+        """The part is in the arena and worth a copy on SSD."""
+        if self.ssd_bytes and part.runs and not part.on_ssd and not part.is_spilling:
+            self.to_spill[part] = None
+
+    # ---- memory
+
+    def allocate(self, sizes: Sequence[int]) -> list[tuple[Run, ...]]:
+        """Runs of `sizes` blocks, which `room` has; neighbours where that is possible."""
+        total = sum(sizes)
+        runs = iter(self.allocator.allocate(total))
+        self.num_blocks += total
+        pieces = []
+        first, left = next(runs)
+        for size in sizes:
+            piece = []
+            while size:
+                if not left:
+                    first, left = next(runs)
+                taken = min(size, left)
+                piece.append(Run(first, taken))
+                first, left, size = first + taken, left - taken, size - taken
+            pieces.append(tuple(piece))
+        return pieces
+
+    def claim(self, geometry: Geometry, change: PoolChange) -> bool:
+        """Take what a copy that is there already occupies; False if that cannot be."""
+        if change.tier is Tier.SSD:
+            return self.ssd_fits(geometry.shape.parts[change.part].nbytes)
+        num_blocks = sum(run.length for run in change.runs)
+        if num_blocks != geometry.num_blocks[change.part] or num_blocks > self.room():
+            return False
+        try:
+            self.allocator.take(change.runs)
+        except ValueError:
+            return False
+        self.num_blocks += num_blocks
+        return True
+
+    def free(self, runs: tuple[Run, ...]) -> None:
+        """Give arena memory back."""
+        self.allocator.free(runs)
+        self.num_blocks -= sum(run.length for run in runs)
+
+    def room(self) -> int:
+        """Arena blocks that can be taken at once."""
+        return min(self.allocator.num_free, self.max_blocks - self.num_blocks)
+
+    def evict_until(self, is_enough: Callable[[], bool], guarded_use: int = NO_USE) -> bool:
+        """Drop arena copies, lowest score first, until `is_enough`; False when nothing more may go.
+
+        Blocks touched by use number `guarded_use` stay.
+        """
+        aside: list[Part] = []
+        while not is_enough() and not self.keeps_arena:
+            part = self._pop_lowest()
+            if part is None:
+                break
+            if part.node.last_used == guarded_use:
+                aside.append(part)
+            else:
+                self.leave(part, Tier.ARENA, is_eviction=True)
+        for part in aside:
+            self.offer(part)
+        self._kv_queue.prune(self._num_parts[Tier.ARENA])
+        self._other_queue.prune(self._num_parts[Tier.ARENA])
+        return is_enough()
+
+    def make_ssd_room(self, part: Part) -> bool:
+        """Drop SSD copies that were used less recently than `part`, until one of it fits."""
+        self._ssd_queue.prune(self._num_parts[Tier.SSD])
+        while not self.ssd_fits(part.nbytes):
+            if not self.may_go_to_ssd(part):
+                return False
+            head = self._ssd_queue.head()
+            assert head is not None
+            self._ssd_queue.pop()
+            self.leave(head[1], Tier.SSD, is_eviction=True)
+        return True
+
+    def may_go_to_ssd(self, part: Part) -> bool:
+        """Whether there is room for a copy, or something that went unused for longer."""
+        if self.ssd_fits(part.nbytes):
+            return True
+        head = self._ssd_queue.head()
+        return part.nbytes <= self.ssd_bytes and head is not None and head[0] < Lru().score(part)
+
+    def ssd_fits(self, nbytes: int) -> bool:
+        return nbytes + sum(self.nbytes[Tier.SSD, kind] for kind in PartKind) <= self.ssd_bytes
+
+    def check_queues(self) -> None:
+        """Raises AssertionError when something may go and is not queued; for tests."""
+        for node in self.nodes.values():
+            for part in node.parts:
+                if part is not None and self._may_leave_arena(part):
+                    assert part in (self._kv_queue if part.is_kv else self._other_queue)
+                if part is not None and self._may_leave_ssd(part):
+                    assert part in self._ssd_queue
+
+    # ---- within
+
+    def _may_leave_arena(self, part: Part) -> bool:
+        if not part.runs or part.num_pins:
+            return False
+        return part.on_ssd or part.node.num_needs == 0 or not part.is_kv
+
+    def _may_leave_ssd(self, part: Part) -> bool:
+        if not part.on_ssd or (part.is_kv and part.node.num_ssd_needs):
+            return False
+        if part.runs:
+            return True
+        if part.num_pins or part.filling is not None:
+            return False
+        return part.node.num_needs == 0 or not part.is_kv
+
+    def _release_need(self, node: Node) -> None:
+        """One thing less needs the block's KV."""
+        node.num_needs -= 1
+        if node.num_needs == 0 and (kv := node.kv) is not None:
+            self.offer(kv)
+
+    def _pop_lowest(self) -> Part | None:
+        kv, other = self._kv_queue.head(), self._other_queue.head()
+        if other is not None and (kv is None or other[0] <= kv[0]):
+            self._other_queue.pop()
+            return other[1]
+        if kv is not None:
+            self._kv_queue.pop()
+            return kv[1]
+        return None
+
+    def _leave_arena(self, part: Part) -> None:
+        self.free(part.runs)
+        part.runs = ()
+        part.is_spilling = False
+        part.node.in_arena &= ~(1 << part.number)
+        self.to_spill.pop(part, None)
+
+    def _leave_ssd(self, part: Part) -> None:
+        part.on_ssd = False
+        base = part.node.base(part.number)
+        if base is not None:
+            base.node.num_ssd_needs -= 1
+            self.offer(base)
+
+    def _tell(self, stored: bool, part: Part, tier: Tier, runs: tuple[Run, ...]) -> None:
+        if self._listener is not None:
+            node = part.node
+            shape = node.geometry.shape
+            change = PoolChange(
+                stored, tier, node.key, node.parent, node.index, part.number, shape, runs
+            )
+            self._listener(change)

@@ -1,0 +1,472 @@
+"""The hybrid prefix pool of one agent: what is cached, who uses it, what is being written.
+
+Many prompts share one arena. Each prompt is a chain of blocks, each block a few parts (KV, windows,
+state: `kvmanager.pool.shape`), and each part has, besides its place on SSD, one of four states in
+the arena:
+
+    absent -> filling -> written -> present -> absent
+                 \\-> doomed (freed when its writer is done)
+
+`reserve` makes parts filling: they have memory, nobody may read it. `commit` says that the bytes
+are there. A part whose base is present becomes present itself; one whose base is still being
+filled waits as written and becomes present with it. The base of a KV part is the KV of the block
+before, that of a window or state the KV of its own block; without KV in the shape nothing has one.
+
+Rules.
+
+1. Chains have no holes: a part is present, in any tier, only while its base is. So eviction goes
+   from leaf to root, and with a block's KV its windows and state go.
+2. Whatever is pinned or being filled stays, and so does every base below it.
+3. Where a base comes to nothing, all that waits for it does: what is written is freed, what is
+   still filling is doomed, and keeps its memory until its own commit or abort, since a writer may
+   be at it.
+4. A use is one call of `pin` or `reserve`. It touches the KV of the whole prefix, and the windows
+   and states it names; all of these then have the same age, but for eviction the end of the prompt
+   is older than its beginning. A base is never older than what stands on it.
+5. `reserve` evicts what it must, except blocks of the prefix that it extends. Where room is short
+   the beginning of what was asked for is given. So the pool with `lru` and full attention alone
+   holds exactly the most recently used blocks.
+6. A use is not a hit: only `pin` counts hits.
+
+Nothing here waits, locks, or touches memory or files. It may not know engines, messages, how bytes
+are copied, or what a key was made of. `kvmanager.pool.parts` keeps the books of presence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvmanager.blocks import BlockAllocator, Run
+from kvmanager.pool import audit, listing, purge
+from kvmanager.pool.eviction import EvictionPolicy, Lru, eviction_policy
+from kvmanager.pool.fills import Fills
+from kvmanager.pool.nodes import Geometry, Node, Part
+from kvmanager.pool.parts import PartBooks
+from kvmanager.pool.records import (
+    BlockPart,
+    Fill,
+    Listener,
+    Match,
+    Order,
+    Pin,
+    PoolChange,
+    PoolStatus,
+    Prefix,
+    Slot,
+    Tier,
+)
+from kvmanager.pool.shape import CacheShape
+
+__all__ = [
+    "BlockPart",
+    "Fill",
+    "HybridPool",
+    "Listener",
+    "Match",
+    "Order",
+    "Pin",
+    "PoolChange",
+    "PoolStatus",
+    "Prefix",
+    "Slot",
+    "Tier",
+    "eviction_policy",
+]
+
+
+class HybridPool:
+    """See the module text. One thread only; several shapes may share it."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        block_bytes: int,
+        *,
+        policy: EvictionPolicy | None = None,
+        listener: Listener | None = None,
+        max_blocks: int | None = None,
+        ssd_bytes: int = 0,
+    ) -> None:
+        """`max_blocks`: most blocks of the arena; None: all that others leave."""
+        self._books = PartBooks(
+            allocator,
+            block_bytes,
+            policy=policy or Lru(),
+            listener=listener,
+            max_blocks=allocator.num_blocks if max_blocks is None else max_blocks,
+            ssd_bytes=ssd_bytes,
+        )
+        self._ids = itertools.count(1)
+        self._num_uses = 0
+        self._pins: dict[int, tuple[tuple[BlockPart, Part], ...]] = {}
+        self._fills = Fills(self._books)
+        self._condemned: dict[tuple[Part, Tier], None] = {}
+        """Wrong copies that something in use keeps from going."""
+
+    # ---- reading
+
+    def match(self, shape: CacheShape, keys: Sequence[bytes]) -> Match:
+        """How much of the prompt with these block keys is there. Touches nothing."""
+        geometry = self._books.geometry(shape)
+        present, in_arena = self._books.masks(geometry, keys)
+        num_usable = geometry.num_usable_blocks(present)
+        if present == in_arena:
+            return Match(num_usable, len(present), num_usable, len(present))
+        if geometry.has_kv:
+            in_arena = list(itertools.takewhile(lambda mask: mask & 1, in_arena))
+        arena_usable = geometry.num_usable_blocks(in_arena)
+        return Match(num_usable, len(present), arena_usable, len(in_arena))
+
+    def pin(
+        self, shape: CacheShape, keys: Sequence[bytes], parts: Iterable[BlockPart], now_s: float
+    ) -> Pin:
+        """Keep `parts` in the tiers they are in; a hit on them and on the prefix up to the last.
+
+        Raises KeyError and pins nothing if one of them is in no tier, ValueError for a part that
+        cannot be.
+        """
+        wanted = _checked(shape, keys, parts)
+        found = [(at, self._books.part(keys[at[0]], at[1])) for at in wanted]
+        held = tuple((at, part) for at, part in found if part is not None and part.is_present)
+        if len(held) < len(wanted):
+            raise KeyError(f"{len(wanted) - len(held)} of {len(wanted)} parts are not here")
+        self._num_uses += 1
+        num_blocks = max((index for index, _ in wanted), default=-1) + 1
+        self._hit(keys[:num_blocks], now_s)
+        for _, part in held:
+            part.last_used = self._num_uses
+            part.num_hits += not part.is_kv
+            part.num_pins += 1
+            if part.num_pins == 1 and not part.is_kv:
+                part.node.num_needs += 1
+            self._books.wants_spill(part)
+        pin_id = next(self._ids)
+        self._pins[pin_id] = held
+        return self.pinned(pin_id)
+
+    def pinned(self, pin_id: int) -> Pin:
+        """The pin with its slots as they are now; raises KeyError for one that is not held."""
+        held = self._pins[pin_id]
+        slots = tuple(Slot(*at, part.runs) for at, part in held if part.runs)
+        return Pin(pin_id, slots, tuple(at for at, part in held if not part.runs))
+
+    def unpin(self, pin_id: int) -> None:
+        """What the pin held may go. Does nothing a second time."""
+        for _, part in self._pins.pop(pin_id, ()):
+            part.num_pins -= 1
+            if part.num_pins == 0:
+                self._books.unneeded_by(part)
+                self._books.offer(part)
+        self._drop_condemned()
+
+    def lookup(self, key: bytes, part: int) -> tuple[Run, ...] | None:
+        """Where the part lies in the arena; None if it is not there."""
+        found = self._books.part(key, part)
+        return found.runs or None if found is not None else None
+
+    def is_filling(self, key: bytes, part: int) -> bool:
+        """Whether it is being written into the arena, or is written and waits for its base."""
+        found = self._books.part(key, part)
+        return found is not None and found.filling is not None
+
+    def num_hits(self, key: bytes, part: int) -> int:
+        """How many pins have hit the part since it came; 0 for one that is not here."""
+        found = self._books.part(key, part)
+        return found.num_hits if found is not None else 0
+
+    # ---- writing
+
+    def reserve(
+        self,
+        shape: CacheShape,
+        parent: bytes,
+        first_block: int,
+        keys: Sequence[bytes],
+        parts: Iterable[BlockPart],
+        now_s: float,
+    ) -> Fill:
+        """Arena memory for those `parts` that are neither in the arena nor being filled.
+
+        `keys` follow each other in one prompt; the first is block `first_block`, and `parent` the
+        key before it (the root key for block 0). Left out are parts without a base, and what has no
+        room when all that may go is gone. What is on SSD can be asked for like anything else. A
+        fill with slots lives until `abort`. Raises ValueError for a part that cannot be.
+        """
+        geometry = self._books.geometry(shape)
+        wanted = _checked(shape, keys, parts)
+        self._num_uses += 1
+        nodes = self._books.continuation(geometry, parent, first_block, keys)
+        self._touch(nodes, parent, now_s)
+        plan = self._fitting(geometry, self._missing(geometry, nodes, wanted))
+        if not plan:
+            return Fill(next(self._ids), ())
+        runs = self._books.allocate([geometry.num_blocks[number] for _, number in plan])
+        parts_to_fill: dict[BlockPart, Part] = {}
+        for index, number in plan:
+            before = keys[index - 1] if index else parent
+            node = self._books.node(geometry, keys[index], before, first_block + index)
+            node.touch(self._num_uses, now_s)
+            part = node.parts[number] or self._books.add(node, number, self._num_uses)
+            parts_to_fill[index, number] = part
+        fill_id = next(self._ids)
+        self._fills.start(fill_id, parts_to_fill, runs)
+        slots = (Slot(*at, piece) for at, piece in zip(plan, runs, strict=True))
+        return Fill(fill_id, tuple(slots))
+
+    def commit(self, fill_id: int, index: int, part: int, now_s: float) -> bool:
+        """The part's bytes are there, and are not written any more.
+
+        True: it is present, or will be when its base is. False: its base has come to nothing, and
+        its memory is free again. Raises KeyError for what this fill has no open slot of.
+        """
+        return self._fills.commit(fill_id, (index, part), now_s)
+
+    def abort(self, fill_id: int) -> None:
+        """End the fill: free what is not committed, which nobody may write any more.
+
+        What is committed stays. Does nothing a second time.
+        """
+        self._fills.abort(fill_id)
+        self._drop_condemned()
+
+    # ---- letting go
+
+    def keep_arena(self) -> None:
+        """From now on nothing leaves the arena: somebody who is not in the books may be reading it.
+        What is free can be filled.
+        """
+        self._books.keeps_arena = True
+
+    def release_arena(self) -> None:
+        """End `keep_arena`."""
+        self._books.keeps_arena = False
+
+    def discard(self, key: bytes, part: int, tier: Tier) -> bool:
+        """Drop the copy if nobody uses it and nothing stands on it; whether it is dropped.
+
+        With the last copy of a block's KV its windows and state go.
+        """
+        found = self._books.part(key, part)
+        if found is None or not self._books.may_leave(found, tier):
+            return False
+        self._books.leave(found, tier)
+        return True
+
+    def purge(self, key: bytes, part: int, tier: Tier) -> bool:
+        """Drop the copy and first whatever stands on it, since its bytes are found wrong.
+
+        Goes through all blocks: not for every day. Where something in use is in the way this gives
+        False, and the copy goes when that use has ended.
+        """
+        found = self._books.part(key, part)
+        if found is None or not found.is_in(tier):
+            return False
+        self._condemned[found, tier] = None
+        self._drop_condemned()
+        return not found.is_in(tier)
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Evict until the allocator has `num_blocks` free; False, when that cannot be.
+
+        Where it is plain that it cannot be, nothing is evicted.
+        """
+        books = self._books
+        free = books.allocator.num_free
+        if free < num_blocks and free + books.num_blocks - self._num_stuck_blocks() < num_blocks:
+            return False
+        return books.evict_until(lambda: books.allocator.num_free >= num_blocks)
+
+    # ---- SSD
+
+    def spill(self, limit: int) -> list[PoolChange]:
+        """At most `limit` parts that ought to be copied from the arena to SSD, bases first.
+
+        Each is named once; `stored_on_ssd` or `not_stored_on_ssd` has to follow for it. The caller
+        pins what it reads from. What is older than all copies on a full SSD is not named.
+        """
+        chosen: list[Part] = []
+        to_spill = self._books.to_spill
+        while to_spill and len(chosen) < limit:
+            part, _ = to_spill.popitem(last=False)
+            if not self._books.may_go_to_ssd(part):
+                continue
+            for each in reversed(list(_without_ssd_copy(part))[-(limit - len(chosen)) :]):
+                each.is_spilling = True
+                to_spill.pop(each, None)
+                chosen.append(each)
+            self._books.wants_spill(part)
+        return [listing.change(part, Tier.ARENA) for part in chosen]
+
+    def stored_on_ssd(self, key: bytes, part: int) -> bool:
+        """A copy of a part in the arena is on SSD now; less recently used ones may go for it.
+
+        False: it is not wanted (gone from the arena, no room, or its base is not on SSD), and the
+        caller removes the file.
+        """
+        found = self._books.part(key, part)
+        if found is None or not found.runs:
+            return False
+        if found.on_ssd:
+            return True
+        base = found.node.base(found.number)
+        is_based = base is None or base.on_ssd or base.is_spilling
+        if not is_based or not self._books.make_ssd_room(found):
+            self.not_stored_on_ssd(key, part)
+            return False
+        self._books.arrive(found, Tier.SSD)
+        return True
+
+    def not_stored_on_ssd(self, key: bytes, part: int) -> None:
+        """A copy that `spill` asked for could not be written. Copies that stand on it go too."""
+        found = self._books.part(key, part)
+        if found is None or found.on_ssd:
+            return
+        found.is_spilling = False
+        if found.is_kv and found.node.num_ssd_needs:
+            purge.drop_above(self._books, found, Tier.SSD)
+
+    # ---- starting and telling
+
+    def restore(self, change: PoolChange, now_s: float) -> bool:
+        """Enter a part that outlived the pool before; it counts as used before all others.
+
+        Bases come first, and SSD before the arena. The blocks are taken from the allocator. False:
+        it does not fit (no base, no room, other blocks). The listener hears of it.
+        """
+        books = self._books
+        geometry = books.geometry(change.shape)
+        nodes = books.continuation(geometry, change.parent, change.index, [change.key])
+        if not nodes or not change.stored or not 0 <= change.part < len(geometry.num_blocks):
+            return False
+        existing = nodes[0].parts[change.part] if nodes[0] is not None else None
+        if existing is not None and (existing.filling is not None or existing.is_in(change.tier)):
+            return False
+        if not self._restores_on_base(geometry, change) or not books.claim(geometry, change):
+            return False
+        node = books.node(geometry, change.key, change.parent, change.index)
+        node.last_used_s = now_s
+        books.arrive(existing or books.add(node, change.part, use=0), change.tier, change.runs)
+        return True
+
+    def changes(self) -> list[PoolChange]:
+        """Everything present as if it had just come, in an order that `restore` accepts."""
+        return listing.changes(self._books.nodes.values())
+
+    def status(self) -> PoolStatus:
+        """Sizes and counts now."""
+        pinned = {part for held in self._pins.values() for _, part in held if part.runs}
+        books = self._books
+        return PoolStatus(
+            nbytes=dict(books.nbytes),
+            evictions=dict(books.evictions),
+            num_blocks=books.num_present,
+            num_arena_blocks=books.num_blocks,
+            pinned_bytes=sum(part.nbytes for part in pinned),
+        )
+
+    def prefixes(self, order: Order, limit: int, now_s: float) -> tuple[list[Prefix], int]:
+        """The first `limit` prefixes, most hit, longest or most recently used first, and how many
+        there are in all.
+
+        Goes through all blocks.
+        """
+        return listing.prefixes(self._books.nodes, order, limit, now_s)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the books do not add up; for tests."""
+        audit.check_parts(self._books)
+        audit.check_uses(self._books, self._pins, self._fills)
+
+    # ---- within
+
+    def _touch(self, nodes: Sequence[Node | None], parent: bytes, now_s: float) -> None:
+        for node in nodes:
+            if node is not None:
+                node.touch(self._num_uses, now_s)
+        before = self._books.nodes.get(parent) if nodes else None
+        while before is not None:
+            before.touch(self._num_uses, now_s)
+            before = before.up
+
+    def _hit(self, keys: Sequence[bytes], now_s: float) -> None:
+        for key in keys:
+            node = self._books.nodes.get(key)
+            if node is not None:
+                node.touch(self._num_uses, now_s)
+                if node.kv is not None:
+                    node.kv.num_hits += 1
+                    self._books.wants_spill(node.kv)
+
+    def _missing(
+        self, geometry: Geometry, nodes: Sequence[Node | None], wanted: Sequence[BlockPart]
+    ) -> list[BlockPart]:
+        """Those of `wanted` that memory can be given for, bases first."""
+        missing: dict[BlockPart, None] = {}
+        for index, number in wanted:
+            if index >= len(nodes):
+                break
+            node = nodes[index]
+            part = node.parts[number] if node is not None else None
+            if part is not None:
+                part.last_used = self._num_uses
+                if part.runs or part.filling is not None:
+                    continue
+            base = index - (number == 0)
+            has_base = part is not None or not geometry.has_kv or base < 0
+            has_base = has_base or nodes[base] is not None or (base, 0) in missing
+            if has_base and geometry.num_blocks[number] <= self._books.max_blocks:
+                missing[index, number] = None
+        return list(missing)
+
+    def _fitting(self, geometry: Geometry, plan: list[BlockPart]) -> list[BlockPart]:
+        """The beginning of the plan that has room, once what may go for it is gone."""
+        books = self._books
+        ends = list(itertools.accumulate(geometry.num_blocks[number] for _, number in plan))
+        if ends:
+            books.evict_until(lambda: books.room() >= ends[-1], self._num_uses)
+        return plan[: bisect_right(ends, books.room())]
+
+    def _drop_condemned(self) -> None:
+        for part, tier in list(self._condemned):
+            if part.is_kv and part.is_in(tier):
+                purge.drop_above(self._books, part, tier)
+            if self._books.may_leave(part, tier):
+                self._books.leave(part, tier)
+            if not part.is_in(tier):
+                del self._condemned[part, tier]
+
+    def _num_stuck_blocks(self) -> int:
+        pinned = {part for held in self._pins.values() for _, part in held if part.runs}
+        return self._fills.num_blocks() + sum(part.num_blocks for part in pinned)
+
+    def _restores_on_base(self, geometry: Geometry, change: PoolChange) -> bool:
+        if not geometry.has_kv or (change.part == 0 and change.index == 0):
+            return True
+        base = self._books.part(change.parent if change.part == 0 else change.key, 0)
+        if base is None:
+            return False
+        return base.on_ssd if change.tier is Tier.SSD else base.is_present
+
+
+def _checked(
+    shape: CacheShape, keys: Sequence[bytes], parts: Iterable[BlockPart]
+) -> list[BlockPart]:
+    """The parts in order, each once; raises ValueError for one that cannot be."""
+    wanted = sorted(set(parts))
+    for index, part in wanted:
+        if not (0 <= index < len(keys) and 0 <= part < len(shape.parts)):
+            raise ValueError(
+                f"part {part} of block {index}: there are {len(keys)} blocks "
+                f"of {len(shape.parts)} parts"
+            )
+    return wanted
+
+
+def _without_ssd_copy(part: Part) -> Iterator[Part]:
+    """The part and what it stands on, downwards, as far as none is on SSD or on its way there."""
+    each: Part | None = part
+    while each is not None and not each.on_ssd and not each.is_spilling:
+        yield each
+        each = each.node.base(each.number)

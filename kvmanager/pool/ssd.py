@@ -1,0 +1,346 @@
+"""Parts of cached blocks as files on an SSD, written and read by a few threads.
+
+It does not know what is worth keeping, how much room there is, or arenas: it moves bytes between
+files and memory that the caller holds still until the future is done.
+
+A part is one file, `<first byte of the key>/<key>.<part>`: a frame with its `SsdEntry` (framed as
+in `kvmanager.pool.index_records`), padding up to `DATA_OFFSET`, the bytes. A file is written under
+another name and then renamed, so under its own name it is complete as far as this host lives; what
+a crash of the host leaves behind is caught by the checksum when it is read.
+
+Requests about one file are carried out in order by one thread, except that reads come first: an
+engine waits for them. No trouble with the disk is raised: the request comes to False, each kind of
+trouble is logged once, and the store goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import itertools
+import logging
+import os
+import queue
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from kvmanager.hashing import KEY_BYTES
+from kvmanager.pool.index_records import decode_frame, encode_frame, part_checksum, restore_order
+from kvmanager.pool.shape import CacheShape
+
+logger = logging.getLogger("prfaas.kvmanager.pool.ssd")
+
+SSD_VERSION: Final = 1
+"""1: first version."""
+
+DATA_OFFSET: Final = 4096
+"""Where a part's bytes begin in its file: page-aligned."""
+
+_MAX_VIEWS: Final = 1024
+"""What one preadv or pwritev takes (IOV_MAX of Linux)."""
+
+_FOLDER: Final = re.compile(r"[0-9a-f]{2}", re.ASCII)
+_FILE: Final = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.(\d{{1,3}})(\.new)?", re.ASCII)
+_READ, _CHANGE, _END = range(3)
+
+_Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+class SsdError(Exception):
+    """The directory cannot be used; the message names it and says why."""
+
+
+class SsdEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What a file holds: part `part` of the block with `key`, the `index`th of its prefix, after
+    the block with `parent`. `checksum` is `part_checksum` of its `nbytes` bytes.
+    """
+
+    key: _Key
+    parent: _Key
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    part: Annotated[int, msgspec.Meta(ge=0, lt=256)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    checksum: int
+    shape: CacheShape
+    version: int = SSD_VERSION
+
+
+_Job = tuple[int, int, Callable[[], bool], Future[bool]]
+_Result = TypeVar("_Result")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(SsdEntry)
+
+
+class _Wrong(Exception):
+    """A file does not hold what its name or the caller says."""
+
+
+def encode_header(entry: SsdEntry) -> bytes:
+    """The first DATA_OFFSET bytes of a part's file; raises ValueError for a shape too large."""
+    frame = encode_frame(_encoder.encode(entry))
+    if len(frame) > DATA_OFFSET:
+        raise ValueError(f"a header of {len(frame)} bytes: at most {DATA_OFFSET}")
+    return frame.ljust(DATA_OFFSET, b"\0")
+
+
+def decode_header(data: bytes) -> SsdEntry | None:
+    """What `encode_header` made; None for anything else."""
+    frame = decode_frame(memoryview(data))
+    if frame is None or len(data) != DATA_OFFSET:
+        return None
+    try:
+        entry = _decoder.decode(frame[0])
+    except msgspec.MsgspecError:
+        return None
+    return entry if entry.version == SSD_VERSION else None
+
+
+class SsdStore:
+    """The files of one directory, which belongs to this store alone. Any thread may call it."""
+
+    def __init__(self, directory: Path, num_threads: int = 2, max_queued: int = 64) -> None:
+        """Makes the directory; raises SsdError. `max_queued`: writes that are not done yet."""
+        if num_threads < 1 or max_queued < 1:
+            raise ValueError(f"{num_threads} threads, {max_queued} queued writes: at least 1 each")
+        self.directory = directory
+        self._lock_fd = _claim(directory)
+        self._writes_left = threading.Semaphore(max_queued)
+        self._order = itertools.count()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._told: set[str] = set()
+        self._queues: list[queue.PriorityQueue[_Job]] = []
+        self._threads: list[threading.Thread] = []
+        for number in range(num_threads):
+            jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+            thread = threading.Thread(
+                target=self._serve, args=(jobs,), name=f"prfaas-ssd-{number}", daemon=True
+            )
+            self._queues.append(jobs)
+            self._threads.append(thread)
+            thread.start()
+
+    def scan(self) -> list[SsdEntry]:
+        """What the directory holds, parents before children; removes what is no whole file of ours.
+
+        To be called before anything else. Reads a header for each file, so on a thread of its own
+        where there are many; verifies no checksum.
+        """
+        folders = self._tried(lambda: [*self.directory.iterdir()]) or []
+        shapes: dict[CacheShape, CacheShape] = {}
+        entries = []
+        for folder in folders:
+            if _FOLDER.fullmatch(folder.name) and folder.is_dir():
+                for entry in self._tried(functools.partial(self._scan_folder, folder)) or []:
+                    shape = shapes.setdefault(entry.shape, entry.shape)
+                    entries.append(msgspec.structs.replace(entry, shape=shape))
+        return sorted(entries, key=restore_order)
+
+    def write(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[bool] | None:
+        """Begin to write a part: True once its file is there. None: too much is queued already.
+
+        The views must not change before the future is done. Raises ValueError where they are not
+        the entry's size.
+        """
+        _check_size(entry, views)
+        header = encode_header(entry)
+        if self._closing or not self._writes_left.acquire(blocking=False):
+            return None
+        future = self._submit(_CHANGE, entry.key, lambda: self._write(entry, header, views))
+        future.add_done_callback(lambda _: self._writes_left.release())
+        return future
+
+    def read(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[bool]:
+        """Begin to read a part into `views`: True once its bytes are there and verified.
+
+        `entry.checksum` is not looked at, since a part may have been stored again with bytes that
+        differ in rounding: the file's own counts. False leaves anything in the views; a file that
+        is not what it should be is removed. The views belong to the store until this very future is
+        done. Raises ValueError where they are not the entry's size.
+        """
+        _check_size(entry, views)
+        return self._submit(_READ, entry.key, lambda: self._read(entry, views))
+
+    def remove(self, key: bytes, part: int) -> Future[bool]:
+        """Begin to remove a part's file: True once it is gone, False if it was not there."""
+        return self._submit(_CHANGE, key, lambda: self._remove(self._path(key, part)))
+
+    def close(self) -> None:
+        """Finish what is under way and let the directory go; what is queued comes to False."""
+        with self._lock:
+            self._closing = True
+        for jobs in self._queues:
+            jobs.put((_END, next(self._order), bool, Future()))
+        for thread in self._threads:
+            thread.join()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _path(self, key: bytes, part: int) -> Path:
+        return self.directory / f"{key[0]:02x}" / f"{key.hex()}.{part}"
+
+    def _submit(self, order: int, key: bytes, work: Callable[[], bool]) -> Future[bool]:
+        future: Future[bool] = Future()
+        jobs = self._queues[key[0] % len(self._queues)]
+        with self._lock:  # nothing is queued behind the end
+            if not self._closing:
+                jobs.put((order, next(self._order), work, future))
+                return future
+        future.set_result(False)
+        return future
+
+    # Below: the store's threads, and scan.
+
+    def _serve(self, jobs: queue.PriorityQueue[_Job]) -> None:
+        while True:
+            order, _, work, future = jobs.get()
+            if order == _END:
+                return
+            if future.set_running_or_notify_cancel():
+                future.set_result(not self._closing and bool(self._tried(work)))
+            del work, future  # they hold the caller's memory
+
+    def _tried(self, work: Callable[[], _Result]) -> _Result | None:
+        """What the work comes to; None for trouble, of which each kind is told once."""
+        try:
+            return work()
+        except (OSError, _Wrong) as error:
+            kind = f"{type(error).__name__} {error.errno if isinstance(error, OSError) else ''}"
+            level = logging.DEBUG if kind in self._told else logging.WARNING
+            self._told.add(kind)
+            logger.log(level, "cached parts in %s: %s", self.directory, error)
+        except Exception:
+            logger.exception("unexpected failure in %s", self.directory)
+        return None
+
+    def _write(self, entry: SsdEntry, header: bytes, views: Sequence[memoryview]) -> bool:
+        path = self._path(entry.key, entry.part)
+        new_path = path.with_name(path.name + ".new")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            with open(new_path, "wb", buffering=0, opener=_open_private) as file:
+                _write_whole(file.fileno(), [memoryview(header), *views])
+            os.replace(new_path, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                new_path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _read(self, entry: SsdEntry, views: Sequence[memoryview]) -> bool:
+        path = self._path(entry.key, entry.part)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                _read_verified(file.fileno(), entry, views)
+        except FileNotFoundError:  # removed meanwhile
+            return False
+        except _Wrong:
+            path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _scan_folder(self, folder: Path) -> list[SsdEntry]:
+        found = []
+        for path in list(folder.iterdir()):
+            if _FILE.fullmatch(path.name):
+                entry = self._tried(functools.partial(self._scanned, path))
+                if entry is not None:
+                    found.append(entry)
+        return found
+
+    def _scanned(self, path: Path) -> SsdEntry:
+        """What is in the file. Raises OSError, and _Wrong after removing what is not whole."""
+        entry = _read_header(path)
+        if entry is not None and self._path(entry.key, entry.part) == path:
+            return entry
+        path.unlink()
+        raise _Wrong(f"{path.name} is no whole part: removed")
+
+
+def _claim(directory: Path) -> int:
+    """Make the directory and lock it; the lock's descriptor. Raises SsdError."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SsdError(f"cannot keep cached parts in {directory}: {error}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise SsdError(
+            f"{directory} is in use by an agent that runs: give this one another directory"
+        ) from error
+    return fd
+
+
+def _check_size(entry: SsdEntry, views: Sequence[memoryview]) -> None:
+    nbytes = sum(view.nbytes for view in views)
+    if nbytes != entry.nbytes:
+        raise ValueError(f"views of {nbytes} bytes for a part of {entry.nbytes}")
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _read_header(path: Path) -> SsdEntry | None:
+    """The header of a part's file of the right size; None for anything else. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        entry = decode_header(os.pread(file.fileno(), DATA_OFFSET, 0))
+        nbytes = os.fstat(file.fileno()).st_size
+    return entry if entry is not None and nbytes == DATA_OFFSET + entry.nbytes else None
+
+
+def _read_verified(fd: int, entry: SsdEntry, views: Sequence[memoryview]) -> None:
+    found = decode_header(os.pread(fd, DATA_OFFSET, 0))
+    name = f"{entry.key.hex()}.{entry.part}"
+    if found is None or msgspec.structs.replace(found, checksum=entry.checksum) != entry:
+        raise _Wrong(f"{name} is not the part it is named after: removed")
+    num_read = _move(os.preadv, fd, views, DATA_OFFSET)
+    if num_read != entry.nbytes or part_checksum(views) != found.checksum:
+        raise _Wrong(f"{name} is damaged: removed")
+
+
+def _write_whole(fd: int, views: Sequence[memoryview]) -> None:
+    if _move(os.pwritev, fd, views, 0) != sum(view.nbytes for view in views):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _move(
+    move: Callable[[int, list[memoryview], int], int],
+    fd: int,
+    views: Sequence[memoryview],
+    offset: int,
+) -> int:
+    """Bytes moved between the views and the file from `offset` on: all, or up to the file's end."""
+    left = [view for view in views if view.nbytes]
+    first = 0
+    total = 0
+    while first < len(left):
+        num_moved = move(fd, left[first : first + _MAX_VIEWS], offset + total)
+        if num_moved == 0:
+            break
+        total += num_moved
+        while first < len(left) and num_moved >= left[first].nbytes:
+            num_moved -= left[first].nbytes
+            first += 1
+        if num_moved:
+            left[first] = left[first][num_moved:]
+    return total

@@ -1,0 +1,93 @@
+"""Names the blocks of one engine's requests in the prefix cache.
+
+A block's key must be the same in every engine that would compute the same bytes for it, and in no
+other. Reads vLLM's configuration and requests; knows nothing of agents, memory or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from kvmanager.hashing import block_keys, root_key
+from kvmanager.layout import KVLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+NAMESPACE_BYTES = 32
+
+
+def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
+    """What all keys of this engine start from; empty when its KVCache must not be shared.
+
+    The layout has the model's served name, its configuration with all overrides, and the cache's
+    data types. What else changes the values is added: the revision of the weights, how they are
+    quantised, and with "longrope" the longest context, by which vLLM chooses the factors.
+    """
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching or getattr(cache, "calculate_kv_scales", False):
+        # Scales that an engine measures on its first requests are its own.
+        return b""
+    model = vllm_config.model_config
+    values: list[object] = [model.revision, model.quantization]
+    if "longrope" in repr(model.hf_config.to_dict()):
+        values.append(model.max_model_len)
+    return blake3(layout.fingerprint() + repr(values).encode()).digest(NAMESPACE_BYTES)
+
+
+def may_be_cached(request: Request) -> bool:
+    """Whether the keys say all that the request's KVCache depends on, for as long as it runs."""
+    return (
+        request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and request.pooling_params is None
+        and not request.resumable
+    )
+
+
+class RequestKeys:
+    """The block keys of one request; they grow as its answer does."""
+
+    def __init__(self, request: Request, block_tokens: int, namespace: bytes) -> None:
+        self.root = root_key(
+            namespace, tenant=request.cache_salt or "", lora=_lora(request.lora_request)
+        )
+        self.keys: list[bytes] = []
+        self._block_tokens = block_tokens
+        self._extras = _extras(request.mm_features, block_tokens)
+        self.extend(request.all_token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add the keys of further blocks that these tokens, the request's from its first, fill."""
+        known = len(self.keys)
+        if len(token_ids) // self._block_tokens <= known:
+            return
+        extras = {index - known: extra for index, extra in self._extras.items() if index >= known}
+        rest = token_ids[known * self._block_tokens :]
+        self.keys += block_keys(rest, self._block_tokens, self.before(known), extras)
+
+    def before(self, block: int) -> bytes:
+        """The key that the key of `block` is chained to."""
+        return self.keys[block - 1] if block else self.root
+
+
+def _lora(lora_request: Any) -> str:
+    """An adapter by name and place, as vLLM tells them apart."""
+    return f"{lora_request.lora_name}\0{lora_request.lora_path}" if lora_request else ""
+
+
+def _extras(features: Sequence[Any], block_tokens: int) -> dict[int, bytes]:
+    """For each block that multimodal inputs touch: which they are and where each begins."""
+    extras: dict[int, bytes] = {}
+    for feature in features:
+        place = feature.mm_position
+        last = (place.offset + max(1, place.length) - 1) // block_tokens
+        for block in range(place.offset // block_tokens, last + 1):
+            begin = place.offset - block * block_tokens
+            extra = repr((feature.identifier, begin)).encode()
+            extras[block] = extras.get(block, b"") + len(extra).to_bytes(4, "little") + extra
+    return extras

@@ -1,0 +1,460 @@
+"""What engines are given of the prefix cache, with the real pool behind the desk."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvmanager.agent.cache_desk import CacheDesk
+from kvmanager.agent.cache_desk_records import CacheEffect, Fetch, Seal, Tell
+from kvmanager.agent.cache_wire import MAX_SLOT_BYTES, slots_on_wire
+from kvmanager.agent.protocol import (
+    CacheCancel,
+    CacheFind,
+    CacheFound,
+    CacheFree,
+    CacheMessage,
+    CacheReserve,
+    CacheSlots,
+    CacheWritten,
+    ProtocolError,
+)
+from kvmanager.blocks import BlockAllocator, Run
+from kvmanager.hashing import join_keys
+from kvmanager.pool.pool import HybridPool
+from kvmanager.pool.records import PoolChange, Slot, Tier
+from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.transfer_records import EnginePeer
+
+BLOCK = 100
+ROOT = bytes(16)
+SHAPE = CacheShape(64, (PartShape(PartKind.KV, 100), PartShape(PartKind.STATE, 200)))
+WINDOWS = CacheShape(
+    64, (PartShape(PartKind.KV, 100), PartShape(PartKind.WINDOW, 100, window_tokens=129))
+)
+SCHEDULER, WORKER, WORKER_1 = 1, 2, 3
+KV, STATE = 0, 1
+DRAIN_S = 30.0
+
+
+def keys(count: int, prompt: int = 0) -> list[bytes]:
+    return [bytes([prompt, number]) + bytes(14) for number in range(1, count + 1)]
+
+
+class Desk:
+    """A desk, its pool, and one instance with a scheduler and `tp_size` workers."""
+
+    def __init__(
+        self, num_blocks: int = 30, tp_size: int = 1, *, shape: CacheShape = SHAPE, ssd: int = 0
+    ) -> None:
+        self.allocator = BlockAllocator(num_blocks)
+        self.pool = HybridPool(self.allocator, BLOCK, ssd_bytes=ssd)
+        self.ended: list[bytes] = []
+        self.desk = CacheDesk(
+            self.pool,
+            drain_s=DRAIN_S,
+            has_slow_tier=bool(ssd),
+            on_end=lambda ended, _: self.ended.extend(ended),
+        )
+        self.shape, self.tp_size = shape, tp_size
+        self.connect(SCHEDULER, "scheduler")
+        for rank in range(tp_size):
+            self.connect(WORKER + rank, "worker", rank)
+
+    def connect(self, conn_id: int, role: str, rank: int = 0, instance: str = "a") -> None:
+        peer = EnginePeer(conn_id, instance, role, rank, self.tp_size, bytes(32))
+        self.desk.connect(peer, self.shape)
+
+    def say(
+        self, message: CacheMessage, conn_id: int = SCHEDULER, now_s: float = 0.0
+    ) -> list[CacheEffect]:
+        effects = self.desk.message(conn_id, message, now_s)
+        self.pool.check_invariants()
+        return effects
+
+    def find(
+        self, wanted: Sequence[bytes], handle: int = 1, conn_id: int = SCHEDULER
+    ) -> CacheFound:
+        (effect,) = self.say(CacheFind(handle, join_keys(wanted)), conn_id)
+        assert isinstance(effect, Tell)
+        assert isinstance(effect.message, CacheFound)
+        assert (effect.conn_id, effect.message.handle) == (conn_id, handle)
+        return effect.message
+
+    def reserve(
+        self,
+        wanted: Sequence[bytes],
+        parts: Sequence[tuple[int, int]],
+        handle: int = 1,
+        *,
+        parent: bytes = ROOT,
+        first_block: int = 0,
+        replaces: bytes = b"",
+    ) -> CacheSlots:
+        message = CacheReserve(
+            handle, parent, first_block, join_keys(wanted), list(parts), replaces
+        )
+        (effect,) = self.say(message)
+        assert isinstance(effect, Tell)
+        assert isinstance(effect.message, CacheSlots)
+        return effect.message
+
+    def written(
+        self,
+        parts: Sequence[tuple[int, int]],
+        handle: int = 1,
+        *,
+        rank: int = 0,
+        is_last: bool = False,
+        now_s: float = 0.0,
+    ) -> list[Seal]:
+        message = CacheWritten(handle, rank, list(parts), is_last)
+        effects = self.say(message, WORKER + rank, now_s)
+        assert all(isinstance(effect, Seal) for effect in effects)
+        return [effect for effect in effects if isinstance(effect, Seal)]
+
+    def seal(self, effect: Seal, now_s: float = 0.0) -> None:
+        parts = [(slot.index, slot.part) for slot in effect.slots]
+        self.desk.sealed(effect.fill, parts, now_s)
+        self.pool.check_invariants()
+
+    def store(
+        self,
+        wanted: Sequence[bytes],
+        parts: Sequence[tuple[int, int]],
+        handle: int = 1,
+        *,
+        parent: bytes = ROOT,
+        first_block: int = 0,
+        replaces: bytes = b"",
+    ) -> None:
+        """Reserve, write on every rank, seal, end."""
+        slots = self.reserve(
+            wanted, parts, handle, parent=parent, first_block=first_block, replaces=replaces
+        )
+        given = [(index, part) for index, part, _ in slots.slots]
+        for rank in range(self.tp_size):
+            for effect in self.written(given, handle, rank=rank, is_last=True):
+                self.seal(effect)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.desk.num_fills and not self.desk.num_pins
+
+
+def kv(count: int, start: int = 0) -> list[tuple[int, int]]:
+    return [(index, KV) for index in range(start, count)]
+
+
+class TestFind:
+    def test_what_is_resumable_is_pinned_until_it_is_freed(self) -> None:
+        desk = Desk()
+        wanted = keys(5)
+        assert desk.find(wanted, 7) == CacheFound(7, 0, 0, [])
+        desk.store(wanted[:4], [*kv(4), (2, STATE)])
+        found = desk.find(wanted, 8)
+        assert (found.num_blocks, found.kv_blocks) == (3, 4)
+        assert [(index, part) for index, part, _ in found.slots] == [*kv(3), (2, STATE)]
+        for index, part, runs in found.slots:
+            assert tuple(map(tuple, runs)) == desk.pool.lookup(wanted[index], part)
+        assert not desk.pool.make_room(30)
+        desk.say(CacheFree(8))
+        desk.say(CacheFree(8))
+        desk.say(CacheFree(7))
+        assert desk.is_idle
+        assert desk.pool.make_room(30)
+        assert desk.desk.use.queries == 2
+        assert desk.desk.use.query_tokens == 2 * 5 * 64
+        assert desk.desk.use.hit_tokens == {Tier.ARENA: 3 * 64, Tier.SSD: 0}
+
+    def test_what_is_on_ssd_is_fetched_before_the_answer(self) -> None:
+        desk = Desk(ssd=10_000)
+        wanted = keys(2)
+        desk.store(wanted, [*kv(2), (1, STATE)])
+        for change in desk.pool.spill(10):
+            assert desk.pool.stored_on_ssd(change.key, change.part)
+        assert desk.pool.make_room(30)
+        (effect,) = desk.say(CacheFind(4, join_keys(wanted)))
+        assert isinstance(effect, Fetch)
+        assert effect.parts == ((0, KV), (1, KV), (1, STATE))
+        fill = desk.pool.reserve(SHAPE, ROOT, 0, wanted, effect.parts, 0.0)
+        for slot in fill.slots:
+            desk.pool.commit(fill.fill_id, slot.index, slot.part, 0.0)
+        desk.pool.abort(fill.fill_id)
+        (answer,) = desk.desk.ready(effect.find, 0.0)
+        assert isinstance(answer, Tell)
+        assert isinstance(answer.message, CacheFound)
+        assert answer.message.num_blocks == 2
+        assert desk.desk.ready(effect.find, 0.0) == [], "answered once"
+        assert desk.desk.use.hit_tokens == {Tier.ARENA: 0, Tier.SSD: 128}
+
+    def test_what_does_not_come_in_time_is_not_answered_with(self) -> None:
+        desk = Desk(ssd=10_000)
+        wanted = keys(1)
+        desk.store(wanted, [*kv(1), (0, STATE)])
+        for change in desk.pool.spill(10):
+            desk.pool.stored_on_ssd(change.key, change.part)
+        desk.pool.make_room(30)
+        (effect,) = desk.say(CacheFind(4, join_keys(wanted)))
+        assert isinstance(effect, Fetch)
+        (answer,) = desk.desk.ready(effect.find, 0.0)
+        assert isinstance(answer, Tell)
+        assert answer.message == CacheFound(4, 0, 1, [])
+        (effect,) = desk.say(CacheFind(5, join_keys(wanted)))
+        assert isinstance(effect, Fetch)
+        desk.say(CacheFree(5))
+        assert desk.desk.ready(effect.find, 0.0) == [], "freed meanwhile"
+
+    def test_a_lost_scheduler_leaves_what_it_pinned_to_its_workers_for_a_while(self) -> None:
+        desk = Desk()
+        wanted = keys(2)
+        desk.store(wanted, [*kv(2), (1, STATE)])
+        desk.find(wanted)
+        desk.desk.lost(SCHEDULER, 10.0)
+        desk.desk.process_gone(SCHEDULER, 11.0)
+        assert not desk.pool.make_room(30), "a worker may still read"
+        desk.desk.expire(10.0 + DRAIN_S - 1)
+        assert not desk.pool.make_room(30)
+        desk.desk.expire(10.0 + DRAIN_S)
+        assert desk.is_idle
+        assert desk.pool.make_room(30)
+
+    def test_an_instance_that_is_gone_pins_nothing(self) -> None:
+        desk = Desk()
+        wanted = keys(2)
+        desk.store(wanted, [*kv(2), (1, STATE)])
+        desk.find(wanted)
+        for conn_id in (SCHEDULER, WORKER):
+            desk.desk.lost(conn_id, 10.0)
+            assert not desk.is_idle
+        for conn_id in (SCHEDULER, WORKER):
+            desk.desk.process_gone(conn_id, 11.0)
+        assert desk.is_idle
+
+    def test_slots_that_no_message_holds_are_no_hit(self) -> None:
+        runs = tuple(Run(2 * number, 1) for number in range(MAX_SLOT_BYTES // 16 // 2))
+        assert len(slots_on_wire([Slot(0, 0, runs)] * 3)) == 1
+
+
+class TestFill:
+    def test_a_part_is_there_once_every_rank_wrote_it(self) -> None:
+        desk = Desk(tp_size=2)
+        wanted = keys(3)
+        slots = desk.reserve(wanted, [*kv(3), (2, STATE)])
+        assert [(index, part) for index, part, _ in slots.slots] == [*kv(3), (2, STATE)]
+        assert desk.written(kv(2), rank=0) == []
+        (first,) = desk.written(kv(3), rank=1)
+        assert [(slot.index, slot.part) for slot in first.slots] == kv(2)
+        desk.seal(first)
+        assert desk.pool.match(SHAPE, wanted).kv_blocks == 2
+        (second,) = desk.written([(2, KV)], rank=0, is_last=True)
+        assert desk.written([], rank=1, is_last=True) == []
+        assert desk.desk.num_fills == 1, "what is being sealed is not taken back"
+        desk.seal(second)
+        assert desk.is_idle
+        assert desk.pool.match(SHAPE, wanted).kv_blocks == 3
+        assert desk.pool.lookup(wanted[2], STATE) is None, "not every rank wrote it"
+        assert desk.allocator.num_used == 3
+        assert desk.ended == wanted
+        assert (desk.desk.use.fills, desk.desk.use.filled_parts) == (1, 3)
+
+    def test_what_is_there_or_has_no_room_is_not_given(self) -> None:
+        desk = Desk(num_blocks=3)
+        wanted = keys(5)
+        desk.store(wanted[:2], kv(2))
+        slots = desk.reserve(wanted, kv(5), 2)
+        assert [(index, part) for index, part, _ in slots.slots] == [(2, KV)]
+        assert desk.reserve(wanted, kv(5), 3).slots == []
+        desk.written([], 2, is_last=True)
+        assert desk.is_idle
+        assert desk.allocator.num_used == 2
+
+    def test_a_scheduler_takes_back_what_no_worker_heard_of(self) -> None:
+        desk = Desk()
+        desk.reserve(keys(2), kv(2))
+        desk.say(CacheCancel(1))
+        desk.say(CacheCancel(1))
+        assert desk.is_idle
+        assert desk.allocator.num_used == 0
+
+    def test_nothing_is_given_while_a_rank_has_no_worker(self) -> None:
+        desk = Desk(tp_size=2)
+        desk.desk.lost(WORKER_1, 0.0)
+        assert desk.reserve(keys(1), kv(1)).slots == []
+        desk.connect(9, "worker", 1)
+        assert desk.reserve(keys(1), kv(1), 2).slots
+
+    def test_a_killed_workers_memory_waits_for_the_end_of_its_process(self) -> None:
+        desk = Desk(tp_size=2)
+        desk.reserve(keys(2), kv(2))
+        desk.written([(0, KV)], rank=0)
+        desk.desk.lost(WORKER_1, 5.0)
+        desk.desk.expire(6.0)
+        assert desk.allocator.num_used == 2, "both workers may still write"
+        desk.desk.process_gone(WORKER_1, 7.0)
+        assert desk.allocator.num_used == 2, "the other one writes on"
+        desk.written([(1, KV)], rank=0, is_last=True)
+        assert desk.is_idle
+        assert desk.allocator.num_used == 0
+        desk.desk.message(WORKER, CacheWritten(1, 0, [], False), 8.0)
+
+    def test_a_silent_workers_memory_comes_back_after_the_drain_time(self) -> None:
+        desk = Desk()
+        desk.reserve(keys(2), kv(2))
+        desk.desk.lost(SCHEDULER, 5.0)
+        desk.desk.expire(5.0 + DRAIN_S - 0.1)
+        assert desk.allocator.num_used == 2
+        desk.desk.expire(5.0 + DRAIN_S)
+        assert desk.allocator.num_used == 0
+        assert desk.written([(0, KV)], is_last=True) == [], "too late, and no fault of its own"
+
+    def test_a_worker_goes_on_when_its_scheduler_is_lost(self) -> None:
+        desk = Desk()
+        wanted = keys(2)
+        desk.reserve(wanted, kv(2))
+        desk.desk.lost(SCHEDULER, 5.0)
+        (effect,) = desk.written(kv(2), is_last=True, now_s=6.0)
+        desk.desk.expire(100.0)
+        assert desk.desk.num_fills == 1
+        desk.seal(effect)
+        desk.desk.expire(100.0)
+        assert desk.is_idle
+        assert desk.pool.match(SHAPE, wanted).kv_blocks == 2
+
+    def test_what_cannot_be_sealed_is_not_kept(self) -> None:
+        desk = Desk()
+        desk.reserve(keys(2), kv(2))
+        (effect,) = desk.written(kv(2), is_last=True)
+        desk.desk.sealed(effect.fill, [], 0.0)
+        assert desk.is_idle
+        assert desk.allocator.num_used == 0
+
+
+class TestReplaced:
+    def test_a_newer_state_takes_the_place_of_the_one_before(self) -> None:
+        desk = Desk()
+        wanted = keys(3)
+        desk.store(wanted[:2], [*kv(2), (1, STATE)])
+        desk.store(
+            wanted[2:], [(0, KV), (0, STATE)], 2,
+            parent=wanted[1], first_block=2, replaces=wanted[1],
+        )  # fmt: skip
+        assert desk.pool.lookup(wanted[1], STATE) is None
+        assert desk.pool.match(SHAPE, wanted).num_blocks == 3
+
+    def test_one_that_was_hit_stays(self) -> None:
+        desk = Desk()
+        wanted = keys(3)
+        desk.store(wanted[:2], [*kv(2), (1, STATE)])
+        desk.find(wanted[:2], 5)
+        desk.say(CacheFree(5))
+        desk.store(
+            wanted[2:], [(0, KV), (0, STATE)], 2,
+            parent=wanted[1], first_block=2, replaces=wanted[1],
+        )  # fmt: skip
+        assert desk.pool.lookup(wanted[1], STATE) is not None
+
+    def test_it_stays_when_the_new_one_was_not_written(self) -> None:
+        desk = Desk()
+        wanted = keys(3)
+        desk.store(wanted[:2], [*kv(2), (1, STATE)])
+        desk.store(wanted[2:], [(0, KV)], 2, parent=wanted[1], first_block=2, replaces=wanted[1])
+        assert desk.pool.lookup(wanted[1], STATE) is not None
+
+    def test_a_window_that_the_new_boundary_reaches_over_stays(self) -> None:
+        desk = Desk(shape=WINDOWS)
+        assert WINDOWS.reach(1) == 2
+        wanted = keys(5)
+        desk.store(wanted[:2], [*kv(2), (0, 1), (1, 1)])
+        desk.store(
+            wanted[2:3], [(0, KV), (0, 1)], 2,
+            parent=wanted[1], first_block=2, replaces=wanted[1],
+        )  # fmt: skip
+        assert desk.pool.match(WINDOWS, wanted[:3]).num_blocks == 3
+        desk.store(
+            wanted[3:], [*kv(2), (0, 1), (1, 1)], 3,
+            parent=wanted[2], first_block=3, replaces=wanted[2],
+        )  # fmt: skip
+        assert desk.pool.lookup(wanted[2], 1) is None
+        assert desk.pool.match(WINDOWS, wanted).num_blocks == 5
+
+
+class TestGarbage:
+    @pytest.mark.parametrize(
+        ("message", "words"),
+        [
+            (CacheFind(1, b"x"), "no sequence of 16"),
+            (CacheFind(7, b""), "handle 7 is in use"),
+            (CacheReserve(8, ROOT, 0, join_keys(keys(1)), []), "handle 8 is in use"),
+            (CacheReserve(1, ROOT, 0, join_keys(keys(1)), [(1, 0)]), "there are 1 keys"),
+            (CacheReserve(1, ROOT, 0, join_keys(keys(1)), [(0, 2)]), "2 parts"),
+            (CacheReserve(1, ROOT, 0, join_keys(keys(1)), [(0, 0), (0, 0)]), "twice"),
+            (CacheReserve(1, ROOT, 0, join_keys(keys(1) * 2), []), "twice"),
+            (CacheReserve(1, ROOT, 65535, join_keys(keys(2)), []), "at most"),
+            (CacheReserve(1, ROOT, 0, b"", [], b"xy"), "a key of 2 bytes"),
+            (CacheWritten(8, 0, []), "for a worker to say"),
+        ],
+    )
+    def test_of_a_scheduler(self, message: CacheMessage, words: str) -> None:
+        desk = Desk()
+        desk.find(keys(1), 7)
+        desk.reserve(keys(2), kv(2), 8)
+        used = desk.allocator.num_used
+        with pytest.raises(ProtocolError, match=words):
+            desk.say(message)
+        assert desk.allocator.num_used == used
+
+    @pytest.mark.parametrize(
+        ("message", "words"),
+        [
+            (CacheWritten(9, 0, []), "no handle 9"),
+            (CacheWritten(8, 1, []), "speaks for rank 1"),
+            (CacheWritten(8, 0, [(0, 1)]), "was not given"),
+            (CacheWritten(8, 0, [(5, 0)]), "was not given"),
+            (CacheWritten(8, 0, [(0, 0)]), "twice"),
+            (CacheWritten(10, 0, []), "after its last word"),
+            (CacheFind(1, b""), "for a scheduler to say"),
+        ],
+    )
+    def test_of_a_worker(self, message: CacheMessage, words: str) -> None:
+        desk = Desk(tp_size=2)
+        for handle in (8, 10):
+            desk.reserve(keys(2, handle), kv(2), handle)
+        desk.written([(0, KV)], 8)
+        desk.written([], 10, is_last=True)
+        with pytest.raises(ProtocolError, match=words):
+            desk.say(message, WORKER)
+
+    def test_cancelling_what_a_worker_writes(self) -> None:
+        desk = Desk()
+        desk.reserve(keys(2), kv(2))
+        desk.written([(0, KV)])
+        with pytest.raises(ProtocolError, match="after a worker wrote"):
+            desk.say(CacheCancel(1))
+
+    def test_an_engine_without_a_cache_has_nothing_to_say(self) -> None:
+        with pytest.raises(ProtocolError, match="uses no prefix cache"):
+            Desk().say(CacheFind(1, b""), 99)
+
+    def test_handles_of_instances_are_their_own(self) -> None:
+        desk = Desk()
+        desk.connect(10, "scheduler", instance="b")
+        desk.connect(11, "worker", instance="b")
+        desk.reserve(keys(1), kv(1), 5)
+        message = CacheReserve(5, ROOT, 0, join_keys(keys(1, 1)), kv(1))
+        assert desk.say(message, 10)
+        desk.desk.lost(11, 0.0)
+        desk.desk.process_gone(11, 0.0)
+        assert desk.desk.num_fills == 1
+
+
+def test_the_listener_of_the_pool_hears_of_what_engines_store() -> None:
+    changes: list[PoolChange] = []
+    pool = HybridPool(BlockAllocator(9), BLOCK, listener=changes.append)
+    desk = CacheDesk(pool, drain_s=1.0, has_slow_tier=False)
+    for conn_id, role in ((1, "scheduler"), (2, "worker")):
+        desk.connect(EnginePeer(conn_id, "a", role, 0, 1, bytes(32)), SHAPE)
+    desk.message(1, CacheReserve(1, ROOT, 0, join_keys(keys(1)), kv(1)), 0.0)
+    (effect,) = desk.message(2, CacheWritten(1, 0, kv(1), True), 0.0)
+    assert isinstance(effect, Seal)
+    desk.sealed(effect.fill, kv(1), 0.0)
+    assert [(c.stored, c.key, c.parent, c.index) for c in changes] == [(True, keys(1)[0], ROOT, 0)]

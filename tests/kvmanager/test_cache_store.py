@@ -1,0 +1,178 @@
+"""The bytes of cached parts: what is journalled, what comes back, what is set apart."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvmanager.agent.cache_store import PartStore
+from kvmanager.agent.config import AgentConfig
+from kvmanager.agent.kept_arena import KeptArena, open_arena
+from kvmanager.pool.pool import HybridPool
+from kvmanager.pool.records import Fill, Tier
+from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.pool.ssd import SsdStore
+
+BLOCK = 4096
+SHAPE = CacheShape(64, (PartShape(PartKind.KV, 2 * BLOCK),))
+ROOT = bytes(16)
+KEYS = [bytes([number]) * 16 for number in range(1, 5)]
+
+
+class Life:
+    """An arena with its pool and store, as an agent has them for as long as it lives."""
+
+    def __init__(self, folder: Path, *, num_blocks: int = 16, with_ssd: bool = False) -> None:
+        config = AgentConfig(
+            arena_dir=folder,
+            arena_gib=num_blocks * BLOCK / (1 << 30),
+            block_bytes=BLOCK,
+            prefault=False,
+            arena_name="a",
+        )
+        self.kept: KeptArena = open_arena(config)
+        self.ssd = SsdStore(folder / "ssd") if with_ssd else None
+        self.store = PartStore(self.kept.arena, self.kept.index, self.ssd)
+        self.pool = HybridPool(
+            self.kept.allocator,
+            BLOCK,
+            listener=self.store.changed,
+            ssd_bytes=1 << 20 if with_ssd else 0,
+        )
+        self.store.attach(self.pool)
+
+    def reserve(self, first: int, keys: Sequence[bytes]) -> Fill:
+        parent = KEYS[first - 1] if first else ROOT
+        parts = [(index, 0) for index in range(len(keys))]
+        return self.pool.reserve(SHAPE, parent, first, keys, parts, 0.0)
+
+    async def commit(self, fill: Fill, keys: Sequence[bytes]) -> None:
+        """Write, seal and commit all of it, and end it."""
+        for slot in fill.slots:
+            for view in self.store.views(SHAPE, slot.part, slot.runs):
+                view[:] = keys[slot.index][:1] * len(view)
+        await self.store.seal(SHAPE, keys, fill.slots)
+        for slot in fill.slots:
+            assert self.pool.commit(fill.fill_id, slot.index, slot.part, 0.0)
+        self.end(fill, keys)
+
+    def end(self, fill: Fill, keys: Sequence[bytes]) -> None:
+        self.pool.abort(fill.fill_id)
+        self.store.forget(keys, fill.slots)
+        self.pool.check_invariants()
+
+    async def is_on_ssd(self) -> None:
+        async with asyncio.timeout(10):
+            while self.store.use.ssd_writes < self.pool.status().num_blocks:
+                self.store.spill()
+                await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        await self.store.stop()
+        self.store.close()
+        self.kept.close()
+
+
+Begin = Callable[..., Life]
+
+
+@pytest.fixture
+async def begin(tmp_path: Path) -> AsyncIterator[Begin]:
+    lives: list[Life] = []
+
+    def begun(**settings: bool) -> Life:
+        lives.append(Life(tmp_path, **settings))
+        return lives[-1]
+
+    yield begun
+    await lives[-1].close()
+
+
+async def test_a_part_whose_base_comes_when_its_own_fill_is_over(begin: Begin) -> None:
+    life = begin()
+    base = life.reserve(0, KEYS[:1])
+    rest = life.reserve(1, KEYS[1:3])
+    await life.commit(rest, KEYS[1:3])
+    assert life.pool.match(SHAPE, KEYS).num_blocks == 0
+    life.store.flush()
+    await life.commit(base, KEYS[:1])
+    assert life.pool.match(SHAPE, KEYS).num_blocks == 3
+    await life.close()
+
+    life = begin()
+    await life.store.restore(life.kept.stored, life.kept.allocator)
+    assert life.store.use.wrong_parts == 0
+    assert life.pool.match(SHAPE, KEYS).num_blocks == 3
+
+
+async def test_a_part_whose_base_comes_to_nothing_can_be_stored_anew(begin: Begin) -> None:
+    life = begin()
+    base = life.reserve(0, KEYS[:1])
+    await life.commit(life.reserve(1, KEYS[1:3]), KEYS[1:3])
+    life.end(base, KEYS[:1])
+    life.store.flush()
+    assert life.kept.allocator.num_free == 16
+    await life.commit(life.reserve(0, KEYS), KEYS)
+    assert life.pool.match(SHAPE, KEYS).num_blocks == 4
+
+
+async def test_memory_of_what_is_not_taken_over_is_set_apart(begin: Begin) -> None:
+    """Who read it in the former life may still be at it."""
+    life = begin()
+    await life.commit(life.reserve(0, KEYS[:2]), KEYS[:2])
+    wrong = life.pool.lookup(KEYS[0], 0)
+    assert wrong is not None
+    life.store.views(SHAPE, 0, wrong)[0][7] ^= 1
+    await life.close()
+
+    life = begin()
+    kept = life.kept
+    assert kept.allocator.num_free == 12
+    await life.store.restore(kept.stored, kept.allocator, kept.set_more_apart)
+    assert life.store.use.wrong_parts == 1
+    assert life.pool.match(SHAPE, KEYS).num_blocks == 0
+    assert kept.allocator.num_free == 12
+    kept.release_set_apart()
+    assert kept.allocator.num_free == 16
+
+
+async def test_a_file_that_is_copied_anew_while_the_old_ones_are_entered(begin: Begin) -> None:
+    life = begin(with_ssd=True)
+    await life.commit(life.reserve(0, KEYS[:1]), KEYS[:1])
+    await life.is_on_ssd()
+    await life.store.restore((), life.kept.allocator)
+    assert life.ssd is not None
+    await asyncio.wrap_future(life.ssd.remove(KEYS[0], 99))  # whatever was begun before is done
+    assert life.pool.discard(KEYS[0], 0, Tier.ARENA)
+    await life.store.fetch(SHAPE, KEYS[:1], [(0, 0)])
+    assert life.store.use.ssd_failures == 0
+    assert life.pool.match(SHAPE, KEYS).arena_blocks == 1
+
+
+async def test_nothing_is_copied_to_ssd_while_its_files_are_listed(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = begin(with_ssd=True)
+    await life.commit(life.reserve(0, KEYS[:1]), KEYS[:1])
+    listed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    run = life.store.run
+
+    async def slow_run(*work: object) -> object:
+        await listed
+        return await run(*work)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(life.store, "run", slow_run)
+    restoring = asyncio.create_task(life.store.restore((), life.kept.allocator))
+    await asyncio.sleep(0)
+    life.store.spill()
+    assert life.pool.spill(1)
+    life.pool.not_stored_on_ssd(KEYS[0], 0)
+    listed.set_result(None)
+    await restoring
+    monkeypatch.undo()
+    await life.commit(life.reserve(1, KEYS[1:2]), KEYS[1:2])
+    async with asyncio.timeout(10):
+        while not life.store.use.ssd_writes:
+            life.store.spill()
+            await asyncio.sleep(0.001)
