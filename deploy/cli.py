@@ -42,11 +42,16 @@ _COMMANDS: dict[str, _Entry] = {
     "status": _Entry("deploy.region.cli", "status_command", "Show what runs and what it holds."),
     "down": _Entry("deploy.region.cli", "down_command", "Stop a region."),
     "doctor": _Entry("deploy.doctor.cli", "doctor_app", "Measure a link; say what limits it."),
+    "cache": _Entry("deploy.cache.cli", "cache_app", "Show what is cached where; explain prompts."),
+    "link": _Entry("deploy.link.cli", "link_app", "Show what links carry, live."),
     "region": _Entry("deploy.region.file_cli", "region_app", "Check region files; their schema."),
     "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),
     "pd": _Entry("local_pd.cli", "pd_command", "Run the front of a local PD cluster."),
     "agent": _Entry("kvmanager.agent.cli", "agent_command", "Run the node agent of this host."),
+    "directory": _Entry(
+        "kvmanager.directory.cli", "directory_command", "Follow agents: what is cached where."
+    ),
     "plan": _Entry("deploy.plan.cli", "plan_app", "Plan threshold, instances, link and cost."),
     "emulate": _Entry("deploy.emulator.cli", "emulate_app", "Emulate a long link and its faults."),
     "demo": _Entry("deploy.demo.cli", "demo_command", "Run and check two regions of tiny models."),

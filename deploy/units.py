@@ -96,6 +96,21 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 1e-6:.4g}us"
 
 
+def format_bytes(nbytes: int) -> str:
+    """About `nbytes`, in the largest binary unit that fits."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return str(nbytes)
+
+
+def format_age(seconds: float) -> str:
+    """About `seconds`, for people who ask how long ago."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
 def _split(text: str, expected: str) -> tuple[float, str]:
     match = _NUMBER_AND_UNIT.match(text)
     if match is None:

@@ -47,6 +47,7 @@ async def serve_pd(config: FrontConfig) -> None:
         config.instances,
         PdClusterConfig(
             lease_s=config.lease_s,
+            affinity_slack=config.affinity_slack,
             keep_leases=False,
             instances=InstancesConfig(log_dir=config.log_dir, tls=tls, poll_load=True),
         ),

@@ -25,10 +25,20 @@ class PdCluster(Protocol):
         ...
 
     async def reserve(
-        self, num_tokens: int, token_digest: str, request_id: str, model: str = ""
+        self,
+        num_tokens: int,
+        token_digest: str,
+        request_id: str,
+        model: str = "",
+        *,
+        block_keys: bytes = b"",
+        prefer_nodes: Sequence[str] = (),
     ) -> DecodeSlot:
         """A decode instance, and memory on its node for the KVCache of `num_tokens` tokens.
 
+        `block_keys` (see `kvmanager.agent.messages.Reserve`) let the node leave out of the transfer
+        what it has cached. `prefer_nodes` are control addresses of node agents, asked first in this
+        order unless their instances have much more to do than others.
         The slot's lease is kept alive until `release`. Raises NoRoom, NoInstance,
         FrontUnreachable. When cancelled, nothing stays reserved.
         """
@@ -48,10 +58,15 @@ class PdCluster(Protocol):
         ...
 
     async def direct(
-        self, request_id: str, model: str = "", exclude: Sequence[str] = ()
+        self,
+        request_id: str,
+        model: str = "",
+        exclude: Sequence[str] = (),
+        *,
+        prefer_nodes: Sequence[str] = (),
     ) -> DirectTarget:
         """One engine that serves a request whole; not those in `exclude`, unless there is no
-        other. Raises NoInstance, FrontUnreachable.
+        other. `prefer_nodes` as for `reserve`. Raises NoInstance, FrontUnreachable.
         """
         ...
 

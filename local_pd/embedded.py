@@ -28,7 +28,13 @@ from local_pd.handoff import LocalHandoff
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from local_pd.metrics import PdMetrics, pd_metrics
-from local_pd.placement import InstanceView, choose_direct, decode_order
+from local_pd.placement import (
+    DEFAULT_AFFINITY_SLACK,
+    Affinity,
+    InstanceView,
+    choose_direct,
+    decode_order,
+)
 
 logger = logging.getLogger("prfaas.local_pd")
 
@@ -37,13 +43,16 @@ logger = logging.getLogger("prfaas.local_pd")
 class PdClusterConfig:
     """All knobs of an embedded local PD cluster.
 
-    `keep_leases` off: somebody else calls `renew`, as a stand-alone front's gateways do.
+    `affinity_slack`: how many more requests than the least loaded instance one may have that is
+    preferred for what its node has cached. `keep_leases` off: somebody else calls `renew`, as a
+    stand-alone front's gateways do.
     """
 
     lease_s: float = 30.0
     rpc_timeout_s: float = 5.0
     drain_poll_interval_s: float = 0.5
     max_prefill_attempts: int = 2
+    affinity_slack: int = DEFAULT_AFFINITY_SLACK
     keep_leases: bool = True
     instances: InstancesConfig = field(default_factory=lambda: InstancesConfig(poll_load=True))
     runner: RunnerConfig = field(default_factory=RunnerConfig)
@@ -95,10 +104,17 @@ class EmbeddedPdCluster:
         await self._instances.wait_ready(timeout_s, progress)
 
     async def reserve(
-        self, num_tokens: int, token_digest: str, request_id: str, model: str = ""
+        self,
+        num_tokens: int,
+        token_digest: str,
+        request_id: str,
+        model: str = "",
+        *,
+        block_keys: bytes = b"",
+        prefer_nodes: Sequence[str] = (),
     ) -> DecodeSlot:
         """See `PdCluster.reserve`."""
-        candidates = decode_order(self._views(), model)
+        candidates = decode_order(self._views(), model, self._affinity(prefer_nodes))
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
         full: list[str] = []
@@ -110,7 +126,7 @@ class EmbeddedPdCluster:
                 continue
             asked.add(instance.spec.agent)
             try:
-                slot = await self._reserve_at(instance, num_tokens, token_digest)
+                slot = await self._reserve_at(instance, num_tokens, token_digest, block_keys)
             except RpcError as error:
                 self._reserve_failed(name, error)
                 (full if error.code == "NO_ROOM" else broken).append(f"{name}: {error.message}")
@@ -166,13 +182,19 @@ class EmbeddedPdCluster:
             await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
 
     async def direct(
-        self, request_id: str, model: str = "", exclude: Sequence[str] = ()
+        self,
+        request_id: str,
+        model: str = "",
+        exclude: Sequence[str] = (),
+        *,
+        prefer_nodes: Sequence[str] = (),
     ) -> DirectTarget:
         """See `PdCluster.direct`."""
-        views = self._views()
-        choice = choose_direct([view for view in views if view.name not in exclude], model)
+        views, affinity = self._views(), self._affinity(prefer_nodes)
+        left = [view for view in views if view.name not in exclude]
+        choice = choose_direct(left, model, affinity)
         if choice.name is None:
-            choice = choose_direct(views, model)
+            choice = choose_direct(views, model, affinity)
         if choice.name is None:
             raise NoInstance(f"{self._name}: {choice.reason}")
         instance = self._instances.by_name[choice.name]
@@ -231,8 +253,11 @@ class EmbeddedPdCluster:
         await self._cleanups.close()
         await self._instances.close()
 
+    def _affinity(self, prefer_nodes: Sequence[str]) -> Affinity:
+        return Affinity(tuple(prefer_nodes), self._config.affinity_slack)
+
     async def _reserve_at(
-        self, instance: Instance, num_tokens: int, token_digest: str
+        self, instance: Instance, num_tokens: int, token_digest: str, block_keys: bytes
     ) -> DecodeSlot:
         async def undo(reply: ReserveReply) -> None:
             await self._cancel_landing(instance, reply.transfer_id, "the caller went away")
@@ -240,7 +265,11 @@ class EmbeddedPdCluster:
         config = self._config
         reply = await self._cleanups.acquire(
             instance.agent.reserve(
-                num_tokens, token_digest, config.lease_s, timeout_s=config.rpc_timeout_s
+                num_tokens,
+                token_digest,
+                config.lease_s,
+                timeout_s=config.rpc_timeout_s,
+                block_keys=block_keys,
             ),
             undo,
         )
@@ -256,7 +285,10 @@ class EmbeddedPdCluster:
             instance=instance.name,
             engine_url=instance.spec.engine_url,
             kv_transfer_params=consumer_params(
-                landing, arena_epoch=reply.arena_epoch, runs=reply.runs
+                landing,
+                arena_epoch=reply.arena_epoch,
+                runs=reply.runs,
+                cached_runs=reply.cached_runs,
             ),
             lease_s=config.lease_s,
         )

@@ -84,7 +84,7 @@ class LocalHandoff:
         tried: list[str] = []
         failure: PrefillFailed | None = None
         while len(tried) < self._max_attempts:
-            choice = choose_prefill(self._views(), job.model, tried)
+            choice = choose_prefill(self._views(), job.model, tried, job.prefer)
             if choice.name is None:
                 raise failure or PrefillFailed("no_instance", f"{self._cluster}: {choice.reason}")
             tried.append(choice.name)

@@ -51,6 +51,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_digest: str
     request_id: str
     model: str = ""
+    block_keys: bytes = b""
+    prefer_nodes: tuple[str, ...] = ()
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +61,7 @@ class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     model: str = ""
     exclude: tuple[str, ...] = ()
+    prefer_nodes: tuple[str, ...] = ()
 
 
 class AwaitLandingRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,9 @@ keeps no state. Rules:
 - Decode with a landing: role decode or both, engine and node agent healthy, fewest requests first.
   The order is returned, not one name: the memory of a node is known only to its agent, so the
   shell asks nodes in this order, each once.
+- Affinity: a node that has part of the prompt cached comes before others, as long as its instance
+  has at most `slack` requests more than the least loaded one. A long queue costs more than the
+  cache saves, and a popular prefix would draw every request to one node.
 - Serve whole: the engine alone has to be healthy. A prefill instance is taken only when there is
   no other, because a decode on it would slow the prefills it is there for.
 - Prefill for another: role prefill, with room for one more job; fewest prompt tokens first. There
@@ -14,8 +17,11 @@ keeps no state. Rules:
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvmanager.engines.jobs import Role
+
+DEFAULT_AFFINITY_SLACK: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,22 @@ class InstanceView:
 
 
 @dataclass(frozen=True, slots=True)
+class Affinity:
+    """Nodes to prefer, best first, and by how many requests they may be ahead of the others."""
+
+    nodes: tuple[str, ...] = ()
+    slack: int = DEFAULT_AFFINITY_SLACK
+
+    def rank(self, view: InstanceView, least_requests: int) -> int:
+        """Lower is better; the same for all that are not preferred."""
+        is_preferred = view.node in self.nodes and view.num_requests - least_requests <= self.slack
+        return self.nodes.index(view.node) if is_preferred else len(self.nodes)
+
+
+NO_AFFINITY: Final = Affinity()
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """An instance, or None; `reason` says why in either case."""
 
@@ -49,13 +71,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Instances to ask in this order; `reason` explains an empty order."""
+    """Instances to ask in this order; `reason` explains it, or why there are none."""
 
     names: tuple[str, ...]
     reason: str
 
 
-def decode_order(views: Sequence[InstanceView], model: str) -> Candidates:
+def decode_order(
+    views: Sequence[InstanceView], model: str, affinity: Affinity = NO_AFFINITY
+) -> Candidates:
     """Instances that may decode, best first."""
     usable = [
         view
@@ -64,25 +88,39 @@ def decode_order(views: Sequence[InstanceView], model: str) -> Candidates:
     ]
     if not usable:
         return Candidates((), _explain(views, model, "decode"))
-    usable.sort(key=lambda view: (view.num_requests, view.name))
-    return Candidates(
-        tuple(view.name for view in usable), f"{len(usable)} usable, least loaded first"
-    )
+    least = min(view.num_requests for view in usable)
+    usable.sort(key=lambda view: (affinity.rank(view, least), view.num_requests, view.name))
+    order = "least loaded first"
+    if affinity.nodes:
+        order = f"{_affinity_said(usable[0], least, affinity)}, then least loaded first"
+    return Candidates(tuple(view.name for view in usable), f"{len(usable)} usable, {order}")
 
 
-def choose_direct(views: Sequence[InstanceView], model: str) -> Choice:
+def choose_direct(
+    views: Sequence[InstanceView], model: str, affinity: Affinity = NO_AFFINITY
+) -> Choice:
     """One instance that serves a request from its first to its last token."""
     usable = [view for view in _available(views, model) if view.serves]
     if not usable:
         return Choice(None, _explain(views, model, "serve"))
-    best = min(usable, key=lambda view: (view.role == "prefill", view.num_requests, view.name))
+    decoding = [view for view in usable if view.role != "prefill"] or usable
+    least = min(view.num_requests for view in decoding)
+    best = min(
+        decoding, key=lambda view: (affinity.rank(view, least), view.num_requests, view.name)
+    )
+    if affinity.nodes:
+        said = _affinity_said(best, least, affinity)
+        return Choice(best.name, f"{best.num_requests} requests, {said}")
     return Choice(best.name, f"{best.num_requests} requests, fewest of {len(usable)}")
 
 
 def choose_prefill(
-    views: Sequence[InstanceView], model: str, tried: Collection[str] = ()
+    views: Sequence[InstanceView],
+    model: str,
+    tried: Collection[str] = (),
+    prefer: Sequence[str] = (),
 ) -> Choice:
-    """One instance that prefills for another."""
+    """One instance that prefills for another; `prefer` names instances or nodes to take first."""
     usable = [
         view
         for view in _available(views, model)
@@ -94,8 +132,27 @@ def choose_prefill(
     if not with_room:
         bounds = ", ".join(f"{view.name} {view.num_prefills}" for view in usable)
         return Choice(None, f"prefill instances are full (jobs: {bounds})")
-    best = min(with_room, key=lambda view: (view.prefill_tokens, view.num_requests, view.name))
-    return Choice(best.name, f"{best.prefill_tokens} tokens under way, fewest of {len(with_room)}")
+
+    def cost(view: InstanceView) -> tuple[int, int, int, str]:
+        names = {view.name, view.node}
+        rank = next((i for i, name in enumerate(prefer) if name in names), len(prefer))
+        return rank, view.prefill_tokens, view.num_requests, view.name
+
+    best = min(with_room, key=cost)
+    said = (
+        "part of the prompt is cached there"
+        if cost(best)[0] < len(prefer)
+        else (f"fewest of {len(with_room)}")
+    )
+    return Choice(best.name, f"{best.prefill_tokens} tokens under way, {said}")
+
+
+def _affinity_said(best: InstanceView, least_requests: int, affinity: Affinity) -> str:
+    if affinity.rank(best, least_requests) < len(affinity.nodes):
+        return f"part of the prompt is cached at {best.node}"
+    return (
+        f"fewest; where the prompt is cached there are over {affinity.slack} more, or no instance"
+    )
 
 
 def _available(views: Sequence[InstanceView], model: str) -> list[InstanceView]:

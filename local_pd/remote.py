@@ -75,11 +75,23 @@ class RemotePdCluster:
         """Nothing to start: the front runs elsewhere, the connection opens with the first call."""
 
     async def reserve(
-        self, num_tokens: int, token_digest: str, request_id: str, model: str = ""
+        self,
+        num_tokens: int,
+        token_digest: str,
+        request_id: str,
+        model: str = "",
+        *,
+        block_keys: bytes = b"",
+        prefer_nodes: Sequence[str] = (),
     ) -> DecodeSlot:
         """See `PdCluster.reserve`."""
         request = ReserveRequest(
-            num_tokens=num_tokens, token_digest=token_digest, request_id=request_id, model=model
+            num_tokens=num_tokens,
+            token_digest=token_digest,
+            request_id=request_id,
+            model=model,
+            block_keys=block_keys,
+            prefer_nodes=tuple(prefer_nodes),
         )
 
         async def undo(slot: DecodeSlot) -> None:
@@ -119,10 +131,20 @@ class RemotePdCluster:
         await self._cleanups.finish(self._release(_reference(slot, reason)))
 
     async def direct(
-        self, request_id: str, model: str = "", exclude: Sequence[str] = ()
+        self,
+        request_id: str,
+        model: str = "",
+        exclude: Sequence[str] = (),
+        *,
+        prefer_nodes: Sequence[str] = (),
     ) -> DirectTarget:
         """See `PdCluster.direct`."""
-        request = DirectRequest(request_id=request_id, model=model, exclude=tuple(exclude))
+        request = DirectRequest(
+            request_id=request_id,
+            model=model,
+            exclude=tuple(exclude),
+            prefer_nodes=tuple(prefer_nodes),
+        )
         try:
             return await self._client.call(
                 "Direct", request, DirectTarget, self._config.call_timeout_s

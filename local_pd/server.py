@@ -64,7 +64,12 @@ class PdServer:
     async def _reserve(self, request: ReserveRequest) -> DecodeSlot:
         return await _mapped(
             self._cluster.reserve(
-                request.num_tokens, request.token_digest, request.request_id, request.model
+                request.num_tokens,
+                request.token_digest,
+                request.request_id,
+                request.model,
+                block_keys=request.block_keys,
+                prefer_nodes=request.prefer_nodes,
             )
         )
 
@@ -83,7 +88,12 @@ class PdServer:
 
     async def _direct(self, request: DirectRequest) -> DirectTarget:
         return await _mapped(
-            self._cluster.direct(request.request_id, request.model, request.exclude)
+            self._cluster.direct(
+                request.request_id,
+                request.model,
+                request.exclude,
+                prefer_nodes=request.prefer_nodes,
+            )
         )
 
     async def _prefill(self, job: PrefillJob) -> PrefillReply:

@@ -172,7 +172,8 @@ class EmbeddedPrefillCluster:
             raise PrefillFailed("invalid", f"transfer {key} has a job in {self._name} already")
         ticket = _Ticket(job, asyncio.get_running_loop().create_future())
         self._tickets[key] = ticket
-        queued = QueuedJob(key, job.model, job.priority, len(job.prompt_token_ids))
+        num_tokens = len(job.prompt_token_ids)
+        queued = QueuedJob(key, job.model, job.priority, num_tokens, job.prefer)
         self._perform(self._queue.submit(queued, self._clock()))
         try:
             return await ticket.done
@@ -260,4 +261,5 @@ def _view(spec: InstanceSpec, *, healthy: bool, draining: bool) -> InstanceView:
         healthy=healthy,
         draining=draining,
         max_concurrent=spec.max_concurrent,
+        node=spec.agent,
     )

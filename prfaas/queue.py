@@ -5,9 +5,10 @@ it and another one is there. Rules:
 
 - The queue is bounded; a job over the bound is refused at once, with the bound in the message.
 - Lower priority value first, then first come. A job that is tried again keeps its old place.
-- An instance takes at most `max_concurrent` jobs. Of those with room the one with the fewest
-  prompt tokens under way wins (prefill time follows tokens), then the fewest jobs, then the one
-  that was used longest ago.
+- An instance takes at most `max_concurrent` jobs. Of those with room the one that the job prefers
+  (part of its prompt is cached there) wins, then the one with the fewest prompt tokens under way
+  (prefill time follows tokens), then the fewest jobs, then the one that was used longest ago. A
+  job never waits for a preferred instance while another one has room.
 - With no healthy instance that may serve a job, the job fails at once: its decode engine is
   waiting and computes the prompt itself as soon as it hears of that.
 - A job never waits longer than `max_wait_s`.
@@ -36,23 +37,29 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """What the queue needs to know of an instance. `model` "" serves every job."""
+    """What the queue needs to know of an instance. `model` "" serves every job; `node` is another
+    name that jobs may prefer it by.
+    """
 
     name: str
     model: str
     healthy: bool
     draining: bool = False
     max_concurrent: int = 4
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """A job as the queue sees it; `key` is unique among the jobs it holds."""
+    """A job as the queue sees it; `key` is unique among the jobs it holds. `prefer` names
+    instances or nodes, the best first.
+    """
 
     key: str
     model: str
     priority: int
     num_tokens: int
+    prefer: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +288,9 @@ class PrefillQueue:
         ]
         if not with_room:
             return None
-        return self._start(entry, min(with_room, key=_load), now_s)
+        prefer = entry.job.prefer
+        best = min(with_room, key=lambda item: (_rank_in(prefer, item.view), item.load))
+        return self._start(entry, best, now_s)
 
     def _start(self, entry: _Entry, chosen: _Instance, now_s: float) -> Start:
         self._waiting.remove(entry)
@@ -321,8 +330,9 @@ def _rank(entry: _Entry) -> tuple[int, int]:
     return entry.rank
 
 
-def _load(instance: _Instance) -> tuple[int, int, int]:
-    return instance.load
+def _rank_in(prefer: tuple[str, ...], view: InstanceView) -> int:
+    names = (view.name, view.node)
+    return next((rank for rank, name in enumerate(prefer) if name in names), len(prefer))
 
 
 def _why_not(instance: _Instance, model: str) -> str:

@@ -12,8 +12,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def arenas() -> set[Path]:
-    """Arena files of any region on this machine."""
-    return set(SHARED_MEMORY.glob("prfaas-*.arena"))
+    """Arena files, and what lies beside those that are kept, of any region on this machine."""
+    return {*SHARED_MEMORY.glob("prfaas-*.arena"), *SHARED_MEMORY.glob("prfaas-kept-*")}
 
 
 def leftovers(run_dir: Path, arenas_before: Iterable[Path]) -> list[str]:

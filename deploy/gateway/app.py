@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -18,10 +19,14 @@ from aiohttp import web
 
 from deploy.gateway.auth import KeyRing
 from deploy.gateway.background import Background
+from deploy.gateway.cache_pages import CachePages
+from deploy.gateway.cache_upkeep import CacheUpkeep
+from deploy.gateway.caches import RegionCaches
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.exchange import PATHS, open_exchange
-from deploy.gateway.inbound import Kind, parse_request
+from deploy.gateway.exchange import PATHS, Exchange, open_exchange
+from deploy.gateway.inbound import Kind, kind_of, parse_request
+from deploy.gateway.links import RegionLinks
 from deploy.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from deploy.gateway.offload import Services
 from deploy.gateway.proxy.engine import EngineDoor
@@ -29,6 +34,7 @@ from deploy.gateway.records import RecordRing
 from deploy.gateway.serving import Serving
 from deploy.gateway.tracing import usable_request_id
 from deploy.gateway.watcher import RegionWatcher
+from kvmanager.engines.jobs import ClusterReport
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 
@@ -49,8 +55,13 @@ class Gateway:
         pd: PdCluster,
         prefill_clusters: Mapping[str, PrefillCluster],
         links: Mapping[str, str] | None = None,
+        caches: RegionCaches | None = None,
+        *,
+        region_links: RegionLinks | None = None,
     ) -> None:
-        """`links` names the link to each prefill cluster, for display."""
+        """`links` names the link to each prefill cluster, for display. `caches` are asked what is
+        cached of a prompt, `region_links` what links carry; both are closed with the gateway.
+        """
         self.config = config
         self.metrics = GatewayMetrics()
         self.records = RecordRing(config.num_records)
@@ -59,8 +70,12 @@ class Gateway:
         self._links = dict(links or {})
         self._keys = KeyRing(key.get_secret_value() for key in config.api_keys)
         self._models = {model.name: model for model in config.models}
-        self._watcher = RegionWatcher(config, pd, prefill_clusters)
+        self._caches = caches
+        self._cache_pages = CachePages(caches)
+        self._region_links = region_links
+        self._watcher = RegionWatcher(config, pd, prefill_clusters, on_report=self._note_nodes)
         self._background = Background()
+        self._upkeep: CacheUpkeep | None = None
         self.metrics.watch(lambda: self._num_in_flight, lambda: len(self._background))
         self._started_s = time.time()
         self._num_in_flight = 0
@@ -74,6 +89,11 @@ class Gateway:
     async def start(self) -> None:
         """Open the connection pool and take the first reports."""
         config = self.config
+        if self._caches is not None:
+            self._upkeep = CacheUpkeep(
+                self._caches, self._background, self.metrics.registry, self._watcher.reports
+            )
+            self._upkeep.start()
         self._door = EngineDoor(config.timeouts, max_answer_bytes=config.max_answer_bytes)
         services = Services(
             pd=self._pd,
@@ -82,8 +102,10 @@ class Gateway:
             metrics=self.metrics,
             background=self._background,
             timeouts=config.timeouts,
+            caches=self._caches,
+            upkeep=self._upkeep,
         )
-        self._serving = Serving(services, self._watcher.view)
+        self._serving = Serving(services, self._watcher.view, self._watcher.cache_places)
         await self._watcher.start()
 
     @property
@@ -108,32 +130,50 @@ class Gateway:
         """Give back what requests held, then close connections. Idempotent."""
         self.stop_accepting()
         await self._watcher.close()
+        if self._upkeep is not None:
+            await self._upkeep.close()
         await self._background.drain(self.config.timeouts.cluster_s)
+        if self._caches is not None:
+            await self._caches.close()
+        if self._region_links is not None:
+            await self._region_links.close()
         if self._door is not None:
             await self._door.close()
 
     async def complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions and /v1/chat/completions. Raises `ApiError` before routing."""
         started_s = time.monotonic()
-        if self._serving is None:
-            raise ApiError(503, "starting", "The gateway is starting.", retry_after_s=1)
-        self._keys.check(request.headers.get("Authorization"))
-        self._admit(request)
-        nbytes = request.content_length or 0
-        self._count(+1, nbytes)
-        try:
-            body = await self._read_body(request)
-            self._num_body_bytes += len(body) - nbytes
-            nbytes = len(body)
-            inbound = parse_request(kind, body, template_tokens=self.config.template_tokens)
-            self._check_model(inbound.model)
-            exchange = open_exchange(
-                inbound, request.headers, metrics=self.metrics, started_s=started_s
-            )
+        serving = self._started()
+        async with self._received(request) as body:
+            exchange = self._exchange(kind, body, request, started_s)
             self.records.append(exchange.record)
-            return await self._serving.serve(exchange, request)
-        finally:
-            self._count(-1, -nbytes)
+            return await serving.serve(exchange, request)
+
+    async def show_caches(self, request: web.Request) -> web.Response:
+        """GET /prfaas/cache."""
+        self._check_admin(request)
+        return _json(await self._cache_pages.overview())
+
+    async def list_prefixes(self, request: web.Request) -> web.Response:
+        """GET /prfaas/cache/top."""
+        self._check_admin(request)
+        return _json(await self._cache_pages.top(request.query))
+
+    async def show_links(self, request: web.Request) -> web.Response:
+        """GET /prfaas/links."""
+        self._check_admin(request)
+        if self._region_links is None:
+            message = "This gateway was started without following its links."
+            raise ApiError(404, "no_links", message)
+        return _json(self._region_links.overview())
+
+    async def explain_cache(self, request: web.Request) -> web.Response:
+        """POST /prfaas/cache/explain: a body as for a completion or a chat completion."""
+        started_s = time.monotonic()
+        serving = self._started()
+        async with self._received(request) as body:
+            exchange = self._exchange(kind_of(body), body, request, started_s)
+            return _json(await self._cache_pages.explain(serving, exchange))
 
     async def list_models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -194,6 +234,38 @@ class Gateway:
                 "prefill": self._watcher.prefill_reports(),
             }
         )
+
+    async def _note_nodes(self, report: ClusterReport) -> None:
+        for follower in (self._caches, self._region_links):
+            if follower is not None:
+                await follower.watch(report)
+
+    def _started(self) -> Serving:
+        if self._serving is None:
+            raise ApiError(503, "starting", "The gateway is starting.", retry_after_s=1)
+        return self._serving
+
+    @asynccontextmanager
+    async def _received(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The body of an authorized request, which counts towards the limits meanwhile."""
+        self._keys.check(request.headers.get("Authorization"))
+        self._admit(request)
+        nbytes = request.content_length or 0
+        self._count(+1, nbytes)
+        try:
+            body = await self._read_body(request)
+            self._num_body_bytes += len(body) - nbytes
+            nbytes = len(body)
+            yield body
+        finally:
+            self._count(-1, -nbytes)
+
+    def _exchange(
+        self, kind: Kind, body: bytes, request: web.Request, started_s: float
+    ) -> Exchange:
+        inbound = parse_request(kind, body, template_tokens=self.config.template_tokens)
+        self._check_model(inbound.model)
+        return open_exchange(inbound, request.headers, metrics=self.metrics, started_s=started_s)
 
     def _count(self, num_requests: int, nbytes: int) -> None:
         self._num_in_flight += num_requests
@@ -294,6 +366,10 @@ def create_app(gateway: Gateway) -> web.Application:
     app.router.add_get("/prfaas/requests", gateway.list_requests)
     app.router.add_get("/prfaas/requests/{id}", gateway.show_request)
     app.router.add_get("/prfaas/region", gateway.show_region)
+    app.router.add_get("/prfaas/links", gateway.show_links)
+    app.router.add_get("/prfaas/cache", gateway.show_caches)
+    app.router.add_get("/prfaas/cache/top", gateway.list_prefixes)
+    app.router.add_post("/prfaas/cache/explain", gateway.explain_cache)
     app.cleanup_ctx.append(life)
     return app
 

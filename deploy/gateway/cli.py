@@ -18,7 +18,14 @@ import typer
 import uvloop
 
 from deploy.gateway.app import Gateway
-from deploy.gateway.file import GatewayFile, GatewayFileError, build_clusters, load_gateway_file
+from deploy.gateway.file import (
+    GatewayFile,
+    GatewayFileError,
+    build_caches,
+    build_clusters,
+    build_links,
+    load_gateway_file,
+)
 from deploy.gateway.server import serve_gateway
 
 
@@ -43,6 +50,9 @@ def gateway_command(
     gateway = loaded.gateway.model_copy(update=changes)
     try:
         uvloop.run(run(loaded.model_copy(update={"gateway": gateway})))
+    except GatewayFileError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
     except OSError as error:
         typer.echo(f"cannot serve on {gateway.host}:{gateway.port}: {error}", err=True)
         raise typer.Exit(1) from error
@@ -61,10 +71,18 @@ async def run(file: GatewayFile) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    caches = build_caches(file)
     clusters = build_clusters(file)
     try:
         await clusters.start()
-        gateway = Gateway(file.gateway, clusters.pd, clusters.prefill, clusters.links)
+        gateway = Gateway(
+            file.gateway,
+            clusters.pd,
+            clusters.prefill,
+            clusters.links,
+            caches,
+            region_links=build_links(file),
+        )
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:
         if not stop.is_set():

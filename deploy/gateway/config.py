@@ -6,7 +6,7 @@ Unknown keys are errors. Does not know region files; the launcher turns those in
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -47,14 +47,36 @@ class TimeoutConfig(_Frozen):
     drain_s: Seconds = 30.0
 
 
+class DirectoryConfig(_Frozen):
+    """Who follows what is cached where.
+
+    "embedded": this gateway, asking every node agent. "grpc": a `prfaas directory` at `target`
+    (host:port). "redis": a server at `url` that something else keeps filled; for several gateways.
+    """
+
+    kind: Literal["embedded", "grpc", "redis"] = "embedded"
+    target: str = ""
+    url: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> DirectoryConfig:
+        wanted = {"embedded": set(), "grpc": {"target"}, "redis": {"url"}}[self.kind]
+        given = {name for name in ("target", "url") if getattr(self, name)}
+        if missing := wanted - given:
+            raise ValueError(f"a directory of kind {self.kind} needs {', '.join(missing)}")
+        if unused := given - wanted:
+            raise ValueError(f"a directory of kind {self.kind} has no {', '.join(unused)}")
+        return self
+
+
 class GatewayConfig(_Frozen):
     """Everything a gateway needs besides its clusters.
 
-    Prompts longer than `threshold_tokens` are offloaded. `api_keys` empty means no authentication;
-    with `protect_admin` /metrics and /prfaas/* ask for the same keys. `max_buffered_bytes` bounds
-    the bodies of all requests in flight together, `max_answer_bytes` one answer that is not
-    streamed. `template_tokens` is how many tokens a chat template may add to what the body spells
-    out: an estimate that saves rendering of prompts which are certainly short.
+    Prompts with more than `threshold_tokens` uncached are offloaded. `api_keys` empty means no
+    authentication; with `protect_admin` /metrics and /prfaas/* ask for the same keys.
+    `max_buffered_bytes` bounds the bodies of all requests in flight together, `max_answer_bytes`
+    one answer that is not streamed. `template_tokens` is how many tokens a chat template may add to
+    what the body spells out: an estimate that saves rendering of prompts which are certainly short.
     """
 
     host: str = "127.0.0.1"
@@ -73,6 +95,7 @@ class GatewayConfig(_Frozen):
     num_records: Annotated[int, Field(gt=0)] = 1000
     report_interval_s: Seconds = 0.5
     report_stale_s: Seconds = 5.0
+    directory: DirectoryConfig = DirectoryConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")

@@ -15,11 +15,20 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from deploy.gateway.caches import Follow, RegionCaches
 from deploy.gateway.config import GatewayConfig, load_api_keys
+from deploy.gateway.links import RegionLinks
 from deploy.region.links import LinkedPrefillCluster
+from kvmanager.directory.embedded import EmbeddedDirectory
+from kvmanager.directory.reader import DirectoryReader
+from kvmanager.directory.remote import RemoteDirectory
+from kvmanager.engines.agent_control import AgentControl
+from kvmanager.engines.cache_control import CacheControl
 from kvmanager.engines.front_config import TlsSection
 from kvmanager.engines.instances import InstancesConfig, InstanceSpec
+from kvmanager.engines.link_client import LinkClient
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
+from local_pd.placement import DEFAULT_AFFINITY_SLACK
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.queue import QueueConfig
@@ -60,9 +69,12 @@ class PrefillSource(_Source):
 
 
 class PdSource(_Source):
-    """The local PD cluster. `has_prefill_instances` must be told of a front elsewhere."""
+    """The local PD cluster. `has_prefill_instances` must be told of a front elsewhere, which has
+    its own `affinity_slack` (see `PdClusterConfig`).
+    """
 
     has_prefill_instances: bool = False
+    affinity_slack: Annotated[int, Field(ge=0)] = DEFAULT_AFFINITY_SLACK
     lease_s: Annotated[float, Field(gt=0)] = 30.0
 
 
@@ -138,6 +150,49 @@ def build_clusters(file: GatewayFile) -> Clusters:
     )
 
 
+def build_caches(file: GatewayFile) -> RegionCaches:
+    """The gateway's view of what is cached, as `file` says. Raises `GatewayFileError`."""
+    tls, directory = file.tls.files() if file.tls else None, file.gateway.directory
+
+    def caches(reader: DirectoryReader, follow: Follow | None = None) -> RegionCaches:
+        return RegionCaches(
+            reader,
+            lambda target: AgentControl(target, tls),
+            follow,
+            open_control=lambda target: CacheControl(target, tls),
+        )
+
+    if directory.kind == "grpc":
+        return caches(RemoteDirectory(directory.target, tls))
+    if directory.kind == "redis":
+        return caches(_redis_directory(directory.url))
+    embedded = EmbeddedDirectory(tls=tls)
+    return caches(embedded, embedded.follow)
+
+
+def build_links(file: GatewayFile) -> RegionLinks:
+    """The gateway's view of the links between the clusters of `file`."""
+    tls = file.tls.files() if file.tls else None
+    return RegionLinks(
+        lambda target: LinkClient(target, tls),
+        names={(source.name, file.pd.name): source.link for source in file.prefill},
+        detours={source.name: source.endpoints for source in file.prefill},
+    )
+
+
+def _redis_directory(url: str) -> DirectoryReader:
+    try:
+        # Its client is installed for those who use it.
+        from kvmanager.directory.redis_store import RedisDirectory
+
+        return RedisDirectory.at(url)
+    except ModuleNotFoundError as error:
+        message = "gateway.directory: kind redis needs the redis client: pip install prfaas[redis]"
+        raise GatewayFileError(message) from error
+    except ValueError as error:
+        raise GatewayFileError(f"gateway.directory.url: {error}") from error
+
+
 def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
     source, tls = file.pd, file.tls.files() if file.tls else None
     if source.front:
@@ -148,7 +203,9 @@ def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
             tls=tls,
         )
     instances = InstancesConfig(log_dir=file.log_dir, tls=tls, poll_load=True)
-    config = PdClusterConfig(lease_s=source.lease_s, instances=instances)
+    config = PdClusterConfig(
+        lease_s=source.lease_s, affinity_slack=source.affinity_slack, instances=instances
+    )
     return EmbeddedPdCluster(source.name, source.instances, config)
 
 

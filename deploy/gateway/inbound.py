@@ -105,6 +105,17 @@ def parse_request(kind: Kind, body: bytes, *, template_tokens: int) -> InboundRe
     )
 
 
+def kind_of(body: bytes) -> Kind:
+    """The endpoint that `body` is for: a chat has messages. What is no JSON object at all is left
+    for `parse_request` to refuse.
+    """
+    try:
+        fields = _body_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return "completion"
+    return "chat" if _is_set(fields.messages) else "completion"
+
+
 def with_kv_transfer_params(body: bytes, params: dict[str, Any]) -> bytes:
     """`body`, a JSON object, with kv_transfer_params appended; all other bytes stay."""
     head = body.rstrip(_WHITESPACE)[:-1].rstrip(_WHITESPACE)

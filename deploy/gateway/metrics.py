@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from deploy.gateway.records import RequestRecord
-from scheduler.routing import Decision
+from scheduler.routing import Decision, RequestShape
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
@@ -50,6 +50,18 @@ class GatewayMetrics:
         self._retries = counter("retries_total", "Second tries before the first byte.", "reason")
         self._transfer_bytes = counter(
             "transfer_bytes_total", "KVCache bytes that reached a landing.", "target"
+        )
+        self._query_tokens = counter(
+            "cache_query_tokens_total", "Tokens of prompts looked up in the directory."
+        )
+        self._cached_tokens = counter(
+            "cached_tokens_total",
+            "Of these, what a cluster is spared (local, prefill) or need not be sent (landing).",
+            "side",
+            "cluster",
+        )
+        self._saved_bytes = counter(
+            "transfer_saved_bytes_total", "KVCache bytes a landing did not need.", "target"
         )
         self._prefill_failures = counter(
             "prefill_failures_total", "Prefill legs that failed.", "target", "code"
@@ -90,9 +102,21 @@ class GatewayMetrics:
         """A prefill leg that ended without KVCache."""
         self._prefill_failures.labels(target, code).inc()
 
-    def transferred(self, target: str, nbytes: int) -> None:
-        """KVCache that arrived."""
+    def looked_up(self, pd_cluster: str, shape: RequestShape) -> None:
+        """A prompt of which the directory was asked."""
+        self._query_tokens.inc(shape.num_prompt_tokens)
+        cached: list[tuple[str, str, int]] = [
+            ("local", pd_cluster, shape.local_cached_tokens),
+            ("landing", pd_cluster, shape.landing_cached_tokens),
+            *(("prefill", name, num) for name, num in shape.prefill_cached_tokens.items()),
+        ]
+        for side, cluster, num_tokens in cached:
+            self._child(self._cached_tokens, side, cluster).inc(num_tokens)
+
+    def transferred(self, target: str, nbytes: int, saved_bytes: int) -> None:
+        """KVCache that arrived, and what was there before."""
         self._transfer_bytes.labels(target).inc(nbytes)
+        self._saved_bytes.labels(target).inc(saved_bytes)
 
     def ended(self, record: RequestRecord) -> None:
         """A request whose answer is over."""

@@ -31,6 +31,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from deploy.gateway.background import Background
+from deploy.gateway.cache_upkeep import CacheUpkeep
+from deploy.gateway.cached import CachedPrompt
+from deploy.gateway.caches import RegionCaches
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import EngineTimeout
 from deploy.gateway.exchange import Exchange
@@ -70,7 +73,9 @@ class PrefillLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What every request needs and none owns."""
+    """What every request needs and none owns. Without `caches` nothing is known to be cached, and
+    without `upkeep` nothing cached is moved.
+    """
 
     pd: PdCluster
     prefill_clusters: dict[str, PrefillCluster]
@@ -78,6 +83,8 @@ class Services:
     metrics: GatewayMetrics
     background: Background
     timeouts: TimeoutConfig
+    caches: RegionCaches | None = None
+    upkeep: CacheUpkeep | None = None
 
 
 class Offload:
@@ -92,12 +99,15 @@ class Offload:
         exchange: Exchange,
         decision: Decision,
         prompt_token_ids: Sequence[int],
+        cached: CachedPrompt,
     ) -> None:
+        """`cached` of the prompt is left out of the transfer, and says which nodes to prefer."""
         self._services = services
         self._exchange = exchange
         self.decision = decision
         # The decode engine recomputes the last token and samples from it.
         self._prefix = prompt_token_ids[:-1]
+        self._cached = cached
         self._slot: DecodeSlot | None = None
         self._is_released = False
         self._leg: _Leg | None = None
@@ -110,9 +120,12 @@ class Offload:
         otherwise the decode engine is left to prefill by itself and `decision` changes to say so.
         Raises `NotOffloaded`, `EngineLost`, `EngineTimeout`.
         """
+        moved_to = None
+        if (upkeep := self._services.upkeep) is not None:
+            moved_to = await upkeep.before_prefill(self._cached, self.decision.target)
         slot = await self._reserve()
         leg = self._leg = self._services.background.spawn(
-            self._prefill(slot), f"prefill leg {self._exchange.request_id}"
+            self._prefill(slot, moved_to), f"prefill leg {self._exchange.request_id}"
         )
         landing = await self._await_landing(slot, leg)
         if landing.state == "failed":
@@ -224,17 +237,26 @@ class Offload:
                     token_digest=token_digest(self._prefix).hex(),
                     request_id=self._exchange.request_id,
                     model=self._exchange.inbound.model,
+                    block_keys=self._cached.block_keys,
+                    prefer_nodes=self._cached.landing_nodes(),
                 )
         except (TimeoutError, PdError, RpcError, OSError) as error:
             reason = Reason.NO_LANDING_ROOM if isinstance(error, NoRoom) else Reason.RESERVE_FAILED
             logger.info("%s: no landing: %s", self._exchange.request_id, error)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         self._exchange.record.parts.reserve_s = self._exchange.elapsed_s() - started_s
-        self._exchange.record.decode_instance = slot.instance
+        saved_bytes = self._cached.kv_bytes(slot.landing.cached_tokens)
+        self._exchange.record.reserved(slot, saved_bytes)
         return slot
 
-    async def _prefill(self, slot: DecodeSlot) -> PrefillResult | PrefillFailed:
-        """Run the prefill leg; failures are results, since the decode leg outlives them."""
+    async def _prefill(
+        self, slot: DecodeSlot, moved_to: str | None
+    ) -> PrefillResult | PrefillFailed:
+        """Run the prefill leg, best at the node agent that a prefix was `moved_to`; failures are
+        results, since the decode leg outlives them.
+        """
+        target = self.decision.target
+        holding = self._cached.computing_nodes(None if target == HAND_OFF else target)
         job = PrefillJob(
             request_id=self._exchange.request_id,
             prompt_token_ids=self._prefix,
@@ -243,8 +265,8 @@ class Offload:
             priority=self._exchange.inbound.priority,
             traceparent=self._exchange.headers["traceparent"],
             model=self._exchange.inbound.model,
+            prefer=(moved_to, *holding) if moved_to else holding,
         )
-        target = self.decision.target
         try:
             if target == HAND_OFF:
                 result = await self._services.pd.prefill_locally(job)
@@ -258,7 +280,10 @@ class Offload:
             logger.exception("%s: the prefill leg broke", self._exchange.request_id)
             return self._prefill_failed(target, PrefillFailed("engine_failed", repr(error)))
         self._exchange.record.prefilled(result)
-        self._services.metrics.transferred(target, result.nbytes)
+        if (upkeep := self._services.upkeep) is not None:
+            upkeep.prefilled(target, len(self._prefix) - result.cached_tokens, result.prefill_s)
+        saved_bytes = self._cached.kv_bytes(slot.landing.cached_tokens)
+        self._services.metrics.transferred(target, result.nbytes, saved_bytes)
         return result
 
     def _prefill_failed(self, target: str, error: PrefillFailed) -> PrefillFailed:

@@ -12,7 +12,8 @@ from typing import Final, Literal
 import msgspec
 
 from kvmanager.engines.jobs import PrefillResult
-from scheduler.routing import Decision, Number
+from local_pd.messages import DecodeSlot
+from scheduler.routing import Decision, Number, RequestShape
 
 Outcome = Literal[
     "open",
@@ -61,6 +62,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     `is_settled` turns true when both legs are over and nothing will change any more.
     `num_prompt_tokens` is None for prompts that were short enough not to be counted.
+
+    `local_cached_tokens`, `prefill_cached_tokens` (by cluster) and `landing_cached_tokens` are what
+    was known to be cached when the route was chosen, None and empty without a look-up; the latter
+    becomes what the landing really built on. `saved_bytes` need not be sent because of it.
+    `cached_tokens` is what the prefill engine found cached.
     """
 
     request_id: str
@@ -87,6 +93,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     transfer_s: float | None = None
     sent_share_at_prefill_end: float | None = None
     cached_tokens: int | None = None
+    local_cached_tokens: int | None = None
+    prefill_cached_tokens: dict[str, int] = {}
+    landing_cached_tokens: int | None = None
+    saved_bytes: int | None = None
     answer_bytes: int = 0
     ttft_s: float | None = None
     total_s: float | None = None
@@ -100,6 +110,19 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.target = decision.target
         self.reason = decision.reason.value
         self.numbers = dict(decision.numbers)
+
+    def looked_up(self, shape: RequestShape) -> None:
+        """Note what is known to be cached."""
+        self.local_cached_tokens = shape.local_cached_tokens
+        self.prefill_cached_tokens = dict(shape.prefill_cached_tokens)
+        self.landing_cached_tokens = shape.landing_cached_tokens
+
+    def reserved(self, slot: DecodeSlot, saved_bytes: int) -> None:
+        """Note where decoding will happen, and what its landing builds on."""
+        self.decode_instance = slot.instance
+        if self.local_cached_tokens is not None:
+            self.landing_cached_tokens = slot.landing.cached_tokens
+            self.saved_bytes = saved_bytes
 
     def prefilled(self, result: PrefillResult) -> None:
         """Note what the prefill leg reported."""

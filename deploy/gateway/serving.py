@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import aiohttp
 from aiohttp import web
 
+from deploy.gateway.cached import CachedPrompt, CachePlaces
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import (
     JSON_TYPE,
@@ -28,7 +29,7 @@ from deploy.gateway.exchange import Exchange
 from deploy.gateway.offload import NotOffloaded, Offload, PrefillLost, Services
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.stream import End, forwarded_headers, relay_stream
-from deploy.gateway.records import Outcome
+from deploy.gateway.records import Outcome, RequestRecord
 from deploy.gateway.rendering import NotRendered, render
 from local_pd.messages import DirectTarget
 from scheduler.routing import (
@@ -53,13 +54,14 @@ _OUTCOME_OF_END: Final[dict[End, Outcome]] = {
 
 
 @dataclass(slots=True)
-class _Plan:
+class Plan:
     """What one request has learnt while it was tried: its route, ids, and what not to try again."""
 
     decision: Decision
     shape: RequestShape
     view: RegionView
     token_ids: list[int] | None = None
+    cached: CachedPrompt = field(default_factory=CachedPrompt)
     tries_left: int = 1
     lost_clusters: set[str] = field(default_factory=set)
     lost_instances: set[str] = field(default_factory=set)
@@ -75,12 +77,20 @@ class _Plan:
 
 
 class Serving:
-    """Serves parsed requests with `services`; `view` gives the region as a model sees it."""
+    """Serves parsed requests with `services`; `view` gives the region as a model sees it, `places`
+    where its prompts may be cached.
+    """
 
-    def __init__(self, services: Services, view: Callable[[str], RegionView]) -> None:
+    def __init__(
+        self,
+        services: Services,
+        view: Callable[[str], RegionView],
+        places: Callable[[str], CachePlaces],
+    ) -> None:
         self._services = services
         self._timeouts: TimeoutConfig = services.timeouts
         self._view = view
+        self._places = places
 
     async def serve(self, exchange: Exchange, request: web.Request) -> web.StreamResponse:
         """Answer `request`. Failures are answers too; only cancellation is raised."""
@@ -109,6 +119,12 @@ class Serving:
             exchange.metrics.ended(record)
             exchange.let_go()
             _log(exchange)
+
+    async def judge(self, exchange: Exchange) -> Plan:
+        """The route that a request would take now, its prompt looked up whatever its length.
+        Nothing is given to an engine but the rendering. Raises `NotRendered`.
+        """
+        return await self._look_up(exchange, await self._token_ids(exchange))
 
     async def _relay(
         self,
@@ -185,10 +201,10 @@ class Serving:
                 plan.decision = fall_back(plan.decision, Reason.DECODE_FAILED)
                 self._count_retry(exchange, plan, Reason.DECODE_FAILED)
 
-    async def _try(self, exchange: Exchange, plan: _Plan) -> EngineAnswer:
+    async def _try(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
         if not plan.decision.needs_landing or plan.token_ids is None:
             return _first_answer(await self._open_direct(exchange, plan), plan)
-        offload = Offload(self._services, exchange, plan.decision, plan.token_ids)
+        offload = Offload(self._services, exchange, plan.decision, plan.token_ids, plan.cached)
         is_answered = False
         try:
             answer = await offload.open(lambda: plan.next_cluster() is not None)
@@ -198,8 +214,8 @@ class Serving:
         finally:
             offload.close(is_answered=is_answered)
 
-    async def _open_direct(self, exchange: Exchange, plan: _Plan) -> EngineAnswer:
-        target = await self._one_engine(exchange, plan.lost_instances)
+    async def _open_direct(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
+        target = await self._one_engine(exchange, plan.lost_instances, plan.cached)
         exchange.record.decode_instance = target.instance
         return await self._services.door.open(
             target.instance,
@@ -209,43 +225,73 @@ class Serving:
             exchange.headers,
         )
 
-    async def _one_engine(self, exchange: Exchange, lost: set[str]) -> DirectTarget:
+    async def _one_engine(
+        self, exchange: Exchange, lost: set[str], cached: CachedPrompt
+    ) -> DirectTarget:
         # No timeout of ours: an embedded front answers at once, a remote one has a deadline.
         return await self._services.pd.direct(
-            exchange.request_id, model=exchange.inbound.model, exclude=tuple(sorted(lost))
+            exchange.request_id,
+            model=exchange.inbound.model,
+            exclude=tuple(sorted(lost)),
+            prefer_nodes=cached.direct_nodes(),
         )
 
-    async def _plan(self, exchange: Exchange) -> _Plan:
-        """Decide, rendering the prompt only if its KVCache may have to move."""
+    async def _plan(self, exchange: Exchange) -> Plan:
+        """Decide, rendering the prompt and looking it up only if its KVCache may have to move."""
         inbound = exchange.inbound
         view = self._view(inbound.model)
         early = decide_early(inbound.shape, view)
-        if early is not None:
+        if early is not None and not early.needs_landing:
             if inbound.token_ids is not None:
                 exchange.record.num_prompt_tokens = len(inbound.token_ids)
-            return _Plan(early, inbound.shape, view, inbound.token_ids)
-        started_s = exchange.elapsed_s()
-        target = await self._one_engine(exchange, set())
+            return Plan(early, inbound.shape, view, inbound.token_ids)
         try:
+            token_ids = await self._token_ids(exchange)
+        except NotRendered as error:
+            return Plan(one_engine(inbound.shape, error.reason), inbound.shape, view)
+        plan = await self._look_up(exchange, token_ids)
+        if plan.cached.keys is not None:
+            exchange.record.looked_up(plan.shape)
+            exchange.metrics.looked_up(self._services.pd.name, plan.shape)
+            if self._services.upkeep is not None:
+                self._services.upkeep.looked_up(plan.cached)
+        return plan
+
+    async def _token_ids(self, exchange: Exchange) -> list[int]:
+        """The prompt's ids, rendered unless the client sent them. Raises `NotRendered`."""
+        token_ids = exchange.inbound.token_ids
+        if token_ids is None:
+            started_s = exchange.elapsed_s()
+            target = await self._one_engine(exchange, set(), CachedPrompt())
             token_ids = await render(
                 self._services.door, target.instance, target.engine_url, exchange
             )
-        except NotRendered as error:
-            return _Plan(one_engine(inbound.shape, error.reason), inbound.shape, view)
-        exchange.record.parts.render_s = exchange.elapsed_s() - started_s
+            exchange.record.parts.render_s = exchange.elapsed_s() - started_s
         exchange.record.num_prompt_tokens = len(token_ids)
-        shape = RequestShape(num_prompt_tokens=len(token_ids))
-        # Reports may have changed while the engine rendered.
-        view = self._view(inbound.model)
-        return _Plan(decide(shape, view), shape, view, token_ids)
+        return token_ids
 
-    def _count_retry(self, exchange: Exchange, plan: _Plan, reason: Reason) -> None:
+    async def _look_up(self, exchange: Exchange, token_ids: list[int]) -> Plan:
+        """The route of a counted prompt, by what is cached of it."""
+        inbound, caches = exchange.inbound, self._services.caches
+        cached = CachedPrompt()
+        if caches is not None:
+            cached = await caches.look_up(
+                self._places(inbound.model), token_ids, inbound.cache_salt or ""
+            )
+        shape = cached.shape(
+            replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True)
+        )
+        # Reports may have changed meanwhile.
+        view = self._view(inbound.model)
+        return Plan(decide(shape, view), shape, view, token_ids, cached)
+
+    def _count_retry(self, exchange: Exchange, plan: Plan, reason: Reason) -> None:
         plan.tries_left -= 1
         exchange.record.num_retries += 1
         exchange.metrics.retried(reason.value)
 
 
-def _first_answer(answer: EngineAnswer, plan: _Plan) -> EngineAnswer:
+def _first_answer(answer: EngineAnswer, plan: Plan) -> EngineAnswer:
     """`answer`, unless it is a server error and a try is left: the engine may be dying."""
     if answer.status in _WORTH_A_SECOND_TRY and plan.tries_left > 0:
         answer.close()
@@ -278,12 +324,25 @@ def _response_headers(exchange: Exchange) -> dict[str, str]:
         numbers = "".join(f"; {key}={value}" for key, value in record.numbers.items())
         headers["x-prfaas-route"] = record.route
         headers["x-prfaas-reason"] = record.reason + numbers
+    if record.local_cached_tokens is not None:
+        headers["x-prfaas-cached-tokens"] = _cached_tokens(record)
     if record.transfer_bytes is not None:
         headers["x-prfaas-transfer-bytes"] = str(record.transfer_bytes)
     if record.ttft_s is not None:
         parts = record.parts.known().items()
         headers["x-prfaas-ttft"] = ", ".join(f"{name}={value:.6f}" for name, value in parts)
     return headers
+
+
+def _cached_tokens(record: RequestRecord) -> str:
+    """Of the prefill clusters the one that was chosen counts, or else the best."""
+    by_cluster = record.prefill_cached_tokens
+    numbers = {
+        "local": record.local_cached_tokens,
+        "prefill": by_cluster.get(record.target, max(by_cluster.values(), default=0)),
+        "landing": record.landing_cached_tokens,
+    }
+    return ", ".join(f"{side}={num_tokens}" for side, num_tokens in numbers.items())
 
 
 def _log(exchange: Exchange) -> None:

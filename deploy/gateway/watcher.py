@@ -12,8 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from deploy.gateway.cached import CachePlaces, places_of, serves
 from deploy.gateway.config import GatewayConfig
-from kvmanager.engines.jobs import ClusterReport, InstanceReport
+from kvmanager.engines.jobs import ClusterReport
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from scheduler.routing import LocalView, PrefillClusterView, RegionView
@@ -39,10 +40,13 @@ class RegionWatcher:
         pd: PdCluster,
         prefill_clusters: Mapping[str, PrefillCluster],
         *,
+        on_report: Callable[[ClusterReport], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_report` is given every report; polling goes on when it has taken it."""
         self._config = config
         self._clock = clock
+        self._on_report = on_report
         self._pd = _Latest(pd.report)
         self._prefill = {
             name: _Latest(cluster.report) for name, cluster in prefill_clusters.items()
@@ -69,6 +73,10 @@ class RegionWatcher:
         """The last report of every prefill cluster, None when there is none or it is too old."""
         return {name: self._fresh(latest) for name, latest in self._prefill.items()}
 
+    def reports(self) -> list[ClusterReport | None]:
+        """The last report of every cluster."""
+        return [self.pd_report(), *self.prefill_reports().values()]
+
     def is_healthy(self) -> bool:
         """Whether a request could be served at all."""
         report = self.pd_report()
@@ -86,6 +94,13 @@ class RegionWatcher:
             hand_off_tokens=self._config.hand_off_tokens,
         )
 
+    def cache_places(self, model: str) -> CachePlaces:
+        """Where prompts for `model` may be cached."""
+        is_only_model = len(self._config.models) == 1
+        return places_of(
+            self.pd_report(), self.prefill_reports(), model, is_only_model=is_only_model
+        )
+
     def _fresh(self, latest: _Latest) -> ClusterReport | None:
         is_fresh = self._clock() - latest.at_s <= self._config.report_stale_s
         return latest.report if is_fresh else None
@@ -95,6 +110,8 @@ class RegionWatcher:
             async with asyncio.timeout(self._config.timeouts.cluster_s):
                 latest.report = await latest.source()
             latest.at_s = self._clock()
+            if self._on_report is not None:
+                await self._on_report(latest.report)
         except Exception as error:
             # Whatever a front's client raises: no report is the answer, and it grows stale.
             logger.warning("no report from a cluster: %s", error or type(error).__name__)
@@ -105,15 +122,10 @@ class RegionWatcher:
             await self._poll(latest)
 
 
-def _serves(instance: InstanceReport, model: str) -> bool:
-    is_model = not model or not instance.model or instance.model == model
-    return is_model and instance.healthy and not instance.draining
-
-
 def _prefill_view(name: str, report: ClusterReport | None, model: str) -> PrefillClusterView:
     if report is None:
         return PrefillClusterView(name=name, is_healthy=False, num_instances=0)
-    num_usable = sum(_serves(instance, model) for instance in report.instances)
+    num_usable = sum(serves(instance, model) for instance in report.instances)
     return PrefillClusterView(
         name=name,
         is_healthy=report.healthy and num_usable > 0,
@@ -130,6 +142,6 @@ def _local_view(report: ClusterReport | None, model: str) -> LocalView:
     return LocalView(
         is_healthy=report.healthy,
         has_prefill_instances=any(
-            instance.role == "prefill" and _serves(instance, model) for instance in report.instances
+            instance.role == "prefill" and serves(instance, model) for instance in report.instances
         ),
     )

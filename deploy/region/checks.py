@@ -94,6 +94,20 @@ def _check_node(
             " or raise arena_gib"
         )
         yield Problem((*path, "agent", "landing_gib"), message)
+    yield from _check_cache(path, node)
+
+
+def _check_cache(path: KeyPath, node: NodeSpec) -> Iterator[Problem]:
+    agent = node.agent
+    if agent.cache_gib is not None and agent.cache_gib > agent.arena_gib:
+        message = (
+            f"{agent.cache_gib:g} is more than the arena of {agent.arena_gib:g} GiB; lower it"
+            " or raise arena_gib"
+        )
+        yield Problem((*path, "agent", "cache_gib"), message)
+    if (agent.ssd_dir is None) != (agent.ssd_gib is None):
+        missing = "ssd_gib" if agent.ssd_gib is None else "ssd_dir"
+        yield Problem((*path, "agent"), f"ssd_dir and ssd_gib go together; give {missing} too")
 
 
 def _check_links(region: RegionSpec) -> Iterator[Problem]:

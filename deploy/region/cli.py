@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -118,6 +119,7 @@ def down_command(
         if time.monotonic() > deadline_s:
             fail(f"region {state.region} still runs after {timeout_s:g} s", 1)
         time.sleep(0.05)
+    _discard_arenas(state, root)
     remove_leftovers(root)
     typer.echo(f"region {state.region} is down")
 
@@ -142,6 +144,17 @@ def _read(root: Path) -> RegionState | None:
         return read_state(root)
     except RunDirectoryError as error:
         fail(str(error), 1)
+
+
+def _discard_arenas(state: RegionState, root: Path) -> None:
+    """What a launcher that was killed could not discard itself."""
+    from deploy.region.arenas import discard_arenas
+    from deploy.region.spec import RegionSpec
+
+    # What an older version wrote must not keep a region from being taken down.
+    with suppress(FileNotFoundError, ValueError):
+        region = RegionSpec.model_validate_json(Path(state.region_file).read_bytes())
+        discard_arenas(region, root)
 
 
 def _lives(pid: int | None) -> bool:

@@ -23,6 +23,7 @@ import psutil
 
 from deploy.emulator.control import RelayControl
 from deploy.problems import FileError
+from deploy.region.arenas import discard_arenas
 from deploy.region.checks import check_region
 from deploy.region.loading import missing_models
 from deploy.region.plan import Kind, PlannedProcess, Planner, gateway_url
@@ -301,6 +302,8 @@ class RunningRegion:
             await self._session.close()
             self._session = None
         if self._lock is not None:
+            if self._resolved is not None:
+                discard_arenas(self._resolved.region, self._root)
             remove_leftovers(self._root)
             self._directory = None
             self._lock.release()

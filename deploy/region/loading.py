@@ -5,12 +5,12 @@ Paths in the file are relative to the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from deploy.problems import Problem
 from deploy.region.checks import check_region
-from deploy.region.spec import RegionSpec
+from deploy.region.spec import ClusterSpec, RegionSpec
 from deploy.yaml_files import parse_yaml, read_text
 
 EXPECTED = "a region file is a mapping with the keys models, clusters, links, security"
@@ -58,7 +58,19 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
     if security.tls is not None:
         files = {key: full(path) for key, path in security.tls}
         security = security.model_copy(update={"tls": security.tls.model_copy(update=files)})
-    return region.model_copy(update={"models": models, "gateway": gateway, "security": security})
+    clusters = tuple(_with_full_ssd_dirs(cluster, full) for cluster in region.clusters)
+    changes = {"models": models, "gateway": gateway, "security": security, "clusters": clusters}
+    return region.model_copy(update=changes)
+
+
+def _with_full_ssd_dirs(cluster: ClusterSpec, full: Callable[[Path], Path]) -> ClusterSpec:
+    nodes = []
+    for node in cluster.nodes:
+        if node.agent.ssd_dir is not None:
+            agent = node.agent.model_copy(update={"ssd_dir": full(node.agent.ssd_dir)})
+            node = node.model_copy(update={"agent": agent})
+        nodes.append(node)
+    return cluster.model_copy(update={"nodes": tuple(nodes)})
 
 
 def missing_models(region: RegionSpec) -> list[Problem]:

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from blake3 import blake3
+
 from deploy.emulator.control import relay_argv
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
 from deploy.processes import module_argv, module_environment
+from deploy.region.arenas import arena_name
 from deploy.region.ports import RelayPlan, ResolvedRegion, advertised_address, join_address
 from deploy.region.rundir import RunDirectory
 from deploy.region.spec import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
@@ -109,12 +112,51 @@ class Planner:
             "trusted_network": security.trusted_network,
             "transport": agent.transport,
         }
+        settings |= self._cache_settings(node)
         if security.tls is not None:
             settings |= {f"tls_{key}": str(path) for key, path in security.tls}
         return settings
 
+    def _cache_settings(self, node: NodeSpec) -> dict[str, object]:
+        agent, region = node.agent, self.resolved.region
+        if not region.caches(node):
+            return {"cache_gib": 0}
+        return {
+            "cache_gib": agent.cache_gib,
+            "arena_name": arena_name(region, node, self.directory.root),
+            "eviction": agent.eviction,
+            "placement": agent.placement,
+            "ssd_dir": None if agent.ssd_dir is None else str(agent.ssd_dir),
+            "ssd_gib": agent.ssd_gib,
+            "kv_events": {
+                instance.name: endpoints
+                for instance in node.instances
+                if (endpoints := self._kv_events(node, instance)) is not None
+            },
+        }
+
+    def _kv_events(self, node: NodeSpec, instance: RegionInstance) -> str | None:
+        """Where the engine says what its own prefix cache holds, and repeats it; None if it has
+        none, or its agent keeps no account of caches.
+
+        Unix sockets: events name prompts by their tokens, so they do not leave the host. They are
+        called by a digest, because names of instances may be longer than paths of sockets.
+        """
+        region = self.resolved.region
+        if not (region.caches(node) and region.model_of(instance).prefix_caching):
+            return None
+        digest = blake3(instance.name.encode()).hexdigest(8)
+        sockets = (self.directory.socket(f"{word}.{digest}") for word in ("kv", "replay"))
+        return ",".join(f"ipc://{socket}" for socket in sockets)
+
     def _engine(self, node: NodeSpec, instance: RegionInstance) -> PlannedProcess:
-        spec = engine_spec(self.resolved.region, node, instance, self.directory.socket(node.name))
+        spec = engine_spec(
+            self.resolved.region,
+            node,
+            instance,
+            self.directory.socket(node.name),
+            kv_events=self._kv_events(node, instance),
+        )
         process = ProcessSpec(
             name=instance.name,
             argv=spec.argv(),
@@ -136,7 +178,12 @@ class Planner:
 
 
 def engine_spec(
-    region: RegionSpec, node: NodeSpec, instance: RegionInstance, agent_socket: Path | None
+    region: RegionSpec,
+    node: NodeSpec,
+    instance: RegionInstance,
+    agent_socket: Path | None,
+    *,
+    kv_events: str | None = None,
 ) -> EngineSpec:
     """How the instance's engine is started; without a socket, as a plain engine."""
     model = region.model_of(instance)
@@ -155,6 +202,7 @@ def engine_spec(
         enforce_eager=model.enforce_eager,
         kv_space_gib=model.kv_space_gib,
         agent_socket=None if agent_socket is None else str(agent_socket),
+        kv_events=kv_events,
         args=model.args + instance.args,
         env=model.env | instance.env,
     )
@@ -174,6 +222,7 @@ def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
             ),
             threshold_tokens=gateway.threshold_tokens,
             max_body_bytes=gateway.max_body_bytes,
+            directory=gateway.directory,
         ),
         api_keys_file=gateway.api_keys_file,
         api_keys_env=gateway.api_keys_env or "",
@@ -203,6 +252,7 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
         InstanceSpec(
             name=item.name,
             agent=join_address(node.host, node.agent.control_port),
+            node=node.name,
             url=f"http://{join_address(node.host, item.port)}",
             model=region.model_of(item).name,
             role=role_of(item, cluster),

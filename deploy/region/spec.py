@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -19,10 +20,13 @@ from pydantic import (
     field_validator,
 )
 
+from deploy.gateway.config import DirectoryConfig
 from deploy.units import parse_duration, parse_rate, parse_size
+from kvmanager.pool.placement import StatePlacement
 from transport import TransportConfig
 
 ClusterKind = Literal["prefill", "pd"]
+Eviction = Literal["lru", "lfu", "length", "cost"]
 InstanceRole = Literal["prefill", "decode", "both"]
 
 
@@ -85,7 +89,9 @@ class ModelSpec(_Part):
         Annotated[int, Field(ge=1, description="KV memory of a CPU engine; leave out on a GPU")]
         | None
     ) = None
-    prefix_caching: bool = True
+    prefix_caching: Annotated[
+        bool, Field(description="in the engines and in their nodes' arenas; false: in neither")
+    ] = True
     enforce_eager: bool = False
     args: Annotated[
         tuple[str, ...], Field(description="further vLLM options; they win over the ones above")
@@ -113,7 +119,7 @@ class RegionInstance(_Part):
 
 
 class AgentSpec(_Part):
-    """The node agent of a host: its shared memory and its ports."""
+    """The node agent of a host: its shared memory, its prefix cache and its ports."""
 
     data_port: Annotated[Port, Field(description="KVCache arrives here")] = 0
     control_port: Annotated[Port, Field(description="fronts reserve landings here")] = 0
@@ -124,6 +130,28 @@ class AgentSpec(_Part):
         | None
     ) = None
     arena_dir: Annotated[Path, Field(description="where the arena's file lies")] = Path("/dev/shm")
+    keep_arena: Annotated[
+        bool, Field(description="what is cached outlives the agent, until `prfaas down`")
+    ] = True
+    cache_gib: (
+        Annotated[
+            float,
+            Field(ge=0, description="of the arena for the prefix cache at most; default all"),
+        ]
+        | None
+    ) = None
+    eviction: Annotated[Eviction, Field(description="what goes first when the cache is full")] = (
+        "lru"
+    )
+    placement: Annotated[
+        dict[str, bool | int],
+        Field(description="which boundaries keep states: ends, branches, every_tokens, ..."),
+    ] = {}
+    ssd_dir: (
+        Annotated[Path, Field(description="second tier of the cache; the node's own directory")]
+        | None
+    ) = None
+    ssd_gib: Annotated[float, Field(gt=0, description="of that at most")] | None = None
     advertise: (
         Annotated[Address, Field(description="what senders connect to, if not host:data_port")]
         | None
@@ -144,6 +172,18 @@ class AgentSpec(_Part):
         if unknown := sorted(fields.keys() - known):
             raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         TransportConfig(**fields)
+        return value
+
+    @field_validator("placement")
+    @classmethod
+    def _check_placement(cls, value: dict[str, bool | int]) -> dict[str, bool | int]:
+        known = StatePlacement.__struct_fields__
+        if unknown := sorted(value.keys() - set(known)):
+            raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        try:
+            msgspec.convert(value, StatePlacement)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from None
         return value
 
 
@@ -203,8 +243,12 @@ class GatewaySpec(_Part):
     host: str = "127.0.0.1"
     port: Port = 8000
     threshold_tokens: Annotated[
-        int, Field(ge=0, description="longer prompts go to a prefill cluster")
+        int,
+        Field(ge=0, description="prompts with more than this uncached go to a prefill cluster"),
     ] = 1024
+    directory: Annotated[
+        DirectoryConfig, Field(description="who knows what is cached where; default: the gateway")
+    ] = DirectoryConfig()
     api_keys_file: Annotated[Path, Field(description="one key a line")] | None = None
     api_keys_env: (
         Annotated[str, Field(description="environment variable with keys, comma-separated")] | None
@@ -271,6 +315,12 @@ class RegionSpec(_Part):
             if model.name == instance.model:
                 return model
         raise KeyError(instance.model)
+
+    def caches(self, node: NodeSpec) -> bool:
+        """Whether the node has a prefix cache: some model there wants one, and it has room."""
+        return node.agent.cache_gib != 0 and any(
+            self.model_of(instance).prefix_caching for instance in node.instances
+        )
 
 
 def role_of(instance: RegionInstance, cluster: ClusterSpec) -> InstanceRole:

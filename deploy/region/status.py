@@ -15,11 +15,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from deploy.cache.shares import hit_share
 from deploy.emulator.control import RelayControl, RelayError
 from deploy.emulator.faults import LinkReport
 from deploy.region.rundir import RegionState
 from deploy.region.spec import RegionSpec
-from deploy.units import format_duration, format_rate
+from deploy.units import format_age, format_bytes, format_duration, format_rate
 from kvmanager.agent.messages import StatusReply
 from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.guard import live_session_members
@@ -75,6 +76,8 @@ def render_status(status: RegionStatus) -> RenderableType:
     parts: list[RenderableType] = [title, Text(), _process_table(status)]
     if status.agents:
         parts += [Text(), _agent_table(status)]
+        if any(agent.cache is not None for agent in status.agents.values()):
+            parts += [Text(), _cache_table(status)]
     if status.links:
         parts += [Text(), _link_table(status)]
     logs = sorted({str(Path(item.log).parent) for item in state.processes})
@@ -91,8 +94,8 @@ def _process_table(status: RegionStatus) -> Table:
             item.name,
             item.kind,
             Text(state, style="green" if state == "healthy" else "red"),
-            "" if use is None else _age(use.uptime_s),
-            "" if use is None else _size(use.memory_bytes),
+            "" if use is None else format_age(use.uptime_s),
+            "" if use is None else format_bytes(use.memory_bytes),
             str(item.num_restarts or ""),
             item.address,
         )
@@ -104,13 +107,34 @@ def _agent_table(status: RegionStatus) -> Table:
     for name, agent in status.agents.items():
         table.add_row(
             name,
-            _size(agent.arena_bytes),
-            _size(agent.free_bytes),
+            format_bytes(agent.arena_bytes),
+            format_bytes(agent.free_bytes),
             _counts(agent.num_landings),
-            _size(agent.landing_bytes),
+            format_bytes(agent.landing_bytes),
             _counts(agent.num_outboxes),
-            _size(agent.outbox_bytes),
+            format_bytes(agent.outbox_bytes),
             ", ".join(sorted(engine.instance for engine in agent.engines)),
+        )
+    return table
+
+
+def _cache_table(status: RegionStatus) -> Table:
+    """What each node has cached. `hits`: share of the tokens looked up by its engines."""
+    table = _table("cache", "kv", "windows", "states", "on ssd", "in use", "prompts", "hits")
+    for name, agent in status.agents.items():
+        cache = agent.cache
+        if cache is None:
+            continue
+        in_arena = [cache.nbytes.get(f"arena/{kind}", 0) for kind in ("kv", "window", "state")]
+        on_ssd = sum(size for part, size in cache.nbytes.items() if part.startswith("ssd/"))
+        share = hit_share(cache)
+        table.add_row(
+            name,
+            *map(format_bytes, in_arena),
+            format_bytes(on_ssd),
+            format_bytes(cache.pinned_bytes),
+            str(cache.queries),
+            "" if share is None else f"{share:.0%}",
         )
     return table
 
@@ -125,9 +149,9 @@ def _link_table(status: RegionStatus) -> Table:
             name,
             format_rate(link.rate_bytes_per_s),
             format_duration(link.rtt_s),
-            _size(link.forward.out_bytes),
-            _size(link.forward.held_bytes),
-            _size(link.backward.out_bytes),
+            format_bytes(link.forward.out_bytes),
+            format_bytes(link.forward.held_bytes),
+            format_bytes(link.backward.out_bytes),
             str(link.open_connections),
             Text(", ".join(faults), style="red"),
         )
@@ -180,16 +204,3 @@ def _use(session: int) -> ProcessUse:
 
 def _counts(by_state: dict[str, int]) -> str:
     return ", ".join(f"{count} {state}" for state, count in by_state.items() if count) or "0"
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return str(nbytes)
-
-
-def _age(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -99,6 +99,49 @@ def test_agents_are_told_what_they_understand(region: RegionSpec) -> None:
     assert config.landing_gib == 0.75
     assert config.socket == Path("/run/demo/sockets/b1.sock")
     assert config.trusted_network
+    assert config.arena_name is not None
+    assert config.arena_name.startswith("demo-b1-")
+    assert config.cache_gib is None
+
+
+def test_cache_settings_reach_agent_engines_and_gateway() -> None:
+    text = EXAMPLE.read_text().replace(
+        "landing_gib: 0.75",
+        "landing_gib: 0.75, cache_gib: 0.5, eviction: cost, keep_arena: false,"
+        " ssd_dir: /ssd, ssd_gib: 2, placement: {every_tokens: 1024, dense_tokens: 8192}",
+    )
+    text = text.replace(
+        "  port: 8000\n", "  port: 8000\n  directory: {kind: grpc, target: '10.0.0.5:7400'}\n"
+    )
+    plan = planner(parse_region(text, {"MODEL": "/models/tiny"}))
+    raw = yaml.safe_load(plan.files()[Path("/run/demo/agent.b1.json")])
+    config = AgentConfig.model_validate(raw)
+    assert (config.cache_gib, config.eviction, config.arena_name) == (0.5, "cost", None)
+    assert (config.ssd_dir, config.ssd_gib) == (Path("/ssd"), 2)
+    assert config.placement.every_tokens == 1024
+    engines = {item.name: item.process.argv for item in plan.processes() if item.kind == "engine"}
+    for name in ("b1-prefill", "b1-decode"):
+        argv = list(engines[name])
+        events = json.loads(argv[argv.index("--kv-events-config") + 1])
+        told = f"{events['endpoint']},{events['replay_endpoint']}"
+        assert config.kv_events[name] == told
+        assert told.startswith("ipc:///run/demo/sockets/kv.")
+    assert len(set(config.kv_events.values())) == 2
+    file = gateway_file(plan.resolved)
+    assert file.gateway.directory.target == "10.0.0.5:7400"
+    assert [item.node for item in file.pd.instances] == ["b1", "b1"]
+
+
+def test_without_prefix_caching_agents_have_no_cache() -> None:
+    text = EXAMPLE.read_text().replace(
+        "    max_model_len: 8192\n", "    max_model_len: 8192\n    prefix_caching: false\n"
+    )
+    plan = planner(parse_region(text, {"MODEL": "/models/tiny"}))
+    raw = yaml.safe_load(plan.files()[Path("/run/demo/agent.b1.json")])
+    assert AgentConfig.model_validate(raw).cache_gib == 0
+    engine = next(item for item in plan.processes() if item.kind == "engine")
+    assert "--no-enable-prefix-caching" in engine.process.argv
+    assert "--kv-events-config" not in engine.process.argv
 
 
 def test_wildcard_gateways_are_reached_on_loopback(region: RegionSpec) -> None:

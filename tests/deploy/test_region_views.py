@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -13,11 +14,11 @@ from deploy.region.launcher import Progress
 from deploy.region.progress import LineView, TableView, progress_view
 from deploy.region.rundir import ProcessRecord, RegionState
 from deploy.region.status import ProcessUse, RegionStatus, render_status
-from kvmanager.agent.messages import EngineStatus, StatusReply
+from kvmanager.agent.messages import CacheStatus, EngineStatus, StatusReply
 
 
-def printed(value: object) -> str:
-    console = Console(file=io.StringIO(), width=200)
+def printed(value: object, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(value)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -98,6 +99,23 @@ def test_status_shows_what_is_held_and_what_is_broken() -> None:
         "logs are in /run/demo/logs",
     ):
         assert words in text
+
+
+def test_status_shows_caches_of_those_that_have_one() -> None:
+    shown = status()
+    assert "prompts" not in printed(render_status(shown))
+    cache = CacheStatus(
+        nbytes={"arena/kv": 200 << 20, "arena/state": 31 << 20, "ssd/kv": 3 << 30, "ssd/state": 0},
+        num_blocks=1000,
+        queries=12345,
+        query_tokens=1000,
+        hit_tokens={"arena": 600, "ssd": 20},
+    )
+    agents = {"b1": msgspec.structs.replace(shown.agents["b1"], cache=cache)}
+    text = printed(render_status(msgspec.structs.replace(shown, agents=agents)), width=100)
+    row = next(line for line in text.splitlines() if "62%" in line)
+    assert " ".join(row.split()) == "b1 200.0 MiB 0 31.0 MiB 3.0 GiB 0 12345 62%"
+    assert "…" not in text
 
 
 def test_status_of_a_dead_region_says_so() -> None:

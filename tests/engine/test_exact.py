@@ -1,4 +1,9 @@
-"""Greedy tokens through a region equal those of one plain engine, whatever the cache holds."""
+"""Greedy tokens through a region equal those of one plain engine, whatever the caches hold.
+
+Last comes a conversation, whose later turns compute and send only what is new, whoever died before.
+The plain engine has no cache at all. Without prefix caching the window model is served in
+`test_tensor_parallel`.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -9,12 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from conversation import NEW_TOKENS, Talk, expected_turns, kill
 from engine_region import (
     RECURRENT,
     WINDOW,
     ask_region,
     everything_is_given_back,
-    expected_answers,
     model_dir,
     prompt,
     records,
@@ -25,7 +30,9 @@ from engine_region import (
 from handoff import Handoff
 
 from deploy.demo.answers import Answer
+from deploy.demo.reference import decided_answers, plain_engine
 from deploy.demo.scenario import CHUNK_TOKENS, DemoRequest, text
+from deploy.demo.tiny_specs import MODELS
 from deploy.demo.verdict import MAX_TAIL_SHARE, MIN_EARLY_SHARE
 from deploy.region.launcher import RunningRegion
 
@@ -76,16 +83,34 @@ class Served:
     region: RunningRegion
     asked: list[DemoRequest]
     expected: dict[str, Answer]
+    talk: Talk
 
 
-_expected: dict[str, asyncio.Task[tuple[list[DemoRequest], dict[str, Answer]]]] = {}
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What one plain engine, without our connector, answers."""
+
+    asked: list[DemoRequest]
+    expected: dict[str, Answer]
+    turns: list[DemoRequest]
+    answers: list[Answer]
+
+
+async def plain_answers(path: Path, name: str, log_dir: Path) -> Plain:
+    async with plain_engine(MODELS[name], path, log_dir) as url:
+        asked, expected = await decided_answers(url, MODELS[name], requests(), lambda *_: None)
+        turns, answers = await expected_turns(url, name, NEW_TOKENS, seed=9000)
+        return Plain(asked, expected, turns, answers)
+
+
+_expected: dict[str, asyncio.Task[Plain]] = {}
 
 
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[(RECURRENT, True), (RECURRENT, False), (WINDOW, True), (WINDOW, False)],
-    ids=["recurrent-cached", "recurrent-uncached", "window-cached", "window-uncached"],
+    params=[(RECURRENT, True), (RECURRENT, False), (WINDOW, True)],
+    ids=["recurrent-cached", "recurrent-uncached", "window-cached"],
 )
 async def served(
     request: pytest.FixtureRequest, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
@@ -95,7 +120,7 @@ async def served(
     run_dir = tmp_path_factory.mktemp("r")
     if name not in _expected:
         _expected[name] = asyncio.create_task(
-            expected_answers(path, name, requests(), tmp_path_factory.mktemp("p"))
+            plain_answers(path, name, tmp_path_factory.mktemp("p"))
         )
     chunk_tokens = CHUNK_TOKENS
     if name == RECURRENT and not prefix_caching:
@@ -108,11 +133,12 @@ async def served(
         chunk_tokens=chunk_tokens,
         prefix_caching=prefix_caching,
         threshold_tokens=THRESHOLD_TOKENS,
-        local_prefill=prefix_caching,
+        local_prefill=name == RECURRENT and prefix_caching,
     )
     async with running(spec, run_dir / "region") as region:
-        asked, expected = await _expected[name]
-        yield Served(name, prefix_caching, chunk_tokens, region, asked, expected)
+        plain = await _expected[name]
+        talk = Talk(name, region, plain.turns, plain.answers)
+        yield Served(name, prefix_caching, chunk_tokens, region, plain.asked, plain.expected, talk)
 
 
 async def test_tokens_equal_a_plain_engines(served: Served) -> None:
@@ -148,6 +174,31 @@ async def test_a_long_prompt_crosses_the_link_while_it_is_prefilled(served: Serv
         if tried[-1][0] >= MIN_EARLY_SHARE and tail_share <= MAX_TAIL_SHARE:
             return
     pytest.fail(f"(share sent early, tail's share of the transfer): {tried}")
+
+
+async def test_a_second_turn_computes_and_sends_what_is_new(served: Served) -> None:
+    if not served.prefix_caching:
+        return
+    record = await served.talk.next_turn()
+    assert not record["cached_tokens"], record
+    assert not record["landing_cached_tokens"], record
+    await served.talk.assert_only_the_new(await served.talk.next_turn())
+
+
+async def test_the_cache_outlives_an_engine(served: Served) -> None:
+    if not served.prefix_caching:
+        return
+    await kill(served.region, served.region.engine("a1-prefill"))
+    await served.talk.assert_only_the_new(await served.talk.next_turn())
+
+
+async def test_the_cache_outlives_engine_and_agents(served: Served) -> None:
+    if not served.prefix_caching:
+        return
+    region = served.region
+    await kill(region, region.agent("a1"), region.agent("b1"), region.engine("a1-prefill"))
+    await served.talk.assert_only_the_new(await served.talk.next_turn())
+    await everything_is_given_back(region)
 
 
 async def transfer_record(region: RunningRegion, request_id: str) -> dict[str, Any]:

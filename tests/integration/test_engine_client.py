@@ -11,7 +11,15 @@ import pytest
 
 from kvmanager.agent.engine_client import EngineClient
 from kvmanager.agent.protocol import (
+    PROTOCOL_VERSION,
     Attach,
+    CacheCancel,
+    CacheFind,
+    CacheFound,
+    CacheFree,
+    CacheReserve,
+    CacheSlots,
+    CacheWritten,
     EngineMessage,
     Failed,
     FrameDecoder,
@@ -53,6 +61,12 @@ class Events:
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         self._note("failed", transfer_id, reason)
+
+    def on_cache_found(self, found: CacheFound) -> None:
+        self._note("found", found)
+
+    def on_cache_slots(self, slots: CacheSlots) -> None:
+        self._note("slots", slots)
 
     def next(self, timeout_s: float = 5.0) -> tuple[object, ...]:
         return self.seen.get(timeout=timeout_s)
@@ -101,11 +115,12 @@ class Peer:
             self._messages += map(decode_engine_message, self._decoder.feed(data))
         return self._messages.pop(0)
 
-    def welcome(self, *, version: int = 1) -> Hello:
+    def welcome(self, *, version: int = PROTOCOL_VERSION) -> Hello:
         hello = self.read()
         assert isinstance(hello, Hello)
         arena = self.arena
-        self.send(Welcome(arena.epoch, str(arena.path), arena.nbytes, arena.block_bytes, version))
+        where = (arena.epoch, str(arena.path), arena.nbytes, arena.block_bytes)
+        self.send(Welcome(*where, version=version))
         return hello
 
     def send(self, *messages: Welcome | Refused | Landed | Failed) -> None:
@@ -318,8 +333,39 @@ def test_callers_mistakes_answer_false(
     assert not client.ready(TID, [(-1, 5)])
     assert not client.ready(TID, [("a", 5)])  # type: ignore[list-item]
     assert not client.prefill_end(None)  # type: ignore[arg-type]
+    assert not client.cache_find(1, [b"short key"])
+    assert not client.cache_find(-1, [TID])
+    assert not client.cache_reserve(1, [TID], [(0, -1)], parent=TID)
+    assert not client.cache_reserve(1, [TID], [(0, 0)], parent=b"short")
+    assert not client.cache_written(1, [(0, 256)])
     assert client.release(TID)
     assert peer.read() == Release(TID)
+    peer.close()
+
+
+def test_the_prefix_cache_is_asked_and_answers(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    peer = connect(agent, client, events)
+    other = bytes(16)
+    assert client.cache_find(1, [TID, other])
+    assert client.cache_free(1)
+    assert client.cache_reserve(2, [TID], [(0, 0), (0, 1)], parent=other, first_block=3)
+    assert client.cache_written(2, [(0, 1)])
+    assert client.cache_written(2, [], is_last=True)
+    assert client.cache_cancel(3)
+    assert [peer.read() for _ in range(6)] == [
+        CacheFind(1, TID + other),
+        CacheFree(1),
+        CacheReserve(2, other, 3, TID, [(0, 0), (0, 1)]),
+        CacheWritten(2, 3, [(0, 1)]),
+        CacheWritten(2, 3, [], True),
+        CacheCancel(3),
+    ]
+    found = CacheFound(1, 1, 2, [(0, 0, [(5, 2)])])
+    peer.send(found, CacheSlots(2, []))
+    assert events.next() == ("found", found)
+    assert events.next() == ("slots", CacheSlots(2, []))
     peer.close()
 
 

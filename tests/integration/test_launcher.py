@@ -200,6 +200,16 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
         assert [model["id"] for model in models["data"]] == ["dummy"]
         seen_by_gateway = await fetch(f"{region.gateway_url}/prfaas/region")
         assert seen_by_gateway["links"] == {"prefill-a": "prefill-a-to-pd-b"}
+        caches = await fetch(f"{region.gateway_url}/prfaas/cache")
+        assert [(node["cluster"], node["node"], node["error"]) for node in caches["nodes"]] == [
+            ("pd-b", "b1", ""),
+            ("prefill-a", "a1", ""),
+        ]
+        kept = {path.name for path in (dummy_vllm / "arenas").glob("*.arena")}
+        assert {name.rpartition("-")[0] for name in kept} == {
+            "prfaas-kept-test-a1",
+            "prfaas-kept-test-b1",
+        }
 
         gateway_file = json.loads(region.directory.gateway_file.read_text())
         (endpoints,) = [source["endpoints"] for source in gateway_file["prefill"]]

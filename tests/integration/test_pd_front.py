@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvmanager.agent.messages import CacheModel
 from kvmanager.engines.instances import InstancesConfig, InstanceSpec
 from kvmanager.engines.jobs import PrefillJob
 from kvmanager.engines.prefill_run import RunnerConfig
@@ -123,6 +124,8 @@ async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig:
             "arena_epoch": "e1",
             "runs": [[0, 2], [5, 1]],
             "layout_fingerprint": slot.landing.layout_fingerprint,
+            "cached_tokens": 0,
+            "cached_runs": [],
         }
     }
     assert rig.front.has_prefill_instances
@@ -137,6 +140,37 @@ async def test_slots_go_to_the_least_loaded_decoder(rig: Rig) -> None:
     rig.engines["d0"].waiting = 3
     await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 3)
     assert (await rig.reserve()).instance == "d1"
+
+
+async def test_what_a_node_has_cached_draws_requests_and_is_not_sent(rig: Rig) -> None:
+    preferred = rig.nodes[1]
+    preferred.cached_tokens = 4
+    keys = bytes(range(48))
+    digest = prefill_job(1).landing.token_digest
+    slot = await rig.front.reserve(
+        8, digest, "r1", block_keys=keys, prefer_nodes=["10.0.0.9:1", preferred.target]
+    )
+    assert slot.instance == "d1"
+    assert preferred.landings[slot.landing.transfer_id].block_keys == keys
+    assert slot.landing.cached_tokens == 4
+    params = slot.kv_transfer_params["prfaas"]
+    assert (params["cached_tokens"], params["cached_runs"]) == (4, [[[9, 1]]])
+    target = await rig.front.direct("r2", prefer_nodes=[preferred.target])
+    assert target.instance == "d1"
+    assert "cached" in target.reason
+
+
+async def test_reports_say_where_and_how_prompts_are_cached(rig: Rig) -> None:
+    model = CacheModel("ab" * 16, 64, [(0, 4096, 0)])
+    rig.nodes[0].cache_model = model
+
+    async with asyncio.timeout(5):
+        while (await rig.front.report()).instances[0].cache is None:
+            await asyncio.sleep(0.01)
+    reports = {item.name: item for item in (await rig.front.report()).instances}
+    assert reports["d0"].cache == model
+    assert reports["d0"].node == rig.nodes[0].target == reports["d0"].node_name
+    assert reports["d1"].cache is None
 
 
 async def test_a_full_node_leads_to_the_other_and_two_to_no_room(rig: Rig) -> None:

@@ -128,6 +128,7 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
         "attempt": 1,
         "runs": [[0, 1]],
         "layout_fingerprint": "ab" * 32,
+        "cached_tokens": 0,
     }
     assert rig.num_outboxes == 0
 

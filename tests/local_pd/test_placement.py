@@ -1,6 +1,12 @@
 """Choices inside a local PD cluster, each with its reason."""
 
-from local_pd.placement import InstanceView, choose_direct, choose_prefill, decode_order
+from local_pd.placement import (
+    Affinity,
+    InstanceView,
+    choose_direct,
+    choose_prefill,
+    decode_order,
+)
 
 
 def view(name: str, role: str = "both", **changes: object) -> InstanceView:
@@ -75,3 +81,48 @@ def test_full_prefill_instances_are_a_reason_to_decode_without_them() -> None:
 def test_any_model_will_do_when_none_is_named() -> None:
     assert choose_direct([view("d0", model="other")], "").name == "d0"
     assert choose_direct([view("d0", model="")], "m").name == "d0"
+
+
+def test_nodes_that_have_the_prefix_come_first_while_they_are_not_much_busier() -> None:
+    views = [
+        view("d0", "decode", node="n0", num_requests=1),
+        view("d1", "decode", node="n1", num_requests=5),
+        view("d2", "decode", node="n2", num_requests=4),
+    ]
+    order = decode_order(views, "m", Affinity(("n1", "n2")))
+    assert order.names == ("d1", "d2", "d0")
+    assert "cached at n1" in order.reason
+    busy = [*views[:1], view("d1", "decode", node="n1", num_requests=6), views[2]]
+    order = decode_order(busy, "m", Affinity(("n1", "n2")))
+    assert order.names == ("d2", "d0", "d1")
+    assert "cached at n2" in order.reason
+    order = decode_order(busy, "m", Affinity(("n1",), slack=1))
+    assert order.names == ("d0", "d2", "d1")
+    assert "over 1 more" in order.reason
+
+
+def test_a_preferred_node_serves_whole_but_not_on_its_prefill_instance() -> None:
+    views = [
+        view("d0", node="n0"),
+        view("d1", node="n1", num_requests=3),
+        view("p1", "prefill", node="n1"),
+    ]
+    choice = choose_direct(views, "m", Affinity(("n1",)))
+    assert choice.name == "d1"
+    assert choice.reason == "3 requests, part of the prompt is cached at n1"
+    choice = choose_direct(views, "m", Affinity(("n9",)))
+    assert choice.name == "d0"
+    assert "no instance" in choice.reason
+
+
+def test_a_local_prefill_goes_where_part_of_it_is_cached_if_there_is_room() -> None:
+    views = [
+        view("p0", "prefill", node="n0"),
+        view("p1", "prefill", node="n1", num_prefills=3, prefill_tokens=9000),
+    ]
+    choice = choose_prefill(views, "m", prefer=["n1"])
+    assert choice.name == "p1"
+    assert "cached there" in choice.reason
+    assert choose_prefill(views, "m", prefer=["p1"]).name == "p1"
+    full = [views[0], view("p1", "prefill", node="n1", num_prefills=4)]
+    assert choose_prefill(full, "m", prefer=["n1"]).name == "p0"

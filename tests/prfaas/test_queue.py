@@ -45,6 +45,20 @@ def test_the_instance_with_fewest_tokens_under_way_wins() -> None:
     assert q.submit(job("c", num_tokens=100), 0.0) == [Start("c", "p1", 0.0, 1)]
 
 
+def test_a_job_goes_where_part_of_its_prompt_is_cached_if_there_is_room() -> None:
+    q = queue(view("p0", node="n0"), view("p1", node="n1"), view("p2", node="n2"))
+
+    def start(key: str, *prefer: str) -> str:
+        (effect,) = q.submit(QueuedJob(key, "m", 0, 100, prefer), 0.0)
+        assert isinstance(effect, Start)
+        return effect.instance
+
+    assert start("by node", "n9", "n2", "n1") == "p2"
+    assert start("no room there", "n2", "p1") == "p1"
+    assert start("no room at all", "n2", "n1") == "p0"
+    q.check_invariants()
+
+
 def test_equal_instances_take_turns() -> None:
     q = queue(view("p0"), view("p1"))
     used = []

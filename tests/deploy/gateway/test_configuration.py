@@ -8,7 +8,7 @@ import yaml
 from pydantic import SecretStr, ValidationError
 
 from deploy.gateway.config import GatewayConfig
-from deploy.gateway.file import GatewayFileError, load_gateway_file
+from deploy.gateway.file import GatewayFile, GatewayFileError, build_caches, load_gateway_file
 
 
 def test_configuration_errors_name_the_key() -> None:
@@ -20,6 +20,9 @@ def test_configuration_errors_name_the_key() -> None:
         {"models": models * 2},
         {"models": models, "report_interval_s": 5, "report_stale_s": 5},
         {"models": models, "timeouts": {"drain_s": float("inf")}},
+        {"models": models, "directory": {"kind": "grpc"}},
+        {"models": models, "directory": {"kind": "redis", "target": "x:1"}},
+        {"models": models, "directory": {"target": "x:1"}},
     ):
         with pytest.raises(ValidationError):
             GatewayConfig.model_validate(odd)
@@ -79,3 +82,29 @@ def test_a_key_file_without_keys_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# nothing\n")
     with pytest.raises(GatewayFileError, match="no API key"):
         load_gateway_file(write(tmp_path, minimal(api_keys_file=str(tmp_path / "keys"))))
+
+
+@pytest.mark.parametrize(
+    "directory",
+    [
+        {},
+        {"kind": "grpc", "target": "127.0.0.1:1"},
+        {"kind": "redis", "url": "redis://127.0.0.1:1/0"},
+    ],
+)
+async def test_a_directory_of_every_kind_is_made_as_told(directory: dict[str, str]) -> None:
+    file = GatewayFile.model_validate(
+        minimal(gateway={"models": [{"name": "tiny"}], "directory": directory})
+    )
+    caches = build_caches(file)
+    assert caches.targets == {}
+    await caches.close()
+
+
+def test_a_wrong_url_of_a_directory_is_named() -> None:
+    directory = {"kind": "redis", "url": "nowhere"}
+    file = GatewayFile.model_validate(
+        minimal(gateway={"models": [{"name": "tiny"}], "directory": directory})
+    )
+    with pytest.raises(GatewayFileError, match=r"gateway\.directory\.url"):
+        build_caches(file)

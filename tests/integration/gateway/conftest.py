@@ -15,8 +15,10 @@ import pytest
 from aiohttp import web
 
 from deploy.gateway.app import Gateway
+from deploy.gateway.caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
 from deploy.gateway.server import start_server
+from kvmanager.agent.messages import CacheModel
 from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.jobs import (
     ClusterReport,
@@ -193,6 +195,10 @@ class FakePd:
         self.reports_landings = True
         self.released: list[str] = []
         self.num_reserved = 0
+        self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
+        self.direct_preferences: list[tuple[str, ...]] = []
+        self.cache_model: CacheModel | None = None
+        self.cached_tokens = 0
         self.is_full = False
         self.down: set[str] = set()
         self.reserving = asyncio.Event()
@@ -205,8 +211,16 @@ class FakePd:
         return self.prefill is not None
 
     async def reserve(
-        self, num_tokens: int, token_digest: str, request_id: str, model: str = ""
+        self,
+        num_tokens: int,
+        token_digest: str,
+        request_id: str,
+        model: str = "",
+        *,
+        block_keys: bytes = b"",
+        prefer_nodes: Sequence[str] = (),
     ) -> DecodeSlot:
+        self.reserved_with.append((block_keys, tuple(prefer_nodes)))
         self.reserving.set()
         await self.reserve_gate.wait()
         if self.is_full:
@@ -219,8 +233,9 @@ class FakePd:
         landing = Landing(
             transfer_id=transfer_id,
             token="ab" * 32,
-            nbytes=num_tokens * 512,
+            nbytes=(num_tokens - self.cached_tokens) * 512,
             num_tokens=num_tokens,
+            cached_tokens=self.cached_tokens,
             host="127.0.0.1",
             port=7100,
             layout_fingerprint="cd" * 32,
@@ -261,8 +276,14 @@ class FakePd:
         self.engines[slot.instance].tell(transfer_id, "recomputed")
 
     async def direct(
-        self, request_id: str, model: str = "", exclude: Sequence[str] = ()
+        self,
+        request_id: str,
+        model: str = "",
+        exclude: Sequence[str] = (),
+        *,
+        prefer_nodes: Sequence[str] = (),
     ) -> DirectTarget:
+        self.direct_preferences.append(tuple(prefer_nodes))
         usable = self._usable()
         engine = next((item for item in usable if item.name not in exclude), usable[0])
         return DirectTarget(instance=engine.name, engine_url=engine.url)
@@ -273,7 +294,7 @@ class FakePd:
 
     async def report(self) -> ClusterReport:
         instances = [
-            report("both", engine.name, engine.name not in self.down)
+            report("both", engine.name, engine.name not in self.down, self.cache_model)
             for engine in self.engines.values()
         ]
         if self.prefill is not None:
@@ -363,7 +384,8 @@ class FakePrefill:
     async def close(self) -> None: ...
 
 
-def report(role: Any, name: str, healthy: bool) -> InstanceReport:
+def report(role: Any, name: str, healthy: bool, cache: CacheModel | None = None) -> InstanceReport:
+    """Every instance has a node of its own name, whose agent is at NAME:1."""
     return InstanceReport(
         name=name,
         role=role,
@@ -372,6 +394,9 @@ def report(role: Any, name: str, healthy: bool) -> InstanceReport:
         draining=False,
         running=0,
         max_concurrent=4,
+        node=f"{name}:1",
+        node_name=name,
+        cache=cache,
     )
 
 
@@ -431,12 +456,18 @@ class Region:
 
 @asynccontextmanager
 async def open_region(
-    *, num_engines: int = 1, prefill: Sequence[str] = ("far",), **config: Any
+    *,
+    num_engines: int = 1,
+    prefill: Sequence[str] = ("far",),
+    caches: RegionCaches | None = None,
+    cache_model: CacheModel | None = None,
+    **config: Any,
 ) -> AsyncIterator[Region]:
     engines = [FakeEngine(f"d{index}") for index in range(num_engines)]
     for engine in engines:
         await engine.start()
     pd = FakePd(engines)
+    pd.cache_model = cache_model
     clusters = {name: FakePrefill(name, pd) for name in prefill}
     settings: dict[str, Any] = {
         "port": 0,
@@ -447,7 +478,7 @@ async def open_region(
         "report_stale_s": 2.0,
         "timeouts": TimeoutConfig(result_grace_s=0.5, drain_s=5.0, cluster_s=2.0),
     }
-    gateway = Gateway(GatewayConfig(**(settings | config)), pd, clusters)
+    gateway = Gateway(GatewayConfig(**(settings | config)), pd, clusters, caches=caches)
     runner = await start_server(gateway)
     host, port = runner.addresses[0][:2]
     try:

@@ -1,0 +1,1 @@
+"""`prfaas cache`: what a region has cached, as its gateway knows it."""

@@ -1,0 +1,233 @@
+"""What the region has cached of one prompt: its block keys, who holds them, what that spares whom.
+
+A prompt's keys are those of all full blocks before its last token, which is always computed where
+decoding happens. What is held is told by nodes; what a cluster is spared is what its best node
+holds, of the nodes whose engines could use it:
+
+    local       nodes of the PD cluster that decode: the longest prefix one of them can resume
+    prefill     nodes of each prefill cluster: the same
+    landing     nodes of the PD cluster that decode: leading blocks whose KV need not be sent
+
+Pure but for `prompt_keys`, which hashes long prompts on another thread. Does not know directories,
+routes or requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from kvmanager.agent.messages import CacheModel
+from kvmanager.directory.messages import NodeCoverage
+from kvmanager.engines.jobs import ClusterReport, InstanceReport
+from kvmanager.hashing import block_keys, join_keys, root_key
+from kvmanager.pool.shape import PartKind
+from scheduler.routing import RequestShape
+
+_LONG_PROMPT_TOKENS: Final = 16384
+"""Shorter ones take the event loop less time to hash than to hand to a thread and back."""
+
+
+Nodes: TypeAlias = Mapping[str, str]
+
+_NONE: Final[Nodes] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKeys:
+    """The keys of a prompt's full blocks under `model`, in order; `root` comes before them."""
+
+    model: CacheModel
+    root: bytes
+    blocks: tuple[bytes, ...]
+
+    @property
+    def joined(self) -> bytes:
+        """As node agents take them."""
+        return join_keys((self.root, *self.blocks)) if self.blocks else b""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlaces:
+    """The nodes that serve one model, by what they can do: name in the directory -> control
+    address of the node agent.
+
+    `model` None: none of them caches it, or nobody has said so yet.
+    """
+
+    pd_cluster: str = ""
+    model: CacheModel | None = None
+    decode_nodes: Nodes = field(default_factory=lambda: _NONE)
+    hand_off_nodes: Nodes = field(default_factory=lambda: _NONE)
+    prefill_nodes: Mapping[str, Nodes] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrompt:
+    """What is known to be cached of one prompt. The default: nothing, and no keys either."""
+
+    keys: PromptKeys | None = None
+    places: CachePlaces = CachePlaces()
+    coverage: tuple[NodeCoverage, ...] = ()
+
+    @property
+    def block_keys(self) -> bytes:
+        """For the landing, b"" without a cache."""
+        return self.keys.joined if self.keys is not None else b""
+
+    @property
+    def local_tokens(self) -> int:
+        """What the PD cluster is spared on its best node."""
+        return self._tokens(_most(self._at(self._pd, self.places.decode_nodes), _usable))
+
+    @property
+    def landing_tokens(self) -> int:
+        """What need not be sent to the decode node that holds most of it."""
+        return self._tokens(_most(self._at(self._pd, self.places.decode_nodes), _kv))
+
+    @property
+    def prefill_tokens(self) -> dict[str, int]:
+        """What each prefill cluster is spared on its best node."""
+        return {
+            cluster: self._tokens(_most(self._at(cluster, nodes), _usable))
+            for cluster, nodes in self.places.prefill_nodes.items()
+        }
+
+    def landing_nodes(self) -> tuple[str, ...]:
+        """Agents of decode nodes that hold leading blocks, most first."""
+        return self._best_first(self._pd, self.places.decode_nodes, _kv)
+
+    def direct_nodes(self) -> tuple[str, ...]:
+        """Agents of decode nodes that can resume part of it, longest first."""
+        return self._best_first(self._pd, self.places.decode_nodes, _usable)
+
+    def computing_nodes(self, cluster: str | None) -> tuple[str, ...]:
+        """Agents of a prefill cluster's nodes, or with None of those of the PD cluster that prefill
+        for others, which can resume part of it, longest first.
+        """
+        if cluster is None:
+            return self._best_first(self._pd, self.places.hand_off_nodes, _usable)
+        return self._best_first(cluster, self.places.prefill_nodes.get(cluster, _NONE), _usable)
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """What a transfer is spared when the KV of these tokens is at the landing already."""
+        model = self.places.model
+        if model is None:
+            return 0
+        per_block = sum(nbytes for kind, nbytes, _ in model.parts if kind == PartKind.KV)
+        return per_block * num_tokens // model.block_tokens
+
+    def shape(self, shape: RequestShape) -> RequestShape:
+        """`shape` with what is known here."""
+        if not self.coverage:
+            return shape
+        return replace(
+            shape,
+            local_cached_tokens=self.local_tokens,
+            prefill_cached_tokens=MappingProxyType(self.prefill_tokens),
+            landing_cached_tokens=self.landing_tokens,
+        )
+
+    @property
+    def _pd(self) -> str:
+        return self.places.pd_cluster
+
+    def _at(self, cluster: str, nodes: Nodes) -> list[NodeCoverage]:
+        return [item for item in self.coverage if item.cluster == cluster and item.node in nodes]
+
+    def _best_first(
+        self, cluster: str, nodes: Nodes, measure: Callable[[NodeCoverage], int]
+    ) -> tuple[str, ...]:
+        holding = [item for item in self._at(cluster, nodes) if measure(item) > 0]
+        holding.sort(key=lambda item: (-measure(item), item.node))
+        return tuple(nodes[item.node] for item in holding)
+
+    def _tokens(self, num_blocks: int) -> int:
+        return num_blocks * (self.keys.model.block_tokens if self.keys is not None else 0)
+
+
+async def prompt_keys(
+    model: CacheModel, prompt_token_ids: Sequence[int], tenant: str
+) -> PromptKeys | None:
+    """The keys of a whole prompt's blocks, the last token left out; None when it has no full block.
+
+    Raises ValueError for token ids that are none.
+    """
+    prefix = prompt_token_ids[:-1]
+    if len(prefix) < model.block_tokens:
+        return None
+    root = root_key(bytes.fromhex(model.namespace), tenant=tenant)
+    if len(prefix) > _LONG_PROMPT_TOKENS:
+        keys = await asyncio.to_thread(block_keys, prefix, model.block_tokens, root)
+    else:
+        keys = block_keys(prefix, model.block_tokens, root)
+    return PromptKeys(model, root, tuple(keys))
+
+
+def places_of(
+    pd: ClusterReport | None,
+    prefill: Mapping[str, ClusterReport | None],
+    model: str,
+    *,
+    is_only_model: bool = False,
+) -> CachePlaces:
+    """Where prompts for `model` may be cached, by the latest reports. The PD cluster's engines say
+    how: those of a prefill cluster that cache it otherwise could not send it there either.
+
+    Unless it `is_only_model`, instances that do not say what they serve are left out: the name may
+    be an adapter's, whose KVCache has other keys.
+    """
+    if pd is None:
+        return CachePlaces()
+
+    def serving(report: ClusterReport) -> list[InstanceReport]:
+        return [
+            instance
+            for instance in report.instances
+            if serves(instance, model) and (is_only_model or not model or instance.model)
+        ]
+
+    decoding = [item for item in serving(pd) if item.role != "prefill"]
+    handing = [item for item in serving(pd) if item.role == "prefill"]
+    caches = (item.cache for item in (*decoding, *handing))
+    return CachePlaces(
+        pd_cluster=pd.name,
+        model=next((cache for cache in caches if cache is not None), None),
+        decode_nodes=_nodes(decoding or handing),
+        hand_off_nodes=_nodes(handing),
+        prefill_nodes=MappingProxyType(
+            {
+                name: _nodes(serving(report))
+                for name, report in prefill.items()
+                if report is not None
+            }
+        ),
+    )
+
+
+def serves(instance: InstanceReport, model: str) -> bool:
+    """Whether requests for `model` may be given to the instance."""
+    is_model = not model or not instance.model or instance.model == model
+    return is_model and instance.healthy and not instance.draining
+
+
+def _nodes(instances: Iterable[InstanceReport]) -> Nodes:
+    return MappingProxyType(
+        {item.node_name or item.node: item.node for item in instances if item.node}
+    )
+
+
+def _usable(item: NodeCoverage) -> int:
+    return item.usable_blocks
+
+
+def _kv(item: NodeCoverage) -> int:
+    # Memory of engines cannot be built on by a landing.
+    return item.pool.kv_blocks
+
+
+def _most(coverage: Iterable[NodeCoverage], measure: Callable[[NodeCoverage], int]) -> int:
+    return max(map(measure, coverage), default=0)

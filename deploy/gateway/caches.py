@@ -1,0 +1,138 @@
+"""The gateway's way to what the region has cached: the directory, and the node agents themselves.
+
+Owns the directory's reader and one connection to every agent that reports name. Does not know
+requests or what the answers are used for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final, Literal, Protocol, TypeVar
+
+from deploy.gateway.cached import CachedPrompt, CachePlaces, prompt_keys
+from kvmanager.agent.messages import ListCacheReply, StatusReply
+from kvmanager.directory.messages import NodeName, NodeState, ResumeRule
+from kvmanager.directory.reader import DirectoryReader
+from kvmanager.engines.cache_control import CacheControl
+from kvmanager.engines.jobs import ClusterReport
+from kvmanager.rpc import RpcError
+
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+Order = Literal["hits", "size", "recent"]
+
+_AGENT_TIMEOUT_S: Final = 3.0
+
+T = TypeVar("T")
+
+
+class CacheAgent(Protocol):
+    """What is asked of a node agent; `kvmanager.engines.agent_control.AgentControl` is one."""
+
+    async def status(self, timeout_s: float) -> StatusReply: ...
+
+    async def list_cache(self, limit: int, order: Order, timeout_s: float) -> ListCacheReply: ...
+
+    async def close(self) -> None: ...
+
+
+Follow = Callable[[Mapping[NodeName, str]], Awaitable[None]]
+"""Makes a directory follow the agents at these control addresses, and no others any more."""
+
+
+class RegionCaches:
+    """What the region has cached, for one gateway. `watch` it before asking."""
+
+    def __init__(
+        self,
+        directory: DirectoryReader,
+        open_agent: Callable[[str], CacheAgent],
+        follow: Follow | None = None,
+        *,
+        open_control: Callable[[str], CacheControl] = CacheControl,
+    ) -> None:
+        """`open_agent` makes a client of the agent at a control address, to be closed here, and
+        `open_control` one that moves what it has cached, for others. `follow` is given by a
+        directory that has to be told whom to ask.
+        """
+        self.directory = directory
+        self.open_control = open_control
+        self._open_agent = open_agent
+        self._follow = follow
+        self._targets: Mapping[NodeName, str] = {}
+        self._agents: dict[str, CacheAgent] = {}
+        self._watching = asyncio.Lock()
+
+    @property
+    def targets(self) -> Mapping[NodeName, str]:
+        """The nodes that were reported last, with their agents' control addresses."""
+        return self._targets
+
+    async def watch(self, report: ClusterReport) -> None:
+        """Take the nodes of `report` for that cluster's. One without instances is of a front that
+        cannot be asked, which says nothing about its nodes.
+        """
+        found = {
+            NodeName(report.name, item.node_name or item.node): item.node
+            for item in report.instances
+            if item.node
+        }
+        async with self._watching:
+            kept = {name: at for name, at in self._targets.items() if name.cluster != report.name}
+            if found and (targets := kept | found) != self._targets:
+                self._targets = targets
+                if self._follow is not None:
+                    await self._follow(targets)
+
+    async def look_up(
+        self, places: CachePlaces, prompt_token_ids: Sequence[int], tenant: str
+    ) -> CachedPrompt:
+        """Who has what of a prompt of `tenant` (its cache_salt). Never raises: nothing is known of
+        a prompt that cannot be hashed, and its engine will say what is wrong with it.
+        """
+        if places.model is None:
+            return CachedPrompt(places=places)
+        try:
+            rule = ResumeRule.of_model(places.model)
+            keys = await prompt_keys(places.model, prompt_token_ids, tenant)
+        except ValueError as error:
+            logger.warning("no block keys for a prompt: %s", error)
+            return CachedPrompt(places=places)
+        if keys is None:
+            return CachedPrompt(places=places)
+        return CachedPrompt(keys, places, tuple(await self.directory.match(rule, keys.blocks)))
+
+    async def nodes(self) -> list[NodeState]:
+        """What the directory knows of every node."""
+        return await self.directory.nodes()
+
+    async def statuses(self) -> dict[NodeName, StatusReply | str]:
+        """Every agent's status, or why there is none."""
+        return await self._ask_all(lambda agent: agent.status(_AGENT_TIMEOUT_S))
+
+    async def prefixes(self, limit: int, order: Order) -> dict[NodeName, ListCacheReply | str]:
+        """The first `limit` prefixes of every agent, or why there are none."""
+        return await self._ask_all(lambda agent: agent.list_cache(limit, order, _AGENT_TIMEOUT_S))
+
+    async def close(self) -> None:
+        """Close the directory and all connections. Idempotent."""
+        await self.directory.close()
+        agents = list(self._agents.values())
+        self._agents.clear()
+        await asyncio.gather(*(agent.close() for agent in agents))
+
+    async def _ask_all(self, ask: Callable[[CacheAgent], Awaitable[T]]) -> dict[NodeName, T | str]:
+        async def one(target: str) -> T | str:
+            agent = self._agents.get(target)
+            if agent is None:
+                agent = self._agents[target] = self._open_agent(target)
+            try:
+                return await ask(agent)
+            except RpcError as error:
+                return error.message
+
+        targets = dict(self._targets)
+        answers = await asyncio.gather(*map(one, targets.values()))
+        return dict(zip(targets, answers, strict=True))

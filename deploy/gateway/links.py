@@ -1,0 +1,258 @@
+"""The gateway's view of the region's links: follows what all node agents say of their paths.
+
+One task for each agent asks what is new (`WatchLinks`), so a change of condition is here a round
+trip after it was seen. An agent that does not answer keeps its last words, which grow older. Paths
+are joined to links by where they lead: every agent says where it receives, and the region's file
+says which detours lead there. Agents that ask for a probe of an idle path get one, one at a time.
+
+Does not know requests, nor what is decided from a link's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
+
+import msgspec
+
+from deploy.gateway.region_link import HeardPath, LinkNow, RegionLink
+from kvmanager.agent.link_messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
+from kvmanager.agent.messages import ProbeLandingReply
+from kvmanager.directory.messages import NodeName
+from kvmanager.engines.jobs import ClusterReport
+from kvmanager.engines.link_client import probe_link
+from kvmanager.rpc import RpcError
+from transport.backoff import Backoff
+
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+POLL_S: Final = 2.0
+"""How long an agent without news may keep its answer back."""
+FIRST_RETRY_S: Final = 0.2
+MAX_RETRY_S: Final = 5.0
+LEAST_BETWEEN_S: Final = 0.05
+"""Between two questions to one agent."""
+PROBE_PAUSE_S: Final = 2.0
+"""After a probe: two at a time through one link would each see a part of it."""
+
+
+class LinkAgent(Protocol):
+    """What is asked of a node agent; `kvmanager.engines.link_client.LinkClient` is one. Methods
+    raise RpcError.
+    """
+
+    async def watch(self, request: WatchLinks) -> LinkFeed: ...
+
+    async def open_landing(self, nbytes: int) -> ProbeLandingReply: ...
+
+    async def send(
+        self, landing: ProbeLandingReply, nbytes: int, host: str, port: int
+    ) -> SendLinkProbeReply: ...
+
+    async def end_landing(self, transfer_id: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class LinkPath(msgspec.Struct, frozen=True):
+    """One agent's connections to one endpoint. `to`: the node there, "" if it is not known."""
+
+    agent: str
+    to: str
+    view: LinkView
+    heard_age_s: float
+
+
+class LinksOverview(msgspec.Struct, frozen=True):
+    """All links of the region, the paths they are made of, and why agents could not be asked."""
+
+    links: list[LinkNow]
+    paths: list[LinkPath]
+    errors: dict[str, str] = {}
+
+
+class _Agent:
+    """One followed agent."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.feed: LinkFeed | None = None
+        self.heard_s = 0.0
+        self.error = ""
+        self.task: asyncio.Task[None] | None = None
+
+
+class RegionLinks:
+    """See the module docstring. `watch` it with the clusters' reports."""
+
+    def __init__(
+        self,
+        connect: Callable[[str], LinkAgent],
+        *,
+        names: Mapping[tuple[str, str], str] | None = None,
+        detours: Mapping[str, Mapping[str, str]] | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`connect` makes a client of the agent at a control address, to be closed here.
+
+        `names`: what operators call a link, by the clusters it leads from and to. `detours`: by
+        sending cluster, address that a receiving agent advertises -> what is connected to instead.
+        """
+        self._connect = connect
+        self._names = dict(names or {})
+        self._advertised = {
+            source: {dialled: advertised for advertised, dialled in pairs.items()}
+            for source, pairs in (detours or {}).items()
+        }
+        self._clock_s = clock_s
+        self._agents: dict[NodeName, _Agent] = {}
+        self._nodes_at: dict[str, NodeName] = {}  # by where they receive
+        self._links: dict[tuple[str, str], RegionLink] = {}
+        self._probing: asyncio.Task[None] | None = None
+        for source, target in self._names:
+            self._link(source, target)
+
+    async def watch(self, report: ClusterReport) -> None:
+        """Follow the nodes of `report` for that cluster's. One without instances is of a front that
+        cannot be asked, which says nothing about its nodes.
+        """
+        found = {
+            NodeName(report.name, item.node_name or item.node): item.node
+            for item in report.instances
+            if item.node
+        }
+        if not found:
+            return
+        for name, agent in list(self._agents.items()):
+            if name.cluster == report.name and found.get(name) != agent.target:
+                del self._agents[name]
+                self._nodes_at = {at: node for at, node in self._nodes_at.items() if node != name}
+                await _ended(agent.task)
+        for name, target in found.items():
+            if name not in self._agents:
+                agent = self._agents[name] = _Agent(target)
+                agent.task = asyncio.create_task(self._follow(name, agent), name=f"links of {name}")
+
+    def now(self, source: str, target: str) -> LinkNow:
+        """The link from cluster to cluster; one that nobody has used says so."""
+        return self._now(self._link(source, target))
+
+    def overview(self) -> LinksOverview:
+        """GET /prfaas/links."""
+        now_s = self._clock_s()
+        paths = [path for name in self._agents for path in self._paths(name)]
+        return LinksOverview(
+            links=[self._now(link) for _, link in sorted(self._links.items())],
+            paths=[
+                LinkPath(path.agent, path.to, path.view, max(0.0, now_s - path.heard_s))
+                for path in paths
+            ],
+            errors={str(name): agent.error for name, agent in self._agents.items() if agent.error},
+        )
+
+    async def close(self) -> None:
+        """Follow nobody any more. Idempotent."""
+        agents = list(self._agents.values())
+        self._agents.clear()
+        probing, self._probing = self._probing, None
+        await asyncio.gather(_ended(probing), *(_ended(agent.task) for agent in agents))
+
+    def _now(self, link: RegionLink) -> LinkNow:
+        now_s = self._clock_s()
+        heard = [
+            agent.heard_s
+            for name, agent in self._agents.items()
+            if name.cluster == link.source and agent.feed is not None
+        ]
+        return link.now(now_s, max(0.0, now_s - max(heard)) if heard else None)
+
+    async def _follow(self, name: NodeName, agent: _Agent) -> None:
+        client, backoff = self._connect(agent.target), Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+        try:
+            while True:
+                seq = 0 if agent.feed is None or agent.error else agent.feed.seq
+                request = WatchLinks(after_seq=seq, timeout_s=POLL_S, sends_probes=True)
+                try:
+                    self._take(name, agent, await client.watch(request))
+                except RpcError as error:
+                    if not agent.error:
+                        logger.warning("%s: its links are not known now: %s", name, error)
+                    agent.error = error.message
+                except Exception as error:
+                    # Whatever one answer sets off here, the agent must still be followed.
+                    logger.exception("%s: following its links failed", name)
+                    agent.error = repr(error)
+                else:
+                    agent.error, backoff = "", Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+                await asyncio.sleep(backoff.after(0.0) if agent.error else LEAST_BETWEEN_S)
+        finally:
+            await client.close()
+
+    def _take(self, name: NodeName, agent: _Agent, feed: LinkFeed) -> None:
+        """Take in what an agent said."""
+        agent.feed, agent.heard_s = feed, self._clock_s()
+        self._nodes_at[feed.data_endpoint] = name
+        by_link: dict[tuple[str, str], list[HeardPath]] = {}
+        for other in self._agents:
+            if other.cluster == name.cluster:
+                for path in self._paths(other):
+                    target = path.to.partition("/")[0]
+                    if target:
+                        by_link.setdefault((name.cluster, target), []).append(path)
+        for key, paths in by_link.items():
+            self._link(*key).observe(paths, self._clock_s())
+        self._send_probes(name, agent, feed)
+
+    def _paths(self, name: NodeName) -> list[HeardPath]:
+        agent = self._agents[name]
+        return [
+            HeardPath(str(name), self._leads_to(name.cluster, view.endpoint), view, agent.heard_s)
+            for view in (agent.feed.links if agent.feed is not None else ())
+        ]
+
+    def _leads_to(self, source: str, endpoint: str) -> str:
+        """The node behind an endpoint, "cluster/node"; "" when no agent says that it is there."""
+        node = self._node_at(source, endpoint)
+        return "" if node is None else str(node)
+
+    def _node_at(self, source: str, endpoint: str) -> NodeName | None:
+        advertised = self._advertised.get(source, {}).get(endpoint, endpoint)
+        return self._nodes_at.get(advertised)
+
+    def _link(self, source: str, target: str) -> RegionLink:
+        key = source, target
+        if key not in self._links:
+            self._links[key] = RegionLink(source, target, self._names.get(key, ""))
+        return self._links[key]
+
+    def _send_probes(self, name: NodeName, agent: _Agent, feed: LinkFeed) -> None:
+        for view in feed.links:
+            node = self._node_at(name.cluster, view.endpoint)
+            receiver = None if node is None else self._agents.get(node)
+            if not view.probe_bytes or receiver is None:
+                continue
+            if self._probing is None or self._probing.done():
+                self._probing = asyncio.create_task(
+                    self._probe(agent.target, receiver.target, view), name="probe a link"
+                )
+
+    async def _probe(self, sender: str, receiver: str, view: LinkView) -> None:
+        host, _, port = view.endpoint.rpartition(":")
+        clients = self._connect(sender), self._connect(receiver)
+        try:
+            reply = await probe_link(*clients, view.probe_bytes, host.strip("[]"), int(port))
+            logger.debug("probe of %s: %s", view.endpoint, reply)
+        except RpcError as error:
+            logger.info("no probe of %s: %s", view.endpoint, error)
+        finally:
+            await asyncio.gather(*(client.close() for client in clients))
+        await asyncio.sleep(PROBE_PAUSE_S)
+
+
+async def _ended(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,265 @@
+"""One link between two clusters out of what the agents at its sending end say of their paths.
+
+A path is one agent's connections to one receiving agent. All paths from cluster to cluster are
+taken to share one link, which is what makes prefill elsewhere a question of bandwidth at all:
+
+- What is carried, what waits and the transfers add up.
+- The available rate is known only while somebody fills the link: then it is the sum over the paths
+  that are being measured at that time, and what the others carry beside them. It stays when they
+  stop, and grows older. Several paths that were measured one after the other say nothing new: each
+  saw the whole link, or a part of it. A floor may raise the rate, not lower it.
+- Round trip, queueing delay and loss are those of the worst path with traffic.
+- The condition is the worst of the paths that are not down. The link is down when all paths are, or
+  all that have something to send: one receiver that died is not the link's fault.
+
+Pure; time is an argument. Does not know how the news came, nor what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvmanager.agent.link_messages import CONDITIONS, LinkView
+from netmon.detector import Condition
+from netmon.estimate import MAX_BACKLOG_S
+from scheduler.views import LinkCondition
+from scheduler.views import LinkView as RoutingView
+
+STALE_S: Final = 5.0
+"""A path of which nothing was heard for so long says nothing of the link any more."""
+MEASURING_S: Final = 1.5
+"""A path that was full so short ago is being measured."""
+STEP_S: Final = 0.5
+NUM_STEPS: Final = 120
+
+
+@dataclass(frozen=True, slots=True)
+class HeardPath:
+    """A path as its agent told it at `heard_s`."""
+
+    agent: str
+    to: str
+    view: LinkView
+    heard_s: float
+
+    def age_s(self, now_s: float) -> float | None:
+        """Since somebody looked at it; None: nobody has."""
+        return self._aged(self.view.estimate.sample_age_s, now_s)
+
+    def rate_age_s(self, now_s: float) -> float | None:
+        """Since its available rate was measured or confirmed."""
+        return self._aged(self.view.estimate.age_s, now_s)
+
+    def full_age_s(self, now_s: float) -> float | None:
+        """Since it was last known to carry all it can."""
+        return self._aged(self.view.estimate.full_age_s, now_s)
+
+    @property
+    def condition(self) -> Condition:
+        return CONDITIONS.get(self.view.condition, Condition.CLEAR)
+
+    @property
+    def wants_to_send(self) -> bool:
+        return self.view.num_transfers > 0 or self.view.estimate.backlog_bytes > 0
+
+    def _aged(self, age_s: float | None, now_s: float) -> float | None:
+        return None if age_s is None else age_s + max(0.0, now_s - self.heard_s)
+
+
+class LinkStep(msgspec.Struct, frozen=True):
+    """A moment of a link's past."""
+
+    age_s: float
+    achieved_bytes_per_s: float
+    available_bytes_per_s: float | None
+    condition: str
+
+
+class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A link between clusters. Rates are before coding.
+
+    `available_bytes_per_s` None: never measured. `is_floor`: it may well be more. `rate_age_s`:
+    since it was measured or confirmed. `age_s`: since any of its senders was heard of; None: none
+    has been. `steps`: oldest first.
+    """
+
+    source: str
+    target: str
+    name: str = ""
+    condition: str = Condition.CLEAR.label
+    reason: str = ""
+    condition_s: float = 0.0
+    available_bytes_per_s: float | None = None
+    is_floor: bool = False
+    rate_age_s: float | None = None
+    achieved_bytes_per_s: float = 0.0
+    utilisation: float = 0.0
+    rtt_s: float = 0.0
+    base_rtt_s: float = 0.0
+    queueing_delay_s: float = 0.0
+    loss: float = 0.0
+    backlog_bytes: int = 0
+    backlog_s: float = 0.0
+    num_transfers: int = 0
+    oldest_queued_s: float | None = None
+    num_paths: int = 0
+    age_s: float | None = None
+    steps: list[LinkStep] = []
+
+    def view(self) -> RoutingView:
+        """For routing. A link of which nobody was heard is as old as can be."""
+        return RoutingView(
+            state=LinkCondition(self.condition),
+            available_bytes_per_s=self.available_bytes_per_s,
+            rtt_s=self.rtt_s,
+            backlog_bytes=self.backlog_bytes,
+            age_s=MAX_BACKLOG_S if self.age_s is None else self.age_s,
+        )
+
+
+@dataclass(slots=True)
+class _Rate:
+    """What the link can carry, as far as is known."""
+
+    bytes_per_s: float
+    at_s: float
+    is_floor: bool
+
+
+class RegionLink:
+    """Remembers one link's rate and past. `observe` the paths whenever there is news of any."""
+
+    def __init__(self, source: str, target: str, name: str = "") -> None:
+        """`name`: what operators call it."""
+        self.source = source
+        self.target = target
+        self.name = name
+        self._paths: Sequence[HeardPath] = ()
+        self._rate: _Rate | None = None
+        self._condition = Condition.CLEAR
+        self._since_s: float | None = None
+        self._steps: deque[tuple[float, LinkStep]] = deque(maxlen=NUM_STEPS)
+
+    def observe(self, paths: Sequence[HeardPath], now_s: float) -> None:
+        """All paths of the link, with what was heard of each last."""
+        self._paths = paths
+        fresh = self._fresh(now_s)
+        self._measure(fresh, now_s)
+        condition, _ = _judged(fresh)
+        if condition is not self._condition or self._since_s is None:
+            self._condition, self._since_s = condition, now_s
+        if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
+            self._steps.append((now_s, self._step(fresh)))
+
+    def now(self, now_s: float, heard_age_s: float | None = None) -> LinkNow:
+        """`heard_age_s`: since any sender was heard, which may have had no path to tell of."""
+        fresh, rate = self._fresh(now_s), self._rate
+        condition, reason = _judged(fresh)
+        busy = [path for path in fresh if _is_busy(path)] or fresh
+        estimates = [path.view.estimate for path in busy]
+        available = None if rate is None else rate.bytes_per_s
+        if condition is Condition.DOWN:
+            available = 0.0
+        achieved = sum(path.view.estimate.achieved_bytes_per_s for path in fresh)
+        backlog_bytes = sum(path.view.estimate.backlog_bytes for path in fresh)
+        oldest = [s for path in fresh if (s := path.view.oldest_queued_s) is not None]
+        ages = [s for path in fresh if (s := path.age_s(now_s)) is not None]
+        ages += [] if heard_age_s is None else [heard_age_s]
+        return LinkNow(
+            source=self.source,
+            target=self.target,
+            name=self.name,
+            condition=condition.label,
+            reason=reason,
+            condition_s=0.0 if self._since_s is None else max(0.0, now_s - self._since_s),
+            available_bytes_per_s=available,
+            is_floor=rate is not None and rate.is_floor,
+            rate_age_s=None if rate is None else max(0.0, now_s - rate.at_s),
+            achieved_bytes_per_s=achieved,
+            utilisation=min(1.0, achieved / available) if available else 0.0,
+            rtt_s=max((item.rtt_s for item in estimates), default=0.0),
+            base_rtt_s=min((item.base_rtt_s for item in estimates), default=0.0),
+            queueing_delay_s=max((item.queueing_delay_s for item in estimates), default=0.0),
+            loss=max((item.loss for item in estimates), default=0.0),
+            backlog_bytes=backlog_bytes,
+            backlog_s=_backlog_s(backlog_bytes, available),
+            num_transfers=sum(path.view.num_transfers for path in fresh),
+            oldest_queued_s=max(oldest, default=None),
+            num_paths=len(fresh),
+            age_s=min(ages, default=None),
+            steps=[msgspec.structs.replace(step, age_s=now_s - s) for s, step in self._steps],
+        )
+
+    def _fresh(self, now_s: float) -> list[HeardPath]:
+        def is_fresh(path: HeardPath) -> bool:
+            age_s = path.age_s(now_s)
+            return age_s is not None and age_s <= STALE_S
+
+        return [path for path in self._paths if is_fresh(path)]
+
+    def _measure(self, paths: list[HeardPath], now_s: float) -> None:
+        """Take in what the paths say of the link's rate."""
+        paths = [path for path in paths if path.view.estimate.is_up]
+
+        def is_measuring(path: HeardPath) -> bool:
+            age_s = path.full_age_s(now_s)
+            return age_s is not None and age_s <= MEASURING_S
+
+        measuring = [path for path in paths if is_measuring(path)]
+        if measuring:
+            together = sum(path.view.estimate.available_bytes_per_s for path in measuring)
+            beside = sum(
+                path.view.estimate.achieved_bytes_per_s for path in paths if path not in measuring
+            )
+            self._rate = _Rate(together + beside, now_s, is_floor=False)
+            return
+        for path in paths:
+            self._raise(path, now_s)
+
+    def _raise(self, path: HeardPath, now_s: float) -> None:
+        """One path's floor, or its memory while nothing newer is known."""
+        age_s, estimate = path.rate_age_s(now_s), path.view.estimate
+        if age_s is None:
+            return
+        rate, at_s = self._rate, now_s - age_s
+        if rate is None or (estimate.available_bytes_per_s > rate.bytes_per_s and at_s > rate.at_s):
+            self._rate = _Rate(estimate.available_bytes_per_s, at_s, estimate.is_floor)
+        elif estimate.available_bytes_per_s >= 0.9 * rate.bytes_per_s:
+            rate.at_s = max(rate.at_s, at_s)
+
+    def _step(self, paths: list[HeardPath]) -> LinkStep:
+        rate = self._rate
+        achieved = sum(path.view.estimate.achieved_bytes_per_s for path in paths)
+        available = None if rate is None else rate.bytes_per_s
+        return LinkStep(0.0, achieved, available, self._condition.label)
+
+
+def _judged(paths: list[HeardPath]) -> tuple[Condition, str]:
+    """The link's condition and why."""
+    if not paths:
+        return Condition.CLEAR, "nothing was sent lately"
+    down = [path for path in paths if path.condition is Condition.DOWN]
+    wanting = [path for path in paths if path.wants_to_send]
+    is_down = len(down) == len(paths) or (wanting and all(path in down for path in wanting))
+    worst = (
+        down[0]
+        if is_down
+        else max((path for path in paths if path not in down), key=lambda path: path.condition)
+    )
+    where = f"{worst.agent} to {worst.to or worst.view.endpoint}: " if len(paths) > 1 else ""
+    return worst.condition, where + worst.view.reason
+
+
+def _is_busy(path: HeardPath) -> bool:
+    return path.wants_to_send or path.view.estimate.achieved_bytes_per_s > 0
+
+
+def _backlog_s(backlog_bytes: int, available: float | None) -> float:
+    if not backlog_bytes or available is None:
+        return 0.0
+    return min(MAX_BACKLOG_S, backlog_bytes / available) if available > 0 else MAX_BACKLOG_S

@@ -1,0 +1,1 @@
+"""`prfaas link`: what the links between clusters carry, as people see it."""

@@ -1,0 +1,134 @@
+"""The tables of `prfaas link`. Knows answers of the gateway, not how they were had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deploy.gateway.links import LinkPath, LinksOverview
+from deploy.gateway.region_link import LinkNow, LinkStep
+from deploy.table_style import TABLE_STYLE
+from deploy.units import format_age, format_bytes, format_duration, format_rate
+
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_NUM_BARS: Final = 16
+_STYLES: Final = {"clear": "green", "rising": "yellow", "congested": "red", "down": "bold red"}
+
+
+def overview(found: LinksOverview, *, with_paths: bool = False) -> RenderableType:
+    """One line for each link; below them what waits, and why a link is not clear."""
+    parts: list[RenderableType] = [_links_table(found.links)]
+    parts += [Text(f"{title(link)}: {note}") for link in found.links for note in _notes(link)]
+    if with_paths:
+        parts.append(_paths_table(found.paths))
+    parts += [Text(f"{name}: {error}") for name, error in found.errors.items()]
+    if not found.links:
+        parts.append(Text("no links yet: nothing was sent, and no prefill cluster is configured"))
+    return Group(*parts)
+
+
+def title(link: LinkNow) -> str:
+    """What to call a link."""
+    return link.name or f"{link.source} to {link.target}"
+
+
+def sparkline(steps: Sequence[LinkStep]) -> str:
+    """What was carried lately, oldest first, against the most that was carried or could have been.
+    A dot stands for nothing.
+    """
+    shown = steps[-_NUM_BARS:]
+    most = max(
+        (max(s.achieved_bytes_per_s, s.available_bytes_per_s or 0.0) for s in shown), default=0.0
+    )
+
+    def bar(step: LinkStep) -> str:
+        share = step.achieved_bytes_per_s / most if most > 0 else 0.0
+        if share < 0.005:
+            return "·"
+        return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+
+    return "".join(bar(step) for step in shown)
+
+
+def _links_table(links: Sequence[LinkNow]) -> Table:
+    table = _table("link", "state")
+    for heading in ("now", "available", "seen", "used", "rtt", "loss"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("lately", no_wrap=True)
+    for link in links:
+        state = "no news" if link.age_s is None else link.condition
+        table.add_row(
+            title(link),
+            Text(state, style=_STYLES.get(state, "dim")),
+            _rate(link.achieved_bytes_per_s),
+            _available(link),
+            "" if link.rate_age_s is None else format_age(link.rate_age_s),
+            f"{link.utilisation:.0%}" if link.available_bytes_per_s else "",
+            _rtt(link),
+            f"{link.loss:.1%}" if link.loss else "",
+            sparkline(link.steps),
+        )
+    return table
+
+
+def _paths_table(paths: Sequence[LinkPath]) -> Table:
+    table = _table("from", "to", "by way of", "state")
+    for heading in ("now", "available", "rtt", "sockets", "heard"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for path in paths:
+        view, estimate = path.view, path.view.estimate
+        table.add_row(
+            path.agent,
+            path.to or "?",
+            view.endpoint,
+            Text(view.condition, style=_STYLES.get(view.condition, "")),
+            _rate(estimate.achieved_bytes_per_s),
+            _rate(estimate.available_bytes_per_s),
+            _ms(estimate.rtt_s) if estimate.rtt_s else "",
+            str(view.num_connections),
+            format_age(path.heard_age_s),
+        )
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(**TABLE_STYLE)
+    for heading in titles:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+def _rate(bytes_per_s: float) -> str:
+    return format_rate(round(bytes_per_s)) if bytes_per_s >= 1 else "-"
+
+
+def _available(link: LinkNow) -> str:
+    if link.available_bytes_per_s is None:
+        return "unknown"
+    return (">= " if link.is_floor else "") + _rate(link.available_bytes_per_s)
+
+
+def _rtt(link: LinkNow) -> str:
+    if not link.rtt_s:
+        return ""
+    if link.queueing_delay_s < 1e-3:
+        return _ms(link.rtt_s)
+    return f"{_ms(max(0.0, link.rtt_s - link.queueing_delay_s))}+{_ms(link.queueing_delay_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return format_duration(float(f"{seconds:.2g}"))
+
+
+def _notes(link: LinkNow) -> Iterator[str]:
+    """What does not fit the link's line."""
+    if link.condition != "clear":
+        yield f"{link.condition} for {format_age(link.condition_s)}: {link.reason}"
+    if link.backlog_bytes:
+        size, wait = format_bytes(link.backlog_bytes), format_age(link.backlog_s)
+        transfers = "transfer" if link.num_transfers == 1 else "transfers"
+        yield f"{size} of {link.num_transfers} {transfers} wait, for {wait} at this rate"

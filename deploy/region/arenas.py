@@ -1,0 +1,50 @@
+"""The arenas that node agents of one machine keep across restarts, and how they go at the end.
+
+A kept arena outlives its agent on purpose, so whoever stops a region for good discards it. Knows
+names and directories; does not know what lies in an arena, nor who maps it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from blake3 import blake3
+
+from deploy.region.spec import NodeSpec, RegionSpec
+from kvmanager.arena import Arena
+
+_DIGEST_BYTES = 6
+_NAME_CHARS = 40
+
+
+def arena_name(region: RegionSpec, node: NodeSpec, root: Path) -> str | None:
+    """What the node's arena is called, or None when it is not kept.
+
+    Its last part stands for the run directory and the whole names, so that two runs of one file
+    stay apart; names of files may not be as long as two of ours together.
+    """
+    if not (node.agent.keep_arena and region.caches(node)):
+        return None
+    identity = "\0".join((os.fspath(root.resolve()), region.name, node.name))
+    digest = blake3(os.fsencode(identity)).hexdigest(_DIGEST_BYTES)
+    return f"{region.name[:_NAME_CHARS]}-{node.name[:_NAME_CHARS]}-{digest}"
+
+
+def kept_arenas(region: RegionSpec, root: Path) -> Iterator[tuple[Path, str]]:
+    """(directory, name) of every kept arena of a region that runs in `root`."""
+    for cluster in region.clusters:
+        for node in cluster.nodes:
+            name = arena_name(region, node, root)
+            if name is not None:
+                yield node.agent.arena_dir, name
+
+
+def discard_arenas(region: RegionSpec, root: Path) -> list[Path]:
+    """Remove the kept arenas that no agent holds, with their indexes; says what was removed."""
+    return [
+        path
+        for directory, name in kept_arenas(region, root)
+        for path in Arena.discard(directory, name)
+    ]

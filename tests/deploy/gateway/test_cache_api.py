@@ -1,0 +1,124 @@
+"""What /prfaas/cache answers, from what agents and the directory say."""
+
+from deploy.gateway.cache_api import explanation, hot_prefixes, node_caches
+from deploy.gateway.cached import CachedPrompt, CachePlaces, prompt_keys
+from kvmanager.agent.messages import (
+    CachedPrefix,
+    CacheModel,
+    CacheStatus,
+    ListCacheReply,
+    StatusReply,
+)
+from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState
+from scheduler.routing import (
+    LocalView,
+    PrefillClusterView,
+    Reason,
+    RegionView,
+    RequestShape,
+    decide,
+    one_engine,
+)
+
+A1, B1, B2 = NodeName("far", "a1"), NodeName("home", "b1"), NodeName("home", "b2")
+MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0), (1, 6400, 128), (2, 5000, 0)])
+
+
+def status(cache: CacheStatus | None) -> StatusReply:
+    return StatusReply(
+        arena_epoch="e",
+        arena_bytes=1 << 30,
+        block_bytes=65536,
+        free_bytes=0,
+        landing_bytes=0,
+        landing_cap_bytes=1 << 30,
+        outbox_bytes=0,
+        num_landings={},
+        num_outboxes={},
+        engines=[],
+        links=[],
+        num_received_connections=0,
+        uptime_s=1.0,
+        pid=2,
+        data_endpoint="127.0.0.1:7100",
+        cache=cache,
+    )
+
+
+def test_every_node_is_listed_with_what_is_known_of_it() -> None:
+    cache = CacheStatus(query_tokens=1000, hit_tokens={"arena": 200, "ssd": 50})
+    known = NodeState("home", "b1", 7, "e", 3, 0.5, 0.1, True)
+    nodes = node_caches(
+        {B1: "b1:1", A1: "a1:1", B2: "b2:1"},
+        {A1: "no answer", B1: status(cache), B2: status(None)},
+        [known, NodeState("home", "left", 1, "e", 1, 9.0, 0.0, True)],
+    )
+    assert [(item.cluster, item.node) for item in nodes] == [A1, B1, B2]
+    assert [item.error for item in nodes] == ["no answer", "", "this agent keeps no prefix cache"]
+    assert nodes[1].hit_share == 0.25
+    assert nodes[1].directory == known
+    assert nodes[0].cache is None
+    assert node_caches({B1: "b1:1"}, {B1: status(CacheStatus())}, [])[0].hit_share is None
+
+
+def prefix(key: str, hits: int, *, nbytes: int = 10, idle_s: float = 1.0) -> CachedPrefix:
+    return CachedPrefix(key, 640, {"arena/kv": nbytes}, hits, idle_s, 0, 320, False)
+
+
+def test_a_prefix_that_several_nodes_hold_comes_once() -> None:
+    listed: dict[NodeName, ListCacheReply | str] = {
+        B1: ListCacheReply([prefix("aa", 2, idle_s=3.0), prefix("bb", 4, nbytes=1)], 2),
+        A1: ListCacheReply([prefix("aa", 3)], 1),
+        B2: "no answer",
+    }
+    first, second = hot_prefixes(listed, "hits", 10)
+    assert (first.key, first.hits, first.nodes) == ("aa", 5, ["far/a1", "home/b1"])
+    assert (first.nbytes, first.idle_s) == ({"arena/kv": 20}, 1.0)
+    assert second.key == "bb"
+    assert [item.key for item in hot_prefixes(listed, "size", 1)] == ["aa"]
+    latest: dict[NodeName, ListCacheReply | str] = {
+        B1: ListCacheReply([prefix("old", 9, idle_s=60.0), prefix("new", 1)], 2)
+    }
+    assert [item.key for item in hot_prefixes(latest, "recent", 10)] == ["new", "old"]
+
+
+async def test_an_explanation_says_what_each_route_would_take() -> None:
+    places = CachePlaces(
+        pd_cluster="home",
+        model=MODEL,
+        decode_nodes={"b1": "b1:1"},
+        prefill_nodes={"far": {"a1": "a1:1"}},
+    )
+    keys = await prompt_keys(MODEL, range(1001), "")
+    assert keys is not None
+    coverage = (
+        NodeCoverage("far", "a1", Hit(10, 10), Hit(), Hit(), Hit(), Hit(10, 10), 1.0),
+        NodeCoverage("home", "b1", Hit(5, 0), Hit(5, 0), Hit(5, 0), Hit(), Hit(), 1.0),
+    )
+    cached = CachedPrompt(keys, places, coverage)
+    shape = cached.shape(RequestShape(num_prompt_tokens=1001))
+    view = RegionView(
+        prefill_clusters=(PrefillClusterView(name="far", is_healthy=True),),
+        local=LocalView(),
+        threshold_tokens=512,
+    )
+    told = explanation("tiny", shape, cached, decide(shape, view))
+    assert (told.num_blocks, told.block_tokens, told.key) == (15, 64, keys.blocks[-1].hex())
+    assert (told.route, told.target, told.note) == ("prefill_cluster", "far", "")
+    local, far = told.routes
+    assert (local.target, local.computed_tokens, local.sent_bytes) == ("home", 1001, 0)
+    assert (far.computed_tokens, far.sent_tokens) == (1001 - 640, 1000 - 320)
+    assert far.sent_bytes == 100 * 680 + 100 * 128 + 5000
+    assert told.nodes[0].engine.usable_tokens == 640
+    assert told.nodes[1].together.kv_tokens == 320
+
+
+def test_an_explanation_says_why_nothing_is_known() -> None:
+    shape = RequestShape(num_prompt_tokens=10)
+    decision = one_engine(shape, Reason.NOTHING_TO_HAND_OVER)
+    uncached = explanation("tiny", shape, CachedPrompt(), decision)
+    assert "no engine of the PD cluster" in uncached.note
+    assert (uncached.block_tokens, uncached.key) == (0, "")
+    places = CachePlaces(pd_cluster="home", model=MODEL)
+    short = explanation("tiny", shape, CachedPrompt(places=places), decision)
+    assert short.note == "shorter than a block of 64 tokens"

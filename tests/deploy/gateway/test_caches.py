@@ -1,0 +1,102 @@
+"""Nodes that a gateway asks and has followed, as clusters report them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deploy.gateway.cached import CachePlaces
+from deploy.gateway.caches import RegionCaches
+from kvmanager.agent.messages import CacheModel
+from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
+from kvmanager.engines.jobs import ClusterReport, InstanceReport
+
+
+class Directory:
+    """Knows nothing; notes whom it is told to follow."""
+
+    def __init__(self) -> None:
+        self.followed: list[Mapping[NodeName, str]] = []
+
+    async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
+        return []
+
+    async def nodes(self) -> list[NodeState]:
+        return []
+
+    async def close(self) -> None: ...
+
+    async def follow(self, agents: Mapping[NodeName, str]) -> None:
+        self.followed.append(dict(agents))
+
+
+def no_agent(_target: str) -> Any:
+    raise AssertionError("no agent is asked here")
+
+
+def report(name: str, **nodes: str) -> ClusterReport:
+    """By node name, the address of its agent."""
+    instances = tuple(
+        InstanceReport(
+            name=f"i-{node}",
+            role="both",
+            model="m",
+            healthy=True,
+            draining=False,
+            running=0,
+            max_concurrent=1,
+            node=target,
+            node_name=node,
+        )
+        for node, target in nodes.items()
+    )
+    return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=instances)
+
+
+async def test_nodes_come_and_go_with_the_reports_of_their_cluster() -> None:
+    directory = Directory()
+    caches = RegionCaches(directory, no_agent, directory.follow)
+    await caches.watch(report("home", b1="x:1", b2="x:2"))
+    await caches.watch(report("far", a1="y:1"))
+    await caches.watch(report("home", b1="x:1", b2="x:2"))
+    await caches.watch(report("home", b1="x:3"))
+    b1, b2, a1 = NodeName("home", "b1"), NodeName("home", "b2"), NodeName("far", "a1")
+    assert directory.followed == [
+        {b1: "x:1", b2: "x:2"},
+        {b1: "x:1", b2: "x:2", a1: "y:1"},
+        {a1: "y:1", b1: "x:3"},
+    ]
+
+
+async def test_a_front_that_cannot_be_asked_takes_no_node_away() -> None:
+    directory = Directory()
+    caches = RegionCaches(directory, no_agent, directory.follow)
+    await caches.watch(report("home", b1="x:1"))
+    await caches.watch(report("home"))
+    assert caches.targets == {NodeName("home", "b1"): "x:1"}
+    assert len(directory.followed) == 1
+
+
+async def test_nodes_of_older_fronts_are_not_known() -> None:
+    directory = Directory()
+    caches = RegionCaches(directory, no_agent, directory.follow)
+    await caches.watch(report("home", b1=""))
+    assert not caches.targets
+    assert not directory.followed
+
+
+async def test_what_cannot_be_hashed_is_not_looked_up() -> None:
+    caches = RegionCaches(Directory(), no_agent)
+    tokens = list(range(200))
+    for model in (
+        None,
+        CacheModel("no hex", 64, [(0, 1, 0)]),
+        CacheModel("ab", 64, []),
+        CacheModel("ab", 64, [(7, 1, 0)]),
+        CacheModel("ab", 256, [(0, 1, 0)]),
+    ):
+        places = CachePlaces(pd_cluster="home", model=model)
+        found = await caches.look_up(places, tokens, "")
+        assert found.keys is None
+        assert found.places == places
+    good = CachePlaces(pd_cluster="home", model=CacheModel("ab", 64, [(0, 1, 0)]))
+    assert (await caches.look_up(good, [-1] * 200, "")).keys is None
+    assert (await caches.look_up(good, tokens, "")).keys is not None

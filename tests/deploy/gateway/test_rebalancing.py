@@ -1,0 +1,331 @@
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from deploy.gateway.background import Background
+from deploy.gateway.cache_moves import CacheMoves, MoveMetrics, MoveSettings
+from deploy.gateway.cached import CachedPrompt, CachePlaces, PromptKeys
+from deploy.gateway.rebalancing import Rebalancer, RebalancingSettings, node_loads
+from kvmanager.agent.cache_move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
+from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply
+from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
+from kvmanager.engines.cache_control import CacheControl, CacheMoveOrder
+from kvmanager.engines.jobs import ClusterReport, InstanceReport
+from kvmanager.rpc import RpcError
+from scheduler.cache_moves import NodeLoad, ReplicationLimits
+
+MODEL = CacheModel("ab" * 16, 512, [(0, 1_000_000, 0), (2, 5_000_000, 0)])
+KEYS = tuple(bytes([index]) * 16 for index in range(10))
+TARGETS = {
+    NodeName("pd", "a"): "pd-a:1",
+    NodeName("pd", "b"): "pd-b:1",
+    NodeName("prefill", "x"): "prefill-x:1",
+    NodeName("prefill", "y"): "prefill-y:1",
+}
+
+
+class World:
+    """Every agent's answers, and what was asked of it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.failing: RpcError | None = None
+        self.stalled = False
+        self.transfer_s = 0.01
+        self.sent: list[tuple[str, CacheMoveOrder]] = []
+        self.dropped: list[tuple[str, int]] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+class FakeControl(CacheControl):
+    def __init__(self, target: str, world: World) -> None:
+        self.target = target
+        self._world = world
+        self._nbytes = 0
+
+    async def status(self, timeout_s: float) -> StatusReply:
+        engine = EngineStatus("engine", 1, 1, "layout", "f0" * 32, MODEL)
+        return StatusReply("e", 1, 1, 1, 0, 1, 0, {}, {}, [engine], [], 0, 1.0, 1, "")
+
+    async def reserve(self, order: CacheMoveOrder, lease_s: float) -> ReserveCacheMoveReply:
+        if self._world.failing is not None:
+            raise self._world.failing
+        return ReserveCacheMoveReply(list(order.parts), "id", "token", 10_000_000, self.target, 1)
+
+    async def send(
+        self, order: CacheMoveOrder, landing: ReserveCacheMoveReply, lease_s: float
+    ) -> None:
+        self._world.sent.append((f"{self.target} -> {landing.host}", order))
+
+    async def move_status(
+        self, transfer_id: str, role: Any, *, lease_s: float, wait_s: float
+    ) -> CacheMoveStatusReply:
+        while self._world.stalled and wait_s:
+            await asyncio.sleep(0.01)
+        transfer_s = self._world.transfer_s
+        return CacheMoveStatusReply("complete", "", 10_000_000, 10_000_000, 11, transfer_s, 0.001)
+
+    async def end_move(self, transfer_id: str, reason: str) -> bool:
+        return True
+
+    async def drop(self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int) -> int:
+        self._world.dropped.append((self.target, keep_blocks))
+        return 3
+
+    async def close(self) -> None:
+        pass
+
+
+def coverage(cluster: str, node: str, blocks: int) -> NodeCoverage:
+    hit = Hit(blocks, blocks)
+    return NodeCoverage(cluster, node, hit, hit, hit, Hit(), Hit(), 0.0)
+
+
+def prompt(*held: NodeCoverage) -> CachedPrompt:
+    places = CachePlaces(
+        "pd",
+        MODEL,
+        MappingProxyType({"a": "pd-a:1", "b": "pd-b:1"}),
+        prefill_nodes=MappingProxyType(
+            {"prefill": MappingProxyType({"x": "prefill-x:1", "y": "prefill-y:1"})}
+        ),
+    )
+    return CachedPrompt(PromptKeys(MODEL, bytes(16), KEYS), places, held)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+async def moves(world: World) -> AsyncIterator[CacheMoves]:
+    moves = CacheMoves(
+        lambda: TARGETS,
+        lambda target: FakeControl(target, world),
+        Background(),
+        MoveMetrics(CollectorRegistry()),
+        settings=MoveSettings(max_wait_s=0.2),
+        clock=world.clock,
+    )
+    yield moves
+    await moves.close()
+
+
+def count(moves: CacheMoves, kind: str, outcome: str) -> float:
+    return moves.metrics.moves.labels(kind, outcome)._value.get()
+
+
+async def settled(moves: CacheMoves) -> None:
+    async with asyncio.timeout(5):
+        while moves.moving:
+            await asyncio.sleep(0.01)
+
+
+class TestBeforePrefill:
+    async def test_what_was_never_measured_is_not_waited_for_but_measured(
+        self, world: World, moves: CacheMoves
+    ) -> None:
+        cached = prompt(coverage("pd", "a", 10), coverage("prefill", "y", 4))
+        assert await moves.before_prefill(cached, "prefill") is None  # no rate of prefill
+        assert world.sent == []
+        moves.prefilled("prefill", 10_000, 2.0)
+        assert await moves.before_prefill(cached, "prefill") is None  # no rate of the link
+        await settled(moves)
+        ((way, order),) = world.sent
+        assert way == "pd-a:1 -> prefill-y:1"  # where most of it is already
+        assert order.priority == "replication"
+        assert order.block_keys == bytes(16) + b"".join(KEYS)
+        assert order.parts == (*((index, 0) for index in range(4, 10)), (9, 1))
+        assert order.layout_fingerprint == "f0" * 32
+        # Now the link is known: 3072 tokens at 5000/s against 11 MB at 1 GB/s.
+        assert await moves.before_prefill(cached, "prefill") == "prefill-y:1"
+        assert world.sent[1][1].priority == "request"
+        assert count(moves, "request", "complete") == 1
+
+    async def test_a_slow_link_is_not_waited_for(self, world: World, moves: CacheMoves) -> None:
+        world.transfer_s = 100.0
+        cached = prompt(coverage("pd", "a", 10))
+        moves.prefilled("prefill", 10_000, 2.0)
+        await moves.before_prefill(cached, "prefill")
+        await settled(moves)
+        assert await moves.before_prefill(cached, "prefill") is None
+        assert len(world.sent) == 1
+
+    async def test_a_move_that_takes_too_long_goes_on_without_the_request(
+        self, world: World, moves: CacheMoves
+    ) -> None:
+        cached = prompt(coverage("pd", "a", 10))
+        moves.prefilled("prefill", 10_000, 2.0)
+        await moves.before_prefill(cached, "prefill")
+        await settled(moves)
+        world.stalled = True
+        first, second = await asyncio.gather(
+            moves.before_prefill(cached, "prefill"), moves.before_prefill(cached, "prefill")
+        )
+        assert first is second is None
+        assert len(world.sent) == 2  # both waited for the same move
+        world.stalled = False
+        await settled(moves)
+        assert count(moves, "request", "complete") == 1
+
+    async def test_a_move_that_fails_costs_nothing(self, world: World, moves: CacheMoves) -> None:
+        cached = prompt(coverage("pd", "a", 10))
+        moves.prefilled("prefill", 10_000, 2.0)
+        await moves.before_prefill(cached, "prefill")
+        await settled(moves)
+        world.failing = RpcError("NO_ROOM", "full")
+        assert await moves.before_prefill(cached, "prefill") is None
+        assert count(moves, "request", "no_room") == 1
+
+    @pytest.mark.parametrize(
+        "cached",
+        [
+            CachedPrompt(),
+            prompt(),
+            prompt(coverage("prefill", "x", 10)),
+            prompt(coverage("pd", "a", 5), coverage("prefill", "x", 4)),  # 512 tokens more
+        ],
+    )
+    async def test_nothing_to_gain(
+        self, world: World, moves: CacheMoves, cached: CachedPrompt
+    ) -> None:
+        moves.prefilled("prefill", 10_000, 2.0)
+        assert await moves.before_prefill(cached, "prefill") is None
+        assert world.sent == []
+
+
+class FakeDirectory:
+    def __init__(self) -> None:
+        self.held: list[NodeCoverage] = []
+        self.asked: list[list[bytes]] = []
+
+    async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
+        self.asked.append(list(keys))
+        return self.held
+
+    async def nodes(self) -> list[NodeState]:
+        return []
+
+    async def close(self) -> None:
+        pass
+
+
+class TestRebalancing:
+    @pytest.fixture
+    def directory(self) -> FakeDirectory:
+        return FakeDirectory()
+
+    @pytest.fixture
+    async def rebalancer(
+        self, world: World, moves: CacheMoves, directory: FakeDirectory
+    ) -> AsyncIterator[Rebalancer]:
+        def loads() -> list[NodeLoad]:
+            return [NodeLoad(cluster="pd", node=node, load=1.0) for node in ("a", "b")]
+
+        settings = RebalancingSettings(interval_s=0.01, limits=ReplicationLimits(min_per_s=0.01))
+        one = Rebalancer(moves, directory, loads, settings=settings, clock=world.clock)
+        yield one
+        await one.close()
+
+    def routed(self, rebalancer: Rebalancer, directory: FakeDirectory, times: int) -> None:
+        directory.held = [coverage("pd", "a", 6)]
+        for _ in range(times):
+            rebalancer.routed(prompt(*directory.held))
+
+    async def test_a_hot_prefix_is_copied_and_dropped_when_it_is_cold(
+        self, world: World, moves: CacheMoves, directory: FakeDirectory, rebalancer: Rebalancer
+    ) -> None:
+        self.routed(rebalancer, directory, 20)
+        await rebalancer.step()
+        assert moves.moving == {(KEYS[5], NodeName("pd", "b"))}
+        await settled(moves)
+        ((way, order),) = world.sent
+        assert (way, order.priority) == ("pd-a:1 -> pd-b:1", "replication")
+        assert order.parts == (*((index, 0) for index in range(6)), (5, 1))
+        directory.held = [coverage("pd", "a", 6), coverage("pd", "b", 6)]
+        assert (await rebalancer.step()).notes[0].endswith("2 copies, 0 coming, 2 wanted")
+        world.now_s = 10_000.0
+        await rebalancer.step()
+        assert world.dropped == [("pd-b:1", 0)]
+        assert (await rebalancer.step()).demote == ()
+
+    async def test_a_cold_copy_that_its_node_gave_up_is_not_looked_for_any_more(
+        self, world: World, moves: CacheMoves, directory: FakeDirectory, rebalancer: Rebalancer
+    ) -> None:
+        self.routed(rebalancer, directory, 20)
+        await rebalancer.step()
+        await settled(moves)
+        world.now_s = 10_000.0
+        for number in range(300):  # others take its place among those that are counted
+            keys = PromptKeys(MODEL, bytes(16), (number.to_bytes(16, "big"),))
+            rebalancer.routed(CachedPrompt(keys, CachePlaces(), (coverage("pd", "a", 1),)))
+        directory.held = []
+        await rebalancer.step()
+        directory.asked.clear()
+        await rebalancer.step()
+        assert list(KEYS[:6]) not in directory.asked
+
+    async def test_what_failed_is_left_alone_for_a_while(
+        self, world: World, moves: CacheMoves, directory: FakeDirectory, rebalancer: Rebalancer
+    ) -> None:
+        world.failing = RpcError("NO_ROOM", "full")
+        self.routed(rebalancer, directory, 20)
+        await rebalancer.step()
+        await settled(moves)
+        assert (await rebalancer.step()).replicate == ()
+        world.now_s = 61.0
+        assert len((await rebalancer.step()).replicate) == 1
+
+    async def test_it_goes_on_by_itself(
+        self, world: World, moves: CacheMoves, directory: FakeDirectory, rebalancer: Rebalancer
+    ) -> None:
+        rebalancer.start()
+        self.routed(rebalancer, directory, 20)
+        async with asyncio.timeout(5):
+            while not world.sent:
+                await asyncio.sleep(0.01)
+
+    async def test_prompts_of_which_nothing_is_cached_count_for_nothing(
+        self, rebalancer: Rebalancer
+    ) -> None:
+        rebalancer.routed(CachedPrompt())
+        rebalancer.routed(prompt())
+        assert (await rebalancer.step()).notes == ("nothing is in demand",)
+
+
+def test_loads_are_those_of_a_nodes_instances_together() -> None:
+    def instance(name: str, node: str, running: int, *, healthy: bool = True) -> InstanceReport:
+        return InstanceReport(
+            name=name,
+            role="both",
+            model="m",
+            healthy=healthy,
+            draining=False,
+            running=running,
+            max_concurrent=8,
+            node=node,
+        )
+
+    report = ClusterReport(
+        name="pd",
+        healthy=True,
+        queue_depth=0,
+        running=0,
+        instances=(
+            instance("1", "a:1", 2),
+            instance("2", "a:1", 3, healthy=False),
+            instance("3", "b:1", 1, healthy=False),
+            instance("4", "", 9),
+        ),
+    )
+    assert node_loads([None, report]) == [
+        NodeLoad(cluster="pd", node="a:1", load=5, is_healthy=True),
+        NodeLoad(cluster="pd", node="b:1", load=1, is_healthy=False),
+    ]

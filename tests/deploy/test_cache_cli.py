@@ -1,0 +1,97 @@
+"""`prfaas cache` without a gateway: prompt files, the gateway that is meant, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cache.client import CannotAsk, WrongPrompt, ask, find_gateway, request_body
+from deploy.cli import app
+from deploy.gateway.cache_api import CacheOverview
+from deploy.region.rundir import RegionState, open_run_directory
+
+run = CliRunner().invoke
+
+
+def body_of(path: Path, text: str, **options: Any) -> dict[str, Any]:
+    path.write_text(text)
+    values: dict[str, Any] = {"model": "", "is_chat": False}
+    decoded: dict[str, Any] = json.loads(request_body(path, **(values | options)))
+    return decoded
+
+
+def test_a_text_is_a_prompt_or_a_message(tmp_path: Path) -> None:
+    path = tmp_path / "prompt"
+    assert body_of(path, "Once\n") == {"prompt": "Once\n"}
+    assert body_of(path, '{"a": 1', model="m") == {"prompt": '{"a": 1', "model": "m"}
+    assert body_of(path, "[1, 2]") == {"prompt": "[1, 2]"}
+    message = {"role": "user", "content": "Once"}
+    assert body_of(path, "Once", is_chat=True) == {"messages": [message]}
+
+
+def test_a_request_body_stays_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "request.json"
+    request = {"model": "a", "messages": [], "tools": [1]}
+    assert body_of(path, json.dumps(request)) == request
+    assert body_of(path, json.dumps(request), model="b")["model"] == "b"
+    with pytest.raises(WrongPrompt, match="without prompt and messages"):
+        body_of(path, '{"text": "x"}')
+
+
+def test_what_is_no_prompt_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompt"
+    with pytest.raises(WrongPrompt, match="is empty"):
+        body_of(path, "")
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(WrongPrompt, match="is no text"):
+        request_body(path, model="", is_chat=False)
+    result = run(app, ["cache", "explain", str(tmp_path / "none"), "--gateway", "http://x"])
+    assert result.exit_code == 2
+    assert "none" in result.output
+
+
+def up(base: Path, name: str, *, lives: bool = True) -> None:
+    own = psutil.Process()
+    root = base / "prfaas" / name
+    root.mkdir(parents=True)
+    open_run_directory(root).write_state(
+        RegionState(
+            region=name,
+            phase="running",
+            launcher_pid=own.pid,
+            launcher_started_s=own.create_time() - (0 if lives else 100),
+            started_s=0.0,
+            gateway_url=f"http://{name}",
+            region_file="region.json",
+            processes=(),
+            relays={},
+            agents={},
+        )
+    )
+
+
+def test_the_only_region_here_is_meant(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    up(tmp_path, "dead", lives=False)
+    with pytest.raises(CannotAsk, match="--gateway URL"):
+        find_gateway(environ)
+    up(tmp_path, "one")
+    assert find_gateway(environ) == "http://one"
+    up(tmp_path, "two")
+    with pytest.raises(CannotAsk, match="one at http://one, two at"):
+        find_gateway(environ)
+
+
+def test_a_gateway_that_is_not_there_is_named() -> None:
+    for url in ("http://127.0.0.1:1", "no url"):
+        with pytest.raises(CannotAsk, match=url):
+            ask(url, "/prfaas/cache", CacheOverview)
+    for command in ("ls", "top"):
+        result = run(app, ["cache", command, "--gateway", "http://127.0.0.1:1"])
+        assert result.exit_code == 1
+        assert "127.0.0.1:1" in result.output

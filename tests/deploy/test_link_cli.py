@@ -1,0 +1,159 @@
+"""`prfaas link top` without a gateway: what it prints, how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from deploy.cache import client
+from deploy.cli import app
+from deploy.gateway.links import LinkPath, LinksOverview
+from deploy.gateway.region_link import LinkNow, LinkStep
+from deploy.link.view import overview, sparkline
+from kvmanager.agent.link_messages import LinkView
+from netmon.estimate import LinkEstimate
+
+run = CliRunner().invoke
+MBIT = 125_000.0
+
+BUSY = LinkNow(
+    source="far",
+    target="home",
+    name="wan",
+    condition="congested",
+    reason="carries 48 of 405 Mbit/s",
+    condition_s=7.0,
+    available_bytes_per_s=50 * MBIT,
+    rate_age_s=1.0,
+    achieved_bytes_per_s=48 * MBIT,
+    utilisation=0.96,
+    rtt_s=0.03,
+    base_rtt_s=0.02,
+    queueing_delay_s=0.01,
+    loss=0.013,
+    backlog_bytes=300 << 20,
+    backlog_s=50.0,
+    num_transfers=3,
+    num_paths=1,
+    age_s=0.1,
+    steps=[LinkStep(1.0, 48 * MBIT, 50 * MBIT, "congested")],
+)
+PATH = LinkPath(
+    "far/a1",
+    "home/b1",
+    LinkView(
+        endpoint="tunnel:9",
+        condition="clear",
+        reason="",
+        condition_s=1.0,
+        reference_bytes_per_s=0.0,
+        estimate=LinkEstimate(available_bytes_per_s=50 * MBIT, rtt_s=0.03),
+        num_connections=8,
+    ),
+    0.2,
+)
+FOUND = LinksOverview([BUSY, LinkNow(source="home", target="far")], [PATH], {"far/a2": "gone"})
+
+
+def printed(found: LinksOverview, *, with_paths: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(overview(found, with_paths=with_paths))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_link_is_a_line_and_its_trouble_another() -> None:
+    text = printed(FOUND)
+    for words in ("48Mbit", "50Mbit", "96%", "20ms+10ms", "1.3%"):
+        assert words in text
+    assert "wan: congested for 7 s: carries 48 of 405 Mbit/s" in text
+    assert "wan: 300.0 MiB of 3 transfers wait, for 50 s at this rate" in text
+    assert "home to far" in text
+    assert "no news" in text
+    assert "far/a2: gone" in text
+    assert "tunnel:9" not in text
+    assert "tunnel:9" in printed(FOUND, with_paths=True)
+    assert "no links yet" in printed(LinksOverview([], []))
+
+
+def test_bars_are_shares_of_the_most() -> None:
+    def steps(*rates: float) -> list[LinkStep]:
+        return [LinkStep(0.0, rate, 8.0, "clear") for rate in rates]
+
+    assert sparkline(steps(0.0, 1.0, 4.0, 8.0)) == "·▂▅█"
+    assert sparkline([]) == ""
+    assert sparkline([LinkStep(0.0, 0.0, None, "clear")]) == "·"
+    assert len(sparkline(steps(*range(100)))) == 16
+
+
+class FakeGateway:
+    """Answers as a gateway would; from the given look on it does not."""
+
+    def __init__(self, fails_at: int = 1000) -> None:
+        self.num_looks = 0
+        self._fails_at = fails_at
+
+    def ask(self, url: str, path: str, kind: Any, *, key: str = "") -> LinksOverview:
+        assert (url, path, kind) == ("http://g", "/prfaas/links", LinksOverview)
+        self.num_looks += 1
+        if self.num_looks >= self._fails_at:
+            raise client.CannotAsk(f"{url} is gone")
+        return FOUND
+
+
+def sleeps(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Ctrl-C comes in the pause after so many others."""
+    left = iter(range(number))
+
+    def sleep(_: float) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch) -> FakeGateway:
+    made = FakeGateway()
+    monkeypatch.setattr(client, "ask", made.ask)
+    return made
+
+
+def test_once_and_without_a_terminal_it_looks_once(gateway: FakeGateway) -> None:
+    for words in ([], ["--once"], ["--paths"]):
+        result = run(app, ["link", "top", "--gateway", "http://g", *words])
+        assert (result.exit_code, "wan" in result.output) == (0, True)
+    assert gateway.num_looks == 3
+
+
+def test_json_goes_on_until_ctrl_c(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps(monkeypatch, 2)
+    result = run(app, ["link", "top", "--gateway", "http://g", "--json"])
+    assert result.exit_code == 0
+    lines = [json.loads(line) for line in result.output.splitlines()]
+    assert [line["links"][0]["condition"] for line in lines] == ["congested"] * 3
+    result = run(app, ["link", "top", "--gateway", "http://g", "--json", "--once"])
+    assert json.loads(result.output)["paths"][0]["view"]["endpoint"] == "tunnel:9"
+
+
+def test_live_it_outlives_a_gateway_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = FakeGateway(fails_at=2)
+    monkeypatch.setattr(client, "ask", away.ask)
+    monkeypatch.setattr(Console, "is_terminal", True)
+    sleeps(monkeypatch, 2)
+    result = run(app, ["link", "top", "--gateway", "http://g"])
+    assert result.exit_code == 0
+    assert away.num_looks == 3
+    assert "no news: http://g is gone" in result.output
+
+
+def test_a_gateway_that_is_not_there_is_named() -> None:
+    result = run(app, ["link", "top", "--gateway", "http://127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "127.0.0.1:1" in result.output

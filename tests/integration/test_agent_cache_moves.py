@@ -1,0 +1,310 @@
+"""Two real agents in one process, over real sockets: cached prefixes from one to the other."""
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvmanager.agent.cache_move_messages import ReserveCacheMoveReply
+from kvmanager.agent.config import AgentConfig
+from kvmanager.agent.control import ControlService
+from kvmanager.agent.messages import SERVICE
+from kvmanager.agent.protocol import Hello
+from kvmanager.agent.service import NodeAgent
+from kvmanager.agent.testing import SMALL_LAYOUT
+from kvmanager.agent.transfer_io import now_s
+from kvmanager.engines.cache_control import CacheControl, CacheMoveOrder, move_cache
+from kvmanager.hashing import KEY_BYTES
+from kvmanager.pool.pool import HybridPool
+from kvmanager.pool.records import BlockPart
+from kvmanager.pool.shape import CacheShape
+from kvmanager.rpc import RpcError, RpcServer
+
+SHAPE = CacheShape.of(SMALL_LAYOUT)
+FINGERPRINT = SMALL_LAYOUT.fingerprint().hex()
+ROOT = bytes([255]) * KEY_BYTES
+KEYS = [bytes([index]) * KEY_BYTES for index in range(8)]
+RESUME: list[BlockPart] = list(SHAPE.resume_parts(8))
+NBYTES = sum(SHAPE.parts[part].nbytes for _, part in RESUME)
+BLOCK_KEYS = ROOT + b"".join(KEYS)
+
+
+def order(parts: Sequence[BlockPart] = RESUME, fingerprint: str = FINGERPRINT) -> CacheMoveOrder:
+    return CacheMoveOrder(fingerprint, BLOCK_KEYS, parts)
+
+
+def content(part: BlockPart) -> bytes:
+    return random.Random(repr(part)).randbytes(SHAPE.parts[part[1]].nbytes)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Node:
+    agent: NodeAgent
+    control: CacheControl
+
+    @property
+    def pool(self) -> HybridPool:
+        assert self.agent.cache is not None
+        return self.agent.cache.pool
+
+    @property
+    def num_used(self) -> int:
+        return self.agent.allocator.num_used
+
+    def store(self, parts: Sequence[BlockPart]) -> None:
+        """Put these parts into the cache, as an engine would."""
+        fill = self.pool.reserve(SHAPE, ROOT, 0, KEYS, parts, now_s())
+        for slot in fill.slots:
+            data = content((slot.index, slot.part))
+            for view in self.agent.arena.view(slot.runs, len(data)).views(0, len(data)):
+                view[:] = data[: len(view)]
+                data = data[len(view) :]
+            self.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
+        self.pool.abort(fill.fill_id)
+
+    def read(self, part: BlockPart) -> bytes:
+        runs = self.pool.lookup(KEYS[part[0]], part[1])
+        assert runs is not None
+        nbytes = SHAPE.parts[part[1]].nbytes
+        return b"".join(self.agent.arena.view(runs, nbytes).views(0, nbytes))
+
+    def holds_nothing_for_moves(self) -> bool:
+        mover = self.agent.mover
+        assert mover is not None
+        self.pool.check_invariants()
+        return not mover.num_open("landing") and not mover.num_open("send")
+
+
+@contextlib.asynccontextmanager
+async def node(directory: Path, name: str, *, num_blocks: int = 256) -> AsyncIterator[Node]:
+    directory = directory / name
+    directory.mkdir()
+    config = AgentConfig(
+        listen="127.0.0.1:0",
+        control="127.0.0.1:0",
+        socket=directory / "agent.sock",
+        arena_dir=directory,
+        arena_gib=num_blocks * 4096 / (1 << 30),
+        block_bytes=4096,
+        transport={"num_connections": 2, "idle_timeout_s": 2.0, "ack_timeout_s": 2.0},
+    )
+    agent = NodeAgent(config)
+    await agent.start()
+    hello = Hello("engine", "worker", os.getpid(), SMALL_LAYOUT.encode())
+    agent.book.join(0, hello)
+    rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()})
+    control = CacheControl(f"127.0.0.1:{await rpc.start()}")
+    try:
+        yield Node(agent, control)
+    finally:
+        await control.close()
+        await rpc.stop()
+        await agent.stop()
+
+
+@pytest.fixture
+async def source(tmp_path: Path) -> AsyncIterator[Node]:
+    async with node(tmp_path, "source") as one:
+        one.store(RESUME)
+        yield one
+        await until(one.holds_nothing_for_moves)
+
+
+@pytest.fixture
+async def destination(tmp_path: Path) -> AsyncIterator[Node]:
+    async with node(tmp_path, "destination") as one:
+        yield one
+        await until(one.holds_nothing_for_moves)
+
+
+async def test_a_prefix_is_cached_at_the_other_node_as_well(
+    source: Node, destination: Node
+) -> None:
+    result = await move_cache(source.control, destination.control, order())
+    assert (result.nbytes, result.num_parts, result.kept_parts) == (NBYTES, 9, 9)
+    assert result.transfer_s > 0
+    assert destination.pool.match(SHAPE, KEYS).num_blocks == 8
+    for part in RESUME:
+        assert destination.read(part) == source.read(part) == content(part)
+    assert source.pool.match(SHAPE, KEYS).num_blocks == 8
+    again = await move_cache(source.control, destination.control, order())
+    assert (again.nbytes, again.num_parts) == (0, 0)
+    sent, received = source.agent.mover, destination.agent.mover
+    assert sent is not None
+    assert received is not None
+    assert (sent.use.sent, sent.use.sent_bytes, sent.use.failed) == (1, NBYTES, 0)
+    assert (received.use.received, received.use.received_bytes) == (1, NBYTES)
+
+
+async def test_only_what_is_lacking_is_sent(source: Node, destination: Node) -> None:
+    destination.store([(index, 0) for index in range(5)])
+    result = await move_cache(source.control, destination.control, order())
+    assert result.nbytes == NBYTES - 5 * SHAPE.parts[0].nbytes
+    assert result.kept_parts == 4
+    for part in RESUME:
+        assert destination.read(part) == content(part)
+
+
+async def test_what_the_source_does_not_have_cannot_be_moved(
+    tmp_path: Path, destination: Node
+) -> None:
+    async with node(tmp_path, "empty") as empty:
+        empty.store([(index, 0) for index in range(7)])
+        with pytest.raises(RpcError, match="not all of these parts are cached here") as caught:
+            await move_cache(empty.control, destination.control, order())
+        assert caught.value.code == "NOT_FOUND"
+        await until(lambda: destination.num_used == 0)
+        assert empty.holds_nothing_for_moves()
+
+
+async def test_no_room_at_the_destination(tmp_path: Path, source: Node) -> None:
+    async with node(tmp_path, "full", num_blocks=4) as full:
+        runs = full.agent.allocator.allocate(4)
+        with pytest.raises(RpcError, match="no room") as caught:
+            await move_cache(source.control, full.control, order())
+        assert caught.value.code == "NO_ROOM"
+        full.agent.allocator.free(runs)
+
+
+async def test_the_destination_makes_room_for_what_fits(tmp_path: Path, source: Node) -> None:
+    blocks_each = -(-SHAPE.parts[0].nbytes // 4096)
+    async with node(tmp_path, "small", num_blocks=3 * blocks_each) as small:
+        result = await move_cache(source.control, small.control, order())
+        assert result.kept_parts == 3
+        assert small.pool.match(SHAPE, KEYS).kv_blocks == 3
+
+
+async def test_while_it_is_sent_it_stays_and_an_end_lets_it_go(
+    source: Node, destination: Node
+) -> None:
+    nowhere = ReserveCacheMoveReply(
+        list(RESUME), "11" * 16, "22" * 32, NBYTES, "127.0.0.1", 9, lease_s=5.0
+    )
+    await source.control.send(order(), nowhere, 5.0)
+    assert not source.pool.make_room(source.agent.allocator.num_blocks)
+    assert source.pool.match(SHAPE, KEYS).num_blocks == 8
+    assert await source.control.end_move("11" * 16, "enough")
+    await until(source.holds_nothing_for_moves)
+    assert source.pool.make_room(source.agent.allocator.num_blocks)
+    seen = await source.control.move_status("11" * 16, "send", lease_s=1, wait_s=1)
+    assert (seen.state, seen.error) == ("cancelled", "enough")
+    assert not await source.control.end_move("11" * 16, "enough")
+
+
+async def test_a_landing_nobody_fills_gives_its_memory_back(destination: Node) -> None:
+    ended = await destination.control.reserve(order(), 30.0)
+    assert destination.num_used > 0
+    await destination.control.end_move(ended.transfer_id, "no more")
+    await until(lambda: destination.num_used == 0)
+    late = await destination.control.reserve(order(), 0.2)
+    await until(lambda: destination.num_used == 0)
+    seen = await destination.control.move_status(late.transfer_id, "landing", lease_s=1, wait_s=0)
+    assert (seen.state, seen.error) == ("cancelled", "its caller has gone away")
+
+
+async def test_a_sender_without_the_token_is_not_let_in(source: Node, destination: Node) -> None:
+    landing = await destination.control.reserve(order(), 30.0)
+    forged = ReserveCacheMoveReply(
+        landing.parts, landing.transfer_id, "00" * 32, landing.nbytes, landing.host, landing.port
+    )
+    await source.control.send(order(), forged, 30.0)
+    seen = await source.control.move_status(landing.transfer_id, "send", lease_s=30, wait_s=5)
+    assert seen.state == "failed"
+    assert "bad_token" in seen.error
+    await destination.control.end_move(landing.transfer_id, "forged")
+    await until(lambda: destination.num_used == 0)
+
+
+async def test_giving_a_move_up_ends_both_ends(
+    source: Node, destination: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing arrives: the sender is told to go where nobody listens.
+    reserve = destination.control.reserve
+
+    async def elsewhere(what: CacheMoveOrder, lease_s: float) -> ReserveCacheMoveReply:
+        real = await reserve(what, lease_s)
+        return ReserveCacheMoveReply(
+            real.parts, real.transfer_id, real.token, real.nbytes, real.host, 9, real.lease_s
+        )
+
+    monkeypatch.setattr(destination.control, "reserve", elsewhere)
+    moving = asyncio.create_task(move_cache(source.control, destination.control, order()))
+    await until(lambda: not source.holds_nothing_for_moves())
+    moving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await moving
+    await until(source.holds_nothing_for_moves)
+    await until(lambda: destination.num_used == 0)
+
+
+async def test_a_destination_that_stops_fails_the_move(tmp_path: Path, source: Node) -> None:
+    async with node(tmp_path, "stopping") as stopping:
+        landing = await stopping.control.reserve(order(), 30.0)
+    await source.control.send(order(), landing, 2.0)
+    await until(source.holds_nothing_for_moves)
+    seen = await source.control.move_status(landing.transfer_id, "send", lease_s=1, wait_s=0)
+    assert seen.state in ("failed", "cancelled")
+
+
+async def test_what_a_prefix_stands_on_stays_while_the_rest_is_on_its_way(
+    source: Node, destination: Node
+) -> None:
+    destination.store([(index, 0) for index in range(4)])
+    landing = await destination.control.reserve(order(), 30.0)
+    destination.pool.make_room(destination.agent.allocator.num_blocks)
+    await source.control.send(order(), landing, 30.0)
+    seen = await destination.control.move_status(
+        landing.transfer_id, "landing", lease_s=30, wait_s=5
+    )
+    assert (seen.state, seen.kept_parts) == ("complete", 5)
+    assert destination.pool.match(SHAPE, KEYS).num_blocks == 8
+
+
+async def test_a_prefix_is_dropped_back_to_where_others_need_it(source: Node) -> None:
+    dropped = await source.control.drop(FINGERPRINT, BLOCK_KEYS, 6)
+    assert dropped == 3  # the KV of two blocks and the state behind them
+    assert source.pool.match(SHAPE, KEYS).kv_blocks == 6
+    pin = source.pool.pin(SHAPE, KEYS, [(3, 0)], now_s())
+    assert await source.control.drop(FINGERPRINT, BLOCK_KEYS, 0) == 2
+    assert source.pool.match(SHAPE, KEYS).kv_blocks == 4
+    source.pool.unpin(pin.pin_id)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (order([(0, 0), (0, 0)]), "some of them twice"),
+        (order([]), "none at all"),
+        (order([(8, 0)]), "there are 8 blocks"),
+        (order([(0, 9)]), "part 9"),
+        (order(fingerprint="00" * 32), "no connected engine"),
+        (order(fingerprint="xyz"), "not hex"),
+        (CacheMoveOrder(FINGERPRINT, BLOCK_KEYS[:-1], RESUME), "no sequence"),
+        (CacheMoveOrder(FINGERPRINT, BLOCK_KEYS + KEYS[0], RESUME), "none twice"),
+    ],
+)
+async def test_what_cannot_be_is_refused(
+    destination: Node, wrong: CacheMoveOrder, match: str
+) -> None:
+    with pytest.raises(RpcError, match=match) as caught:
+        await destination.control.reserve(wrong, 30.0)
+    assert caught.value.code == "INVALID"
+    assert destination.num_used == 0
+
+
+async def test_an_unknown_move_is_not_found(source: Node) -> None:
+    with pytest.raises(RpcError, match="no move") as caught:
+        await source.control.move_status("00" * 16, "send", lease_s=1, wait_s=0)
+    assert caught.value.code == "NOT_FOUND"
+    assert not await source.control.end_move("00" * 16, "")

@@ -1,0 +1,227 @@
+"""The directory in a real Redis server, which each test file starts for itself."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis_server import RedisServer
+
+from kvmanager.agent.messages import SERVICE, CacheFeed, WatchCache
+from kvmanager.directory.cli import serve
+from kvmanager.directory.config import load
+from kvmanager.directory.directory import FROM_THE_BEGINNING, Directory
+from kvmanager.directory.errors import FeedError, StoreError
+from kvmanager.directory.messages import Hit, NodeName, ResumeRule
+from kvmanager.directory.redis_sink import RedisSink
+from kvmanager.directory.redis_store import RedisDirectory, RedisSettings, connect, reached
+from kvmanager.hashing import block_keys, root_key
+from kvmanager.rpc import Method, RpcServer
+
+NODE, OTHER = NodeName("near", "n0"), NodeName("far", "n0")
+KEYS = block_keys(range(2500), 1, root_key(b"model"))
+RULE = ResumeRule(has_kv=True, window_reach=2, has_state=True)
+FULL = ResumeRule(has_kv=True, window_reach=0, has_state=False)
+SETTINGS = RedisSettings()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that keeps nothing on disk."""
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@pytest.fixture
+async def redis(url: str) -> AsyncIterator[Redis]:
+    client = connect(url, timeout_s=5)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+def feed(
+    holds: dict[bytes, int],
+    seq: int = 1,
+    *,
+    epoch: str = "e",
+    snapshot: bool = False,
+    more: bool = False,
+) -> CacheFeed:
+    keys = b"".join(key[:8] for key in holds)
+    flags = b"".join(flags.to_bytes(2, "little") for flags in holds.values())
+    return CacheFeed(epoch, seq, keys, flags, is_snapshot=snapshot, more=more, age_s=0.25)
+
+
+def names(keys: list[bytes]) -> list[bytes]:
+    return [SETTINGS.blocks + key[:8] for key in keys]
+
+
+async def tell(sink: RedisSink, node: NodeName, message: CacheFeed) -> bool:
+    assert await sink.position(node) is not None
+    return await sink.apply(node, message)
+
+
+async def num_kv_blocks(reader: RedisDirectory) -> dict[str, int]:
+    return {node.cluster: node.kv_blocks for node in await reader.match(FULL, KEYS)}
+
+
+async def test_answers_as_a_directory_of_this_process_does(redis: Redis) -> None:
+    sink, reader, model = RedisSink(redis), RedisDirectory(redis), Directory()
+    tiers = {index: 7 if index % 5 else 7 | 7 << 3 for index in range(40)}
+    messages = [
+        (NODE, feed({KEYS[i]: flags for i, flags in tiers.items()}, snapshot=True)),
+        (OTHER, feed(dict.fromkeys(KEYS[:30], 1), snapshot=True)),
+        (OTHER, feed({KEYS[i]: 64 | 7 for i in range(20, 27)}, 2)),
+        (NODE, feed({KEYS[33]: 0, KEYS[34]: 0, KEYS[10]: 1}, 3)),
+    ]
+    for node, message in messages:
+        assert await tell(sink, node, message)
+        assert model.apply(node, message, 0.0)
+        for rule in (RULE, FULL, ResumeRule(has_kv=False, window_reach=0, has_state=True)):
+            found = await reader.match(rule, KEYS[:64])
+            assert [replace_age(one) for one in found] == [
+                replace_age(one) for one in model.match(rule, KEYS[:64], 0.0)
+            ]
+            assert all(0 <= one.age_s < 5 for one in found)
+    known = {state.cluster: state for state in await reader.nodes()}
+    assert (known["far"].seq, known["near"].seq, known["near"].lag_s) == (2, 3, 0.25)
+    assert await sink.position(NODE) == ("e", 3)
+
+
+def replace_age(found: object) -> str:
+    return repr(found).partition("age_s")[0]
+
+
+async def test_a_snapshot_replaces_all_at_once_when_its_last_page_is_there(redis: Redis) -> None:
+    sink, reader = RedisSink(redis), RedisDirectory(redis)
+    assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:50], 1), snapshot=True))
+    assert await sink.apply(
+        NODE, feed(dict.fromkeys(KEYS[:10], 1), 2, epoch="f", snapshot=True, more=True)
+    )
+    assert await num_kv_blocks(reader) == {"near": 50}
+    assert await sink.position(NODE) == ("f", 2)
+    assert await sink.apply(NODE, feed(dict.fromkeys(KEYS[10:20], 1), 3, epoch="f"))
+    assert await num_kv_blocks(reader) == {"near": 20}
+    assert await sink.apply(NODE, feed({KEYS[15]: 0, KEYS[40]: 0}, 4, epoch="f"))
+    assert await num_kv_blocks(reader) == {"near": 15}
+
+
+async def test_blocks_of_many_snapshots_do_not_pile_up(redis: Redis) -> None:
+    sink = RedisSink(redis)
+    for seq in range(1, 8):
+        assert await tell(sink, NODE, feed(dict.fromkeys(KEYS, 1), seq, snapshot=True))
+    (name,) = names(KEYS[:1])
+    assert await redis.strlen(name) == 12
+    assert await tell(sink, NODE, feed(dict.fromkeys(KEYS, 0), 9))
+    assert await redis.exists(*names(KEYS)) == 0
+
+
+async def test_gaps_and_bad_messages_lead_to_a_snapshot(redis: Redis) -> None:
+    sink = RedisSink(redis)
+    assert not await tell(sink, NODE, feed({KEYS[0]: 1}))
+    assert await tell(sink, NODE, feed({KEYS[0]: 1}, snapshot=True))
+    assert not await tell(sink, NODE, feed({KEYS[1]: 1}, epoch="another"))
+    assert await sink.position(NODE) == FROM_THE_BEGINNING
+    assert await tell(sink, NODE, feed({KEYS[0]: 1}, snapshot=True))
+    with pytest.raises(FeedError):
+        await sink.apply(NODE, CacheFeed("e", 5, b"12345678", b""))
+    assert await sink.position(NODE) == FROM_THE_BEGINNING
+
+
+async def test_one_writer_at_a_time_and_the_next_takes_over(redis: Redis) -> None:
+    settings = replace(SETTINGS, lease_s=0.2)
+    first, second = RedisSink(redis, settings), RedisSink(redis, settings)
+    reader = RedisDirectory(redis)
+    assert await tell(first, NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
+    assert await second.position(NODE) is None
+    await second.forget(NODE)
+    assert await num_kv_blocks(reader) == {"near": 5}
+    await asyncio.sleep(0.3)
+    assert await second.position(NODE) == FROM_THE_BEGINNING
+    with pytest.raises(StoreError, match="another writer"):
+        await first.apply(NODE, feed({KEYS[5]: 1}, 2))
+    assert await second.apply(NODE, feed(dict.fromkeys(KEYS[:3], 1), 7, snapshot=True))
+    assert await num_kv_blocks(reader) == {"near": 3}
+    await second.forget(NODE)
+    assert await reader.nodes() == []
+    assert await num_kv_blocks(reader) == {}
+
+
+async def test_what_a_dead_writer_left_does_not_count_and_vanishes(redis: Redis) -> None:
+    settings = replace(SETTINGS, key_ttl_s=1, forget_s=0.2)
+    sink, reader = RedisSink(redis, settings), RedisDirectory(redis, settings)
+    assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
+    assert await num_kv_blocks(reader) == {"near": 5}
+    await asyncio.sleep(0.4)
+    assert await num_kv_blocks(reader) == {}
+    assert await sink.position(NODE) == FROM_THE_BEGINNING
+    async with asyncio.timeout(5):
+        while await redis.exists(SETTINGS.nodes, *names(KEYS[:5])):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_server_that_goes_away_and_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RedisServer(tmp_path)
+    reader = RedisDirectory.at(server.url)
+    sink = RedisSink(connect(server.url))
+    assert await reader.match(FULL, KEYS) == []
+    assert await reader.nodes() == []
+    assert caplog.text.count("directory in Redis: no answer, going on without") == 1
+    with pytest.raises(StoreError):
+        await sink.position(NODE)
+    with server:
+        assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
+        async with asyncio.timeout(10):
+            while await num_kv_blocks(reader) != {"near": 5}:
+                await asyncio.sleep(0.05)
+    with pytest.raises(StoreError):
+        await sink.apply(NODE, feed({KEYS[6]: 1}, 2))
+    assert await num_kv_blocks(reader) == {}
+    with pytest.raises(StoreError, match="does not answer"):
+        await reached(reader._redis)
+    await sink._redis.aclose()
+    await reader.close()
+
+
+async def test_a_record_that_is_none_is_no_answer(redis: Redis) -> None:
+    await redis.hset(SETTINGS.nodes, "near/n0", "rubbish")
+    reader = RedisDirectory(redis)
+    assert await reader.match(FULL, KEYS) == []
+    assert await RedisDirectory(redis).nodes() == []
+
+
+async def test_a_stranger_in_a_block_is_nobody(redis: Redis) -> None:
+    sink, reader = RedisSink(redis), RedisDirectory(redis)
+    assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:3], 1), snapshot=True))
+    (name,) = names(KEYS[3:4])
+    await redis.set(name, (77).to_bytes(4, "little") + b"\x01\x00")
+    (found,) = await reader.match(FULL, KEYS)
+    assert found.every == Hit(3, 3)
+    await redis.set(name, b"rubbish")
+    assert await reader.match(FULL, KEYS) == []
+
+
+async def test_the_command_fills_redis_while_it_runs(redis: Redis, url: str) -> None:
+    async def watch(request: WatchCache) -> CacheFeed:
+        if request.epoch:
+            await asyncio.sleep(request.timeout_s)
+            return feed({})
+        return feed(dict.fromkeys(KEYS[:9], 1), snapshot=True)
+
+    methods = {"WatchCache": Method(WatchCache, CacheFeed, watch)}
+    agent = RpcServer("127.0.0.1:0", {SERVICE: methods})
+    address = f"127.0.0.1:{await agent.start()}"
+    config = load(None, {"agents": {str(NODE): address}, "redis": url})
+    serving = asyncio.create_task(serve(config))
+    reader = RedisDirectory(redis)
+    async with asyncio.timeout(10):
+        while await num_kv_blocks(reader) != {"near": 9}:
+            await asyncio.sleep(0.02)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    await agent.stop(grace_s=0)
