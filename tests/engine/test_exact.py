@@ -186,8 +186,8 @@ async def test_a_second_turn_computes_and_sends_what_is_new(served: Served) -> N
 
 
 async def test_the_cache_outlives_an_engine(served: Served) -> None:
-    if not served.prefix_caching:
-        return
+    if not served.prefix_caching or served.model != RECURRENT:
+        return  # the other model's engine is killed together with its agent, below
     await kill(served.region, served.region.engine("a1-prefill"))
     await served.talk.assert_only_the_new(await served.talk.next_turn())
 

@@ -190,7 +190,7 @@ async def test_a_wrong_token_lands_nothing(faulty: Faulty) -> None:
     sender = RpcClient(faulty.region.agent_control("a1"), SERVICE)
     receiver = RpcClient(faulty.region.agent_control("b1"), SERVICE)
     try:
-        landing = await receiver.call("Reserve", Reserve(300, 20.0), ReserveReply, 5.0)
+        landing = await receiver.call("Reserve", Reserve(300, 8.0), ReserveReply, 5.0)
         outbox = OpenOutbox(
             transfer_id=landing.transfer_id,
             token="00" * 32,
@@ -199,7 +199,7 @@ async def test_a_wrong_token_lands_nothing(faulty: Faulty) -> None:
             layout_fingerprint=landing.layout_fingerprint,
             host=landing.host,
             port=landing.port,
-            lease_s=20.0,
+            lease_s=8.0,
         )
         await sender.call("OpenOutbox", outbox, OpenOutboxReply, 5.0)
         report = await sender.call("Await", Await(landing.transfer_id, 15.0), TransferReport, 20.0)

@@ -16,7 +16,7 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.pool.shape import PartKind
 from kvmanager.rpc import RpcError
 
-NEW_TOKENS = (3000, 700, 500, 600)
+NEW_TOKENS = (1500, 400, 300, 400)
 """What each turn adds to what was said before."""
 
 
