@@ -54,6 +54,8 @@ class LinkMonitor:
         self._detector = CongestionDetector(config.detector)
         self._planner = ProbePlanner(config.probing)
         self._num_changes = dict.fromkeys(Condition, 0)
+        self._judged: tuple[float, LinkEstimate] | None = None
+        """The estimate that was judged last, and when: it is asked for again at the same moment."""
 
     def observe(self, sample: LinkSample, now_s: float) -> Change | None:
         """Take in a sample; the change of condition that it brings about, if any."""
@@ -74,6 +76,8 @@ class LinkMonitor:
         return self._planner.due_bytes(self.estimate(now_s), detector.condition, known, now_s)
 
     def estimate(self, now_s: float) -> LinkEstimate:
+        if self._judged is not None and self._judged[0] == now_s:
+            return self._judged[1]
         return self._estimator.estimate(now_s)
 
     def report(self, now_s: float) -> LinkReport:
@@ -92,6 +96,7 @@ class LinkMonitor:
 
     def _judge(self, now_s: float) -> Change | None:
         estimate = self._estimator.estimate(now_s)
+        self._judged = now_s, estimate
         change = self._detector.observe(estimate, now_s)
         if change is not None:
             self._num_changes[change.after] += 1

@@ -31,7 +31,7 @@ class ProbeConfig:
     most_bytes: int = 4 * 1024 * 1024
     idle_s: float = 2.0
     """Without traffic before a link counts as idle."""
-    fresh_s: float = 30.0
+    fresh_s: float = 10.0
     """A measurement of a clear link is good enough for this long."""
     recheck_s: float = 5.0
     """The same for a link that was not clear or whose rate is only a floor."""

@@ -62,13 +62,15 @@ class AdmissionReason(StrEnum):
 class AdmissionConfig:
     """Bounds of load. `ttft_slo_s` None: the prefill side refuses nothing.
 
-    `max_decode_load` is a share of the slots, rounded up to whole ones. A little below 1 leaves
-    room for what a prediction misses, above 1 lets requests wait: 1.1 for a tenth of all slots.
+    `max_prefill_load` below 1 leaves room for what a prediction cannot know: shorter prompts that
+    come later and overtake. `max_decode_load` is a share of the slots, rounded up to whole ones. A
+    little below 1 leaves room for what a prediction misses, above 1 lets requests wait: 1.1 for a
+    tenth of all slots.
     """
 
     policy: AdmissionPolicy = AdmissionPolicy.PREDICTED
     ttft_slo_s: float | None = None
-    max_prefill_load: float = 1.0
+    max_prefill_load: float = 0.85
     max_decode_load: float = 0.97
     min_retry_s: float = 1.0
     max_retry_s: float = 60.0
@@ -143,7 +145,7 @@ def admit(
     tenants: TenantLedger | None = None,
 ) -> Verdict:
     """Decide before prefill. Changes nothing: the shell tells `tenants` what was let in."""
-    verdict = _tenant_verdict(request, decode, config, now_s, tenants)
+    verdict = tenant_refusal(request, decode, config, now_s, tenants)
     if verdict is not None:
         return verdict
     if decode.slots_total <= 0:
@@ -158,24 +160,16 @@ def admit(
     return _decode_verdict(request.kv_bytes, decode, config, at_s)
 
 
-def admit_decode(kv_bytes: float, decode: DecodeView, config: AdmissionConfig) -> Verdict:
-    """Decide when the prefill is over, on the present load. `decode` does not count this request
-    among those that wait. For policy `at_decode`, and as a last check for the others.
-    """
-    if decode.slots_total <= 0:
-        return _refused(AdmissionReason.NO_DECODE_SLOTS, config.max_retry_s, config, {})
-    if not decode.slots_used and not decode.num_waiting:
-        return Verdict(True, AdmissionReason.EMPTY)
-    return _decode_verdict(kv_bytes, decode, config, 0.0)
-
-
-def _tenant_verdict(
+def tenant_refusal(
     request: AdmissionRequest,
     decode: DecodeView,
     config: AdmissionConfig,
     now_s: float,
     tenants: TenantLedger | None,
 ) -> Verdict | None:
+    """The refusal of a request that would break a limit of its tenant, or None. Asks nothing of the
+    load, and of `config` only the bounds of a wait.
+    """
     if tenants is None:
         return None
     refusal = tenants.refusal(request.tenant, request.num_tokens, now_s)
@@ -189,6 +183,17 @@ def _tenant_verdict(
     return _refused(AdmissionReason(refusal.reason.value), retry_s, config, dict(refusal.numbers))
 
 
+def admit_decode(kv_bytes: float, decode: DecodeView, config: AdmissionConfig) -> Verdict:
+    """Decide when the prefill is over, on the present load. `decode` does not count this request
+    among those that wait. For policy `at_decode`, and as a last check for the others.
+    """
+    if decode.slots_total <= 0:
+        return _refused(AdmissionReason.NO_DECODE_SLOTS, config.max_retry_s, config, {})
+    if not decode.slots_used and not decode.num_waiting:
+        return Verdict(True, AdmissionReason.EMPTY)
+    return _decode_verdict(kv_bytes, decode, config, 0.0)
+
+
 def _prefill_verdict(request: AdmissionRequest, config: AdmissionConfig) -> Verdict | None:
     """A refusal when waiting makes the first token too late.
 
@@ -199,7 +204,8 @@ def _prefill_verdict(request: AdmissionRequest, config: AdmissionConfig) -> Verd
         return None
     prediction = request.prediction
     limit_s = config.ttft_slo_s * config.max_prefill_load
-    wait_s = prediction.queue_s + prediction.slot_s
+    # What a transfer goes on after the prefill is nearly all wait for what others send.
+    wait_s = prediction.queue_s + prediction.tail_s + prediction.slot_s
     over_s = min(wait_s, prediction.ttft_s - limit_s)
     if wait_s < math.inf and prediction.ttft_s - wait_s >= limit_s:
         over_s = wait_s - limit_s

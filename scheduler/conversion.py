@@ -37,6 +37,8 @@ PdRole = Literal["prefill", "decode"]
 """What an instance can be converted from and to; `both` is never converted."""
 
 DWELL_S: Final = 240.0
+MAX_DRAIN_S: Final = 900.0
+"""No drain may take longer: so long a front in another process is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +157,21 @@ class Conversion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionConfig:
     drain_limit_s: float = 600.0
-    """A drain that takes longer is given up: the longest decodes must fit."""
+    """A drain that takes longer is given up: the longest decodes must fit. At most `MAX_DRAIN_S`.
+    """
     relabel_limit_s: float = 30.0
     dwell_s: float = DWELL_S
     """From the new label until the cluster may convert again."""
 
     def __post_init__(self) -> None:
-        if not (self.drain_limit_s > 0 and self.relabel_limit_s > 0 and self.dwell_s >= 0):
+        if not 0 < self.drain_limit_s <= MAX_DRAIN_S:
             raise ValueError(
-                f"drain_limit_s {self.drain_limit_s:g} and relabel_limit_s "
-                f"{self.relabel_limit_s:g} must be above 0, dwell_s {self.dwell_s:g} not below"
+                f"drain_limit_s {self.drain_limit_s:g} must be above 0 and at most {MAX_DRAIN_S:g}"
+            )
+        if not (self.relabel_limit_s > 0 and self.dwell_s >= 0):
+            raise ValueError(
+                f"relabel_limit_s {self.relabel_limit_s:g} must be above 0, dwell_s "
+                f"{self.dwell_s:g} not below"
             )
 
 
@@ -188,20 +195,28 @@ class Converter:
         """What is going on, dwelling included; None: a wish would be taken."""
         return self._current
 
-    def start(self, wish: ConversionWish, instances: Sequence[RoleView], now_s: float) -> Start:
-        """Begin with the least loaded of the cluster's instances, or say why not."""
+    def start(
+        self,
+        wish: ConversionWish,
+        instances: Sequence[RoleView],
+        now_s: float,
+        *,
+        only: str = "",
+    ) -> Start:
+        """Begin with the cluster's least loaded instance, or with `only`; or say why not."""
         if self._current is not None:
             return Start((), f"{self._current.instance} is {self._current.phase}")
         usable = [view for view in instances if view.role == wish.from_role and view.is_usable]
         if len(usable) < 2:
             count = f"{len(usable)} usable {wish.from_role} instances"
             return Start((), f"{wish.cluster} has {count}; one must stay")
-        chosen = min(usable, key=lambda view: (view.num_requests, view.num_tokens, view.name))
+        asked_for = [view for view in usable if only in ("", view.name)]
+        if not asked_for:
+            return Start((), f"{only} is no usable {wish.from_role} instance of {wish.cluster}")
+        chosen = min(asked_for, key=lambda view: (view.num_requests, view.num_tokens, view.name))
         self._current = Conversion(chosen.name, wish, chosen.epoch + 1, Phase.DRAINING, now_s)
-        return Start(
-            (Drain(chosen.name),),
-            f"{chosen.name} has the fewest requests ({chosen.num_requests}) of {len(usable)}",
-        )
+        said = f"has the fewest requests ({chosen.num_requests}) of {len(usable)}"
+        return Start((Drain(chosen.name),), f"{chosen.name} {'was asked for' if only else said}")
 
     def drained(self, instance: str, now_s: float) -> tuple[Effect, ...]:
         """It has no work left."""

@@ -1,6 +1,6 @@
 """The long timescale: every few minutes, t and the division of instances that the traffic asks for.
 
-State: when each PD cluster last had a conversion asked of it, and which way. Measured traffic, the
+State: when each PD cluster last had a conversion, and which way. Measured traffic, the
 region's profiles and links, and the present t and division go in; a `LongTermDecision` comes out:
 t to use now, t to use once conversions are done, the conversions, the plan they lead to, and the
 reason, also for doing nothing. The same calls give the same answers.
@@ -17,7 +17,8 @@ Rules:
    division, so every step gains and a wrong one is cheap. A change that asks for more instances
    takes as many steps.
 4. A cluster waits `dwell_s` before the next conversion, `reverse_dwell_s` before one the other way.
-   None is asked of a cluster whose last one still runs.
+   None is asked of a cluster whose last one still runs. One that failed counts as the other way:
+   an instance that cannot be drained must not be taken from its work every few minutes.
 5. t follows at every step where that gains `min_threshold_gain`. A step moves at most
    `max_moved_share` of the requests to the other side.
 
@@ -141,7 +142,8 @@ class LongTermLoop:
     def __init__(self, config: LongTermConfig | None = None) -> None:
         self._config = config or LongTermConfig()
         self._asked: dict[str, tuple[float, int]] = {}
-        """When a conversion was last asked of a cluster, and by how much it changed N_p."""
+        """When a conversion was last asked of a cluster or ended, and by how much it changed N_p: 0
+        if it failed."""
         self._adopted: Plan | None = None
         """The routing that the present thresholds stand for, where one t does not describe it."""
 
@@ -168,6 +170,11 @@ class LongTermLoop:
             return self._decide(traffic, current, now_s)
         except NoRouteError:
             return _unchanged(current, StepReason.NO_ROUTE, {"requests": num_requests})
+
+    def ended(self, wish: ConversionWish, now_s: float, *, is_converted: bool) -> None:
+        """A conversion ended, whoever asked for it: rule 4 counts from now."""
+        way = 1 if wish.to_role == "prefill" else -1
+        self._asked[wish.cluster] = now_s, way if is_converted else 0
 
     def _decide(self, traffic: _Scaled, current: Allocation, now_s: float) -> LongTermDecision:
         model = traffic.region()

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
-from scheduler.views import ClusterView, DecodeView, LinkView
+from scheduler.views import ClusterView, DecodeView, LinkCondition, LinkView
 
 
 class PrefillTask(NamedTuple):
@@ -70,7 +72,8 @@ class Prediction(NamedTuple):
     @property
     def ttft_s(self) -> float:
         """From now until the first token."""
-        return sum(self)
+        queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s = self
+        return queue_s + move_s + prefill_s + tail_s + slot_s + step_s + overhead_s
 
 
 def predict(
@@ -108,11 +111,13 @@ def queue_wait_s(queued_s: float, free_s: Sequence[float]) -> float:
 def transfer_tail_s(link: LinkView, begin_s: float, prefill_s: float, task: PrefillTask) -> float:
     """From the end of a prefill that lasts from `begin_s` on until its KVCache has landed.
 
-    A rate that nobody has measured counts as fast enough: only the propagation is left. Whoever
-    must not rely on that looks at `link.available_bytes_per_s` first.
+    A rate that nobody has measured counts as fast enough: only the propagation is left. So does one
+    that is only a floor on a clear link where nothing waits: believed, it would keep away what
+    would show that the link is faster. Whoever must not rely on that looks at
+    `link.available_bytes_per_s` first.
     """
     rate = link.available_bytes_per_s
-    if rate is None:
+    if rate is None or (link.is_floor and rate > 0 and _is_quiet(link)):
         return link.rtt_s / 2
     if rate <= 0:
         return math.inf
@@ -122,10 +127,17 @@ def transfer_tail_s(link: LinkView, begin_s: float, prefill_s: float, task: Pref
     return (backlog + task.fixed_bytes) / rate + link.rtt_s / 2
 
 
+def _is_quiet(link: LinkView) -> bool:
+    return link.state is LinkCondition.CLEAR and not link.backlog_bytes
+
+
 def slot_wait_s(decode: DecodeView, landed_s: float) -> float:
     """How long a request that lands in `landed_s` from now waits for a decode slot."""
     if decode.slots_total <= 0 or landed_s == math.inf:
         return math.inf
+    most = decode.slots_used + decode.num_waiting + len(decode.landing_s)
+    if most < decode.slots_total:
+        return 0.0
     ahead = decode.num_waiting + bisect_right(decode.landing_s, landed_s)
     num_releases = decode.slots_used + ahead - decode.slots_total + 1
     if num_releases <= 0:
@@ -193,31 +205,25 @@ class ProfileCorrection:
 class OverheadMeter:
     """Fixed time of a route that no profile contains: rendering, reserving, opening, HTTP.
 
-    What measured TTFTs are beyond their predictions, by exponential averaging; never negative. One
-    observation moves it by at most `max_step_s`.
+    The median of what the latest TTFTs were beyond their predictions: a stalled request or two
+    teach nothing. Never negative, and never above `max_s`.
     """
 
-    def __init__(self, gain: float = 0.05, max_step_s: float = 1.0, max_s: float = 5.0) -> None:
-        if not (0 < gain <= 1 and max_step_s > 0 and max_s > 0):
-            raise ValueError(
-                f"gain {gain!r} must be in (0, 1], max_step_s {max_step_s!r} and max_s {max_s!r} "
-                "above 0"
-            )
-        self._gain, self._max_step_s, self._max_s = gain, max_step_s, max_s
+    def __init__(self, memory: int = 32, max_s: float = 5.0) -> None:
+        if not (memory >= 1 and max_s > 0):
+            raise ValueError(f"memory {memory!r} must be at least 1 and max_s {max_s!r} above 0")
+        self._latest: deque[float] = deque(maxlen=memory)
+        self._max_s = max_s
         self._seconds = 0.0
-        self._num_seen = 0
 
     @property
     def seconds(self) -> float:
         """What to add to a prediction; 0 before the first observation."""
-        return max(0.0, self._seconds)
+        return self._seconds
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """One TTFT: as predicted without any overhead, and as measured."""
         if not (0 <= predicted_s < math.inf and 0 <= measured_s < math.inf):
             return
-        self._num_seen += 1
-        gain = max(self._gain, 1 / self._num_seen)
-        error_s = measured_s - predicted_s - self._seconds
-        error_s = min(max(error_s, -self._max_step_s), self._max_step_s)
-        self._seconds = min(self._seconds + gain * error_s, self._max_s)
+        self._latest.append(measured_s - predicted_s)
+        self._seconds = min(max(0.0, median(self._latest)), self._max_s)

@@ -6,7 +6,7 @@ Jobs wait in lanes, one for each priority class and length bucket. Rules:
    ageing_tokens_per_s`. That is fewest uncached tokens first with ageing, in one number that never
    changes: of two jobs the shorter is first unless the longer has waited longer by what the
    difference in tokens is worth. A job is only passed by shorter ones that came at most
-   `uncached_tokens / ageing_tokens_per_s` after it.
+   `uncached_tokens / ageing_tokens_per_s` after it. Tokens count for no more than `max_length_s`.
 2. A job is due `patience_s` for its own and for each more urgent class after its rank. Whatever is
    due goes before all that is not, by the time since which it is due, whatever class or bucket. So
    no job waits for ever: once due, only jobs that were due before it are started.
@@ -26,7 +26,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -56,6 +56,8 @@ class OrderConfig:
     """One second of waiting is worth so many tokens: about what a cluster prefills in it. With
     less, long prompts wait too long at high load."""
     patience_s: float = 30.0
+    max_length_s: float = math.inf
+    """Of jobs for which length makes more of a difference, the one that came first is first."""
     _edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,6 +73,8 @@ class OrderConfig:
                 f"ageing_tokens_per_s {self.ageing_tokens_per_s!r} and patience_s "
                 f"{self.patience_s!r} must be above 0"
             )
+        if not self.max_length_s >= 0:
+            raise ValueError(f"max_length_s {self.max_length_s!r} must not be negative")
 
     def bucket_of(self, uncached_tokens: int) -> int:
         """The position of the bucket that a job of this length waits in."""
@@ -97,17 +101,14 @@ class WaitingJob(Generic[KeyT]):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Place(Generic[KeyT]):
-    """Where a job stands: in its lane by rank, equal ranks by arrival."""
+class _Place(NamedTuple, Generic[KeyT]):
+    """Where a job stands: in its lane by rank, equal ranks by arrival. Compares like that, because
+    no two have one `order`.
+    """
 
     rank_s: float
     order: int
     job: WaitingJob[KeyT]
-
-    @property
-    def sort_key(self) -> tuple[float, int]:
-        return self.rank_s, self.order
 
 
 class _Lane(Generic[KeyT]):
@@ -154,7 +155,8 @@ class QueueOrder(Generic[KeyT]):
 
     def rank_s(self, job: WaitingJob[KeyT]) -> float:
         """Rule 1: the lower the earlier, within a lane. On the clock of `submitted_s`."""
-        return job.submitted_s + job.uncached_tokens / self._config.ageing_tokens_per_s
+        length_s = job.uncached_tokens / self._config.ageing_tokens_per_s
+        return job.submitted_s + min(length_s, self._config.max_length_s)
 
     def due_s(self, job: WaitingJob[KeyT]) -> float:
         """Rule 2: from then on only what was due before goes first."""
@@ -170,7 +172,7 @@ class QueueOrder(Generic[KeyT]):
         lane = self._lane(job)
         if not lane.places:
             lane.served = max(lane.served, self._level.get(job.priority, 0.0))
-        insort(lane.places, place, key=_sort_key)
+        insort(lane.places, place)
 
     def remove(self, key: KeyT) -> bool:
         """Forget a job that will not start; False for one that does not wait."""
@@ -178,7 +180,7 @@ class QueueOrder(Generic[KeyT]):
         if place is None:
             return False
         places = self._lane(place.job).places
-        del places[bisect_left(places, place.sort_key, key=_sort_key)]
+        del places[bisect_left(places, place)]
         return True
 
     def started(self, key: KeyT) -> None:
@@ -207,14 +209,26 @@ class QueueOrder(Generic[KeyT]):
         else comes: what its predicted wait adds up. Shares between buckets are taken as even
         progress: of another bucket goes first what its share carries until the job's turn.
         """
-        due_s, rank_s = self.due_s(job), self.rank_s(job)
-        mine = self._config.bucket_of(job.uncached_tokens)
-        same = [p for p in self._in(job.priority, mine) if p.rank_s <= rank_s]
-        same = [place for place in same if place.job.key != job.key]
-        tokens = sum(place.job.uncached_tokens for place in same) + job.uncached_tokens
-        yield from (place.job for place in same)
+        mine, rank_s, tokens = self._config.bucket_of(job.uncached_tokens), self.rank_s(job), 0
+        same = self._in(job.priority, mine)
+        for place in same:
+            if place.rank_s > rank_s:
+                break
+            tokens += place.job.uncached_tokens
+            if place.job.key != job.key:
+                yield place.job
+        if len(same) < len(self._places):
+            yield from self._ahead_elsewhere(job, mine, tokens, now_s)
+
+    def _ahead_elsewhere(
+        self, job: WaitingJob[KeyT], mine: int, tokens: int, now_s: float
+    ) -> Iterator[WaitingJob[KeyT]]:
+        """In other lanes than its own, where `tokens` go before it."""
+        due_s = self.due_s(job)
+        if job.key not in self._places:
+            tokens += job.uncached_tokens
         for lane in self._lanes.values():
-            if (lane.priority, lane.bucket) == (job.priority, mine):
+            if not lane.places or (lane.priority, lane.bucket) == (job.priority, mine):
                 continue
             budget = math.inf if lane.priority < job.priority else 0.0
             if lane.priority == job.priority:
@@ -230,7 +244,7 @@ class QueueOrder(Generic[KeyT]):
         inside = [place for lane in self._lanes.values() for place in lane.places]
         assert len(inside) == len(self._places)
         for (priority, bucket), lane in self._lanes.items():
-            assert lane.places == sorted(lane.places, key=_sort_key)
+            assert lane.places == sorted(lane.places)
             for place in lane.places:
                 assert self._places[place.job.key] is place
                 assert place.job.priority == priority
@@ -247,7 +261,3 @@ class QueueOrder(Generic[KeyT]):
             share = self._config.buckets[at[1]].share
             lane = self._lanes[at] = _Lane(*at, share)
         return lane
-
-
-def _sort_key(place: _Place[KeyT]) -> tuple[float, int]:
-    return place.sort_key

@@ -40,10 +40,13 @@ class RouteConfig:
 
     kv: KvProfile
     margin_s: float = 1.0
-    margin_share: float = 0.35
+    margin_share: float = 0.45
     hand_off_tokens: int = 1
     max_link_age_s: float = 5.0
     """A link that was last looked at longer ago is not used."""
+    max_tail_s: float = 20.0
+    """KVCache that would land later than this after its prefill is not sent: transfers are given up
+    in the end, and then both were in vain."""
     abundance: float = 1.25
     """Link rate over the cluster's KVCache emission from which on bandwidth is abundant."""
     min_move_saving_s: float = 0.1
@@ -54,11 +57,9 @@ class RouteConfig:
         for name in ("margin_s", "margin_share", "hand_off_tokens", "min_move_saving_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be negative")
-        if not (self.max_link_age_s > 0 and self.abundance > 0):
-            raise ValueError(
-                f"max_link_age_s {self.max_link_age_s!r} and abundance {self.abundance!r} "
-                "must be above 0"
-            )
+        for name in ("max_link_age_s", "max_tail_s", "abundance"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")
 
 
 class Candidate(NamedTuple):

@@ -8,14 +8,15 @@ Rules, first match wins:
 
 1. What one engine must serve whole goes `direct` (the rules of `scheduler.routing`).
 2. A prefill cluster is out of the question when it failed this request, is unhealthy, takes no
-   jobs, or there is no room for the KVCache to land; and when its link is down or was not looked at
-   lately. What is left are the candidates. Without any the request stays local.
+   jobs, or there is no room for the KVCache to land; and when its link is down, was not looked at
+   lately, or would carry it far too late. What is left are the candidates. Without any the request
+   stays local.
 3. The threshold t of each candidate gives the request its side: more than t uncached tokens, at the
    PD cluster and after a cached prefix was moved there if that pays (`route_candidates`), belongs
    to the prefill cluster that is predicted to be first; anything else is local.
 4. It leaves that side when the other side's first token is predicted sooner by more than a margin,
-   a fixed part and a share of the prediction. Towards a prefill cluster only over a clear link
-   whose rate is known: a queue at home is no reason to press into a link that fills up.
+   a fixed part and a share of the prediction. Towards a prefill cluster only over a link that is up
+   and whose rate was measured: its backlog and its present rate are part of the prediction then.
 
 Why both t and predictions. t keeps each side to what it does best and is what the plan balances;
 predicted finish alone would let every queue drag short prompts over the link and long ones away
@@ -59,6 +60,7 @@ NONE_EXCLUDED: Final[frozenset[str]] = frozenset()
 OBSTACLES: Final = (
     Reason.NO_LANDING_ROOM,
     Reason.PREFILL_QUEUE_FULL,
+    Reason.LINK_BUSY,
     Reason.LINK_STALE,
     Reason.LINK_DOWN,
     Reason.PREFILL_UNHEALTHY,
@@ -111,7 +113,14 @@ def route(
     if whole is not None:
         direct = one_engine(request, whole)
         return RouteDecision(direct.route, direct.target, direct.reason, direct.numbers)
-    return _decision(request, choose(request, snapshot, config, now_s, excluded=excluded))
+    chosen = choose(request, snapshot, config, now_s, excluded=excluded)
+    if chosen.reason is Reason.BELOW_THRESHOLD:
+        uncached = request.num_prompt_tokens - chosen.local.cached_tokens
+        meant = [c for c in snapshot.prefill_clusters if _is_above_plan(c, uncached)]
+        if meant:
+            reason = _kept_back(meant, request, snapshot, config, now_s)
+            chosen = chosen._replace(reason=reason)
+    return _decision(request, chosen)
 
 
 def choose(
@@ -137,16 +146,43 @@ def choose(
         else:
             obstacles.append((cluster, reason))
     local = local_candidate(request, snapshot, config, usable)
-    remotes = [remote_candidate(request, cluster, snapshot, config) for cluster in usable]
+    remotes: list[Candidate] = []
+    for cluster in usable:
+        remote = remote_candidate(request, cluster, snapshot, config)
+        if remote.prediction.tail_s <= config.max_tail_s:
+            remotes.append(remote)
+        else:
+            obstacles.append((cluster, Reason.LINK_BUSY))
     uncached = request.num_prompt_tokens - local.cached_tokens
     meant = [remote for remote in remotes if uncached > remote.cluster.threshold_tokens]
     if meant:
-        return _from_remote(local, min(meant, key=_first), config)
+        return _from_remote(local, _soonest(meant), config)
     kept_by = [reason for cluster, reason in obstacles if uncached > cluster.threshold_tokens]
     if not snapshot.prefill_clusters:
         kept_by = [Reason.NO_PREFILL_CLUSTER]
-    reason = next((r for r in OBSTACLES if r in kept_by), Reason.BELOW_THRESHOLD)
+    reason = Reason.BELOW_THRESHOLD
+    if kept_by:
+        reason = next((r for r in OBSTACLES if r in kept_by), reason)
     return _from_local(local, remotes, config, reason)
+
+
+def _is_above_plan(cluster: ClusterView, uncached_tokens: int) -> bool:
+    tokens = cluster.plan_threshold_tokens
+    return tokens is not None and uncached_tokens > tokens
+
+
+def _kept_back(
+    meant: Sequence[ClusterView],
+    request: RequestShape,
+    snapshot: RegionSnapshot,
+    config: RouteConfig,
+    now_s: float,
+) -> Reason:
+    """Why a prompt that the plan means for these clusters is below their present thresholds."""
+    reasons = {obstacle(request, cluster, snapshot, config, now_s) for cluster in meant}
+    if None in reasons:
+        return Reason.LINK_CONGESTED
+    return next((reason for reason in OBSTACLES if reason in reasons), Reason.LINK_CONGESTED)
 
 
 def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> Chosen:
@@ -163,14 +199,18 @@ def _from_local(
     """It belongs to the PD cluster for `reason`: unless a prefill cluster is clearly sooner."""
     if not remotes:
         return Chosen(local, reason, local, None)
-    first = min(remotes, key=_first)
     inviting = [r for r in remotes if _is_inviting(r.cluster)]
     if inviting:
-        remote = min(inviting, key=_first)
+        remote = _soonest(inviting)
         local_s = local.prediction.ttft_s
         if remote.prediction.ttft_s + _margin_s(local_s, config) < local_s:
             return Chosen(remote, Reason.REMOTE_SOONER, local, remote)
-    return Chosen(local, reason, local, first)
+    return Chosen(local, reason, local, _soonest(remotes))
+
+
+def _soonest(candidates: Sequence[Candidate]) -> Candidate:
+    """Whose first token is predicted first."""
+    return candidates[0] if len(candidates) == 1 else min(candidates, key=_first)
 
 
 def _first(candidate: Candidate) -> tuple[float, str]:
@@ -178,11 +218,11 @@ def _first(candidate: Candidate) -> tuple[float, str]:
 
 
 def _is_inviting(cluster: ClusterView) -> bool:
-    """Whether more than t asks for may be sent over its link."""
+    """Whether more than t asks for may be sent over its link: a guess must not fill it up."""
     link = cluster.link
-    return (
-        link is not None and link.state is LinkCondition.CLEAR and bool(link.available_bytes_per_s)
-    )
+    if link is None or link.state is LinkCondition.DOWN:
+        return False
+    return bool(link.available_bytes_per_s)
 
 
 def _margin_s(ttft_s: float, config: RouteConfig) -> float:
@@ -194,8 +234,9 @@ def _decision(request: RequestShape, chosen: Chosen) -> RouteDecision:
     taken, reason, local, remote = chosen
     is_remote = taken is remote
     found = taken.prediction
+    length = "prompt_tokens" if request.is_exact else "prompt_tokens_at_most"
     numbers: dict[str, Number] = {
-        "prompt_tokens": request.num_prompt_tokens,
+        length: request.num_prompt_tokens,
         "cached_tokens": taken.cached_tokens,
         "uncached_tokens": request.num_prompt_tokens - taken.cached_tokens,
         "local_uncached_tokens": request.num_prompt_tokens - local.cached_tokens,
@@ -207,7 +248,7 @@ def _decision(request: RequestShape, chosen: Chosen) -> RouteDecision:
         "local_ttft_s": round(local.prediction.ttft_s, 4),
     }
     if remote is not None:
-        numbers["threshold_tokens"] = remote.cluster.threshold_tokens
+        numbers["threshold_tokens"] = round(remote.cluster.threshold_tokens)
         numbers["remote_ttft_s"] = round(remote.prediction.ttft_s, 4)
         link = remote.cluster.link
         if link is not None and link.available_bytes_per_s is not None:

@@ -3,7 +3,8 @@
 The plan gives a base t. What the link does now multiplies it by a factor of 1 or more:
 
 - The target factor is the greater of what the link's state asks for and of planned over available
-  rate: a link that carries half of what the plan sends over it shall carry half.
+  rate, where that was measured: a link that carries half of what the plan sends over it shall carry
+  half. That nobody asked for more than was carried says nothing.
 - Upwards at once: queues build up within seconds. Downwards slowly, exponentially in the logarithm
   with a time constant, so that a link which has just recovered is not filled again at once.
 - Never above `max_factor`. A link that is down has it. A view that is too old asks for nothing and
@@ -115,7 +116,10 @@ class ThresholdController:
             LinkCondition.RISING: config.rising_factor,
             LinkCondition.CONGESTED: config.congested_factor,
         }.get(link.state, 1.0)
-        by_rate = planned_bytes_per_s / available if available else 1.0
+        # A floor says what was asked of the link, which is little just when t is high.
+        by_rate = 1.0
+        if available and not link.is_floor:
+            by_rate = planned_bytes_per_s / available
         if max(by_state, by_rate) <= 1:
             return 1.0, ThresholdReason.PLAN
         reason = ThresholdReason.RATE if by_rate > by_state else ThresholdReason.STATE

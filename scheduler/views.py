@@ -30,7 +30,8 @@ class LinkView:
     `available_bytes_per_s` is what its transfers get together when they ask for more, None before
     anything was measured. `backlog_bytes` wait at the sender and go first. `inflow_bytes_per_s` is
     the KVCache that prefills now running will go on to emit into it. `age_s` is the time since the
-    link was last looked at; what was seen long ago says nothing about its state.
+    link was last looked at; what was seen long ago says nothing about its state. `is_floor`: nobody
+    asked for more than was carried, so it may well be faster.
     """
 
     state: LinkCondition = LinkCondition.CLEAR
@@ -39,6 +40,7 @@ class LinkView:
     backlog_bytes: float = 0.0
     inflow_bytes_per_s: float = 0.0
     age_s: float = 0.0
+    is_floor: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rtt_s", "backlog_bytes", "inflow_bytes_per_s", "age_s"):
@@ -69,6 +71,12 @@ class InstanceView:
     decode_kv_total_bytes: float | None = None
 
     def __post_init__(self) -> None:
+        work = self.queued_tokens, self.queued_s, self.running_tokens, self.running_s
+        held = self.num_requests, self.decode_slots_used, self.decode_slots_total
+        values = (*work, *held, self.decode_kv_bytes)
+        # One look at all of them, since every route makes many of these. A sum keeps nan and inf.
+        if min(values) >= 0 and sum(values) < math.inf:
+            return
         for name in ("queued_tokens", "queued_s", "running_tokens", "running_s", "num_requests"):
             _check(name, getattr(self, name))
         for name in ("decode_slots_used", "decode_slots_total", "decode_kv_bytes"):
@@ -128,6 +136,7 @@ class ClusterView:
     `queued_tokens` and `queued_s` wait in the common queue, ahead of a new request. `link` leads to
     the PD cluster, None inside of it; `link_back` from there, None where no cache can be moved that
     way. `threshold_tokens`: prompts with more uncached are meant for this cluster.
+    `plan_threshold_tokens`: the same if its link were well; None where that is not told apart.
     """
 
     name: str
@@ -141,6 +150,7 @@ class ClusterView:
     link: LinkView | None = None
     link_back: LinkView | None = None
     threshold_tokens: float = 0.0
+    plan_threshold_tokens: float | None = None
     free_s: tuple[float, ...] = field(init=False, repr=False)
     """From now until each usable instance is done with what it has, ascending. Worked out once,
     because every route asks for it."""

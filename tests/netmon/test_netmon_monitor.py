@@ -59,7 +59,7 @@ def test_an_idle_link_is_probed_and_the_result_counts() -> None:
         watch(fluid, monitor, 1.0, 0)
         assert fluid.now_s < 60
         size = monitor.due_probe_bytes(fluid.now_s)
-    assert fluid.now_s > 33
+    assert fluid.now_s > 13
     assert monitor.due_probe_bytes(fluid.now_s) is None
     monitor.observe_probe(ProbeResult(acked_bytes=size, duration_s=1.0), fluid.now_s)
     estimate = monitor.estimate(fluid.now_s)

@@ -55,7 +55,7 @@ def test_an_unknown_link_gets_no_more_than_the_budget_that_it_began_with() -> No
         replace(KNOWN, achieved_bytes_per_s=50.0 * MB),
         replace(KNOWN, backlog_bytes=1),
         replace(KNOWN, is_up=False),
-        replace(KNOWN, age_s=10.0),
+        replace(KNOWN, age_s=9.0),
     ],
 )
 def test_no_probe_while_traffic_flows_or_the_rate_is_fresh_or_nothing_stands(

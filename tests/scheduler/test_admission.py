@@ -95,7 +95,7 @@ def test_memory_can_be_what_is_full() -> None:
 
 
 def test_a_first_token_that_waits_too_long_is_refused_with_the_wait() -> None:
-    config = AdmissionConfig(ttft_slo_s=10.0)
+    config = AdmissionConfig(ttft_slo_s=10.0, max_prefill_load=1.0)
     late = AdmissionRequest(Prediction(queue_s=14.0, prefill_s=4.0))
     found = verdict(FULL, config, late)
     assert (found.admitted, found.reason) == (False, AdmissionReason.PREFILL_LOAD)
@@ -105,7 +105,7 @@ def test_a_first_token_that_waits_too_long_is_refused_with_the_wait() -> None:
 
 
 def test_a_prompt_that_is_too_long_anyway_is_not_sent_away_for_it() -> None:
-    config = AdmissionConfig(ttft_slo_s=10.0)
+    config = AdmissionConfig(ttft_slo_s=10.0, max_prefill_load=1.0)
     assert verdict(FULL, config, AdmissionRequest(Prediction(prefill_s=40.0))).admitted
     behind = AdmissionRequest(Prediction(queue_s=9.0, prefill_s=40.0))
     assert verdict(FULL, config, behind).admitted

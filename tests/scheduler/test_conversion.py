@@ -69,6 +69,15 @@ def test_the_least_loaded_usable_instance_of_the_role_is_taken() -> None:
     assert start.reason == "p2 has the fewest requests (1) of 2"
 
 
+def test_one_instance_may_be_asked_for() -> None:
+    start = Converter().start(TO_DECODE, VIEWS, 0, only="p0")
+    assert (start.effects, start.reason) == ((Drain("p0"),), "p0 was asked for")
+    for other in ("d0", "b0", "x"):
+        start = Converter().start(TO_DECODE, VIEWS, 0, only=other)
+        assert start.effects == ()
+        assert start.reason == f"{other} is no usable prefill instance of near"
+
+
 def test_the_last_usable_instance_of_a_role_stays() -> None:
     start = Converter().start(ConversionWish("near", "decode", "prefill"), VIEWS, 0)
     assert start.effects == ()
@@ -134,6 +143,10 @@ def test_an_instance_takes_only_newer_orders() -> None:
 def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="drain_limit_s 0"):
         ConversionConfig(drain_limit_s=0)
+    with pytest.raises(ValueError, match="drain_limit_s 901 must be above 0 and at most 900"):
+        ConversionConfig(drain_limit_s=901)
+    with pytest.raises(ValueError, match="dwell_s -1 not below"):
+        ConversionConfig(dwell_s=-1)
 
 
 class Cluster(RuleBasedStateMachine):

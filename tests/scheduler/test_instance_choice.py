@@ -1,5 +1,8 @@
 """Placement within a cluster: cache against load, and hot prefixes."""
 
+import math
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,3 +98,11 @@ def test_whatever_is_chosen_is_usable_and_no_other_beats_it(
         assert found.numbers["score"] >= score
     if found.copy_from is not None:
         assert found.copy_tokens >= 1024
+
+
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["queued_s", "running_tokens", "num_requests"])
+def test_a_view_with_a_number_that_cannot_be_is_refused(name: str, value: float) -> None:
+    fields: dict[str, Any] = {"queued_tokens": 5, "running_s": 2.0, name: value}
+    with pytest.raises(ValueError, match=f"{name} is .* must be finite and not negative"):
+        InstanceView(name="a", **fields)

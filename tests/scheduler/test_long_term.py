@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.allocation import Allocation, Corrections, measured_region
-from scheduler.conversion import ConversionWish
+from scheduler.conversion import ConversionWish, PdRole
 from scheduler.curves import Curve
 from scheduler.division_search import best_at, best_within, thresholds_of
 from scheduler.lengths import EmpiricalLengths, LogNormalLengths
@@ -270,6 +270,23 @@ def test_while_a_conversion_runs_none_is_asked() -> None:
     assert decision.reason is StepReason.CONVERTING
     assert decision.conversions == ()
     assert decision.thresholds["far"] > 20_000
+
+
+@pytest.mark.parametrize(
+    ("to_role", "is_converted", "wait_s"),
+    [("prefill", True, 240), ("prefill", False, 1800), ("decode", True, 1800)],
+)
+def test_after_a_conversion_however_it_ended_and_whoever_asked_for_it(
+    to_role: PdRole, is_converted: bool, wait_s: float
+) -> None:
+    region, current = pair(scale=3), allocation(20_000, 3, 5)
+    from_role: PdRole = "decode" if to_role == "prefill" else "prefill"
+    loop = LongTermLoop()
+    loop.ended(ConversionWish("near", from_role, to_role), 1000, is_converted=is_converted)
+    early = loop.step(region, exactly(region), current, 1000 + wait_s - 1)
+    assert early.reason is StepReason.DWELLING
+    late = loop.step(region, exactly(region), current, 1000 + wait_s)
+    assert late.conversions == (ConversionWish("near", "decode", "prefill"),)
 
 
 def test_t_counts_on_the_fewer_prefill_instances_while_one_drains() -> None:

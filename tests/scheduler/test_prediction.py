@@ -35,7 +35,14 @@ from scheduler.prediction import (
     transfer_tail_s,
 )
 from scheduler.profiles import KvProfile, PrefillProfile
-from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+from scheduler.views import (
+    ClusterView,
+    DecodeView,
+    InstanceView,
+    LinkCondition,
+    LinkView,
+    RegionSnapshot,
+)
 
 CLOSE = 1 + 1e-9
 """What sums in another order may differ by."""
@@ -250,21 +257,26 @@ def test_one_stall_teaches_little_and_the_factor_is_bounded() -> None:
 def test_overheads_are_what_predictions_leave_out() -> None:
     meter = OverheadMeter()
     assert meter.seconds == 0.0
-    for _ in range(100):
+    for _ in range(20):
         meter.observe(2.0, 2.3)
+    for _ in range(10):
+        meter.observe(2.0, 100.0)
     assert meter.seconds == pytest.approx(0.3)
-    meter.observe(2.0, 100.0)
-    assert meter.seconds < 0.36
-    for _ in range(200):
+    for _ in range(32):
         meter.observe(2.0, 1.0)
     assert meter.seconds == 0.0
+    for _ in range(32):
+        meter.observe(2.0, 100.0)
+    assert meter.seconds == 5.0
+    meter.observe(2.0, math.inf)
+    assert meter.seconds == 5.0
 
 
 def test_meters_refuse_settings_that_cannot_be_meant() -> None:
     with pytest.raises(ValueError, match="gain 0"):
         ProfileCorrection(gain=0)
-    with pytest.raises(ValueError, match="gain 2"):
-        OverheadMeter(gain=2)
+    with pytest.raises(ValueError, match="memory 0"):
+        OverheadMeter(memory=0)
 
 
 def test_views_refuse_what_cannot_be() -> None:
@@ -278,3 +290,15 @@ def test_views_refuse_what_cannot_be() -> None:
         DecodeView(slots_total=2, slots_used=2, left_s=(1.0,))
     with pytest.raises(ValueError, match="one name: far, far"):
         RegionSnapshot(taken_s=0, local=near(), decode=IDLE_DECODE, prefill_clusters=(far(), far()))
+
+
+def test_a_floor_without_backlog_keeps_nothing_away() -> None:
+    task = PrefillTask(4000, token_bytes=1e9)
+    slow = LinkView(available_bytes_per_s=1e6, rtt_s=0.02)
+    assert transfer_tail_s(slow, 0.0, 1.0, task) > 900
+    floor = replace(slow, is_floor=True)
+    assert transfer_tail_s(floor, 0.0, 1.0, task) == pytest.approx(0.01)
+    assert transfer_tail_s(replace(floor, backlog_bytes=1e6), 0.0, 1.0, task) > 900
+    congested = replace(floor, state=LinkCondition.CONGESTED)
+    assert transfer_tail_s(congested, 0.0, 1.0, task) > 900
+    assert transfer_tail_s(replace(floor, available_bytes_per_s=0.0), 0.0, 1.0, task) == math.inf

@@ -131,6 +131,7 @@ def test_default_buckets_are_those_of_64k_and_256k() -> None:
         ({"buckets": (LengthBucket(100, 1.0),)}, "to infinity"),
         ({"buckets": (LengthBucket(math.inf, 0.0),)}, "shares are"),
         ({"patience_s": 0.0}, r"patience_s 0\.0"),
+        ({"max_length_s": -1.0}, r"max_length_s -1\.0"),
     ],
 )
 def test_settings_that_cannot_be_meant(fields: dict[str, object], message: str) -> None:

@@ -135,18 +135,27 @@ def test_a_short_prompt_leaves_when_home_is_clearly_later() -> None:
     assert slightly.reason is Reason.BELOW_THRESHOLD
 
 
-@pytest.mark.parametrize(
-    "link",
-    [
-        replace(GOOD_LINK, state=LinkCondition.RISING),
-        replace(GOOD_LINK, state=LinkCondition.CONGESTED),
-        replace(GOOD_LINK, available_bytes_per_s=None),
-    ],
-)
-def test_nothing_more_is_pressed_into_a_link_that_fills_up_or_is_unknown(link: LinkView) -> None:
-    found = routed(9000, region(far(link=link), local=near(instances=BUSY)))
+def test_nothing_more_is_pressed_into_a_link_whose_rate_nobody_knows() -> None:
+    unknown = replace(GOOD_LINK, available_bytes_per_s=None)
+    found = routed(9000, region(far(link=unknown), local=near(instances=BUSY)))
     assert (found.route, found.reason) == ("local", Reason.BELOW_THRESHOLD)
     assert found.remote is not None
+
+
+@pytest.mark.parametrize("state", [LinkCondition.RISING, LinkCondition.CONGESTED])
+def test_a_busy_link_is_used_as_far_as_its_backlog_lets_it_pay(state: LinkCondition) -> None:
+    short = replace(GOOD_LINK, state=state, backlog_bytes=1e8)
+    found = routed(9000, region(far(link=short), local=near(instances=BUSY)))
+    assert (found.route, found.reason) == ("prefill_cluster", Reason.REMOTE_SOONER)
+    long = replace(GOOD_LINK, state=state, backlog_bytes=1e11)
+    found = routed(9000, region(far(link=long), local=near(instances=BUSY)))
+    assert found.route == "local"
+
+
+def test_what_would_land_far_too_late_is_not_sent() -> None:
+    waiting = replace(GOOD_LINK, backlog_bytes=1e11)
+    found = routed(20_000, region(far(link=waiting), local=near(instances=instances(1e6))))
+    assert (found.route, found.reason) == ("local", Reason.LINK_BUSY)
 
 
 def test_a_link_that_became_slow_brings_long_prompts_home() -> None:
@@ -227,7 +236,7 @@ def test_a_full_decode_pool_delays_both_sides_alike() -> None:
 def test_settings_that_cannot_be_meant() -> None:
     with pytest.raises(ValueError, match="margin_s is -1"):
         RouteConfig(kv=KV, margin_s=-1)
-    with pytest.raises(ValueError, match="max_link_age_s 0"):
+    with pytest.raises(ValueError, match="max_link_age_s is 0"):
         RouteConfig(kv=KV, max_link_age_s=0)
 
 

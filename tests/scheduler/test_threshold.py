@@ -33,6 +33,7 @@ def test_a_clear_link_leaves_the_plans_threshold() -> None:
         (replace(HALF, state=LinkCondition.CONGESTED), 2.0, ThresholdReason.RATE),
         (replace(CLEAR, available_bytes_per_s=1e6), 16.0, ThresholdReason.RATE),
         (replace(CLEAR, available_bytes_per_s=None), 1.0, ThresholdReason.PLAN),
+        (replace(CLEAR, available_bytes_per_s=1e6, is_floor=True), 1.0, ThresholdReason.PLAN),
         (replace(CLEAR, available_bytes_per_s=0.0), 16.0, ThresholdReason.LINK_DOWN),
         (DOWN, 16.0, ThresholdReason.LINK_DOWN),
     ],

@@ -16,18 +16,21 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.pool.shape import PartKind
 from kvmanager.rpc import RpcError
 
-NEW_TOKENS = (1500, 400, 300, 400)
-"""What each turn adds to what was said before."""
+TURNS = ((1500, 0), (400, 5), (300, 4))
+"""How many tokens each turn adds to what was said before, and which draw of their text to try
+first: one that the recurrent model is sure of.
+"""
 
 
 async def expected_turns(
-    url: str, model: str, new_tokens: Sequence[int], *, seed: int
+    url: str, model: str, new: Sequence[tuple[int, int]], *, seed: int
 ) -> tuple[list[DemoRequest], list[Answer]]:
     """The turns of one conversation as the engine at `url` holds it."""
     said, turns, answers = "", [], []
-    for index, num_new in enumerate(new_tokens):
+    for index, (num_new, draw) in enumerate(new):
         turn = prompt(f"turn {index + 1}", len(said) + num_new, seed + index, prefix=said)
-        asked, got = await decided_answers(url, MODELS[model], [turn], lambda *_: None)
+        drawn = [turn.redrawn(draw)]
+        asked, got = await decided_answers(url, MODELS[model], drawn, lambda *_: None)
         turns += asked
         answers.append(got[turn.name])
         # The demo's tokenizer makes one token of each byte.

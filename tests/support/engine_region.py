@@ -92,12 +92,14 @@ async def agent_status(region: RunningRegion, node: str) -> StatusReply:
         await client.close()
 
 
-async def everything_is_given_back(region: RunningRegion, timeout_s: float = 60.0) -> None:
-    """No arena byte is held at any node and no KV block in any engine."""
+async def everything_is_given_back(
+    region: RunningRegion, timeout_s: float = 60.0, *, nodes: Sequence[str] = ("a1", "b1")
+) -> None:
+    """No arena byte is held at any of `nodes` and no KV block in any engine."""
 
     async def arenas_are_empty() -> bool:
         try:
-            states = [await agent_status(region, node) for node in ("a1", "b1")]
+            states = [await agent_status(region, node) for node in nodes]
         except RpcError:
             return False
         return all(state.landing_bytes == state.outbox_bytes == 0 for state in states)
@@ -108,6 +110,20 @@ async def everything_is_given_back(region: RunningRegion, timeout_s: float = 60.
 
     await until(arenas_are_empty, "arenas are empty", timeout_s)
     await until(engines_are_empty, "engines are empty", timeout_s)
+
+
+async def link_is_usable(region: RunningRegion) -> bool:
+    """Whether routing may use the link between the two clusters again, after a fault."""
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{region.gateway_url}/prfaas/links") as response:
+            links = (await response.json())["links"]
+    return any(
+        link["source"] == "prefill-a"
+        and link["condition"] != "down"
+        and link["available_bytes_per_s"] != 0
+        and link["age_s"] is not None
+        for link in links
+    )
 
 
 async def kv_usage(region: RunningRegion, instance: str) -> float:

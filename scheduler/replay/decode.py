@@ -1,0 +1,152 @@
+"""The decode instances of the PD cluster: batches whose step takes longer the larger they are.
+
+A request joins the least full usable instance when its KVCache has landed, and waits for one when
+all batches are full. Every step of an instance gives one token to each of its requests. Progress is
+kept as one number per instance, the steps done so far, so that a change of the batch touches none
+of its requests.
+
+Knows no prefill and no policy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import pairwise
+
+from scheduler.replay.jobs import Job
+
+_ROUNDING_STEPS = 1e-6
+
+
+def step_table(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+    """Step time by batch size, from 0 to the largest of the (batch, seconds) points: straight
+    lines between them, level below the first.
+    """
+    known = sorted(points)
+    if not known or known[0][0] < 1 or known[0][1] <= 0:
+        raise ValueError(f"decode steps {known}: batches must be at least 1, seconds above 0")
+    table = [known[0][1]] * (known[0][0] + 1)
+    for (low, low_s), (high, high_s) in pairwise(known):
+        if low == high or high_s < low_s:
+            raise ValueError(f"decode steps {known}: a larger batch cannot take less time")
+        slope = (high_s - low_s) / (high - low)
+        table += [low_s + slope * (batch - low) for batch in range(low + 1, high + 1)]
+    return tuple(table)
+
+
+class DecodeInstance:
+    """One engine. Requests in it are ordered by the step that is their last."""
+
+    __slots__ = ("at_s", "is_usable", "name", "running", "steps", "version")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_usable = True
+        self.running: list[tuple[float, int, Job]] = []
+        self.steps = 0.0
+        self.at_s = 0.0
+        self.version = 0
+        """Of the one pending event; older ones are void."""
+
+
+class DecodePool:
+    """See the module text. `schedule` is called with (time, instance, version) to be called back:
+    `ended` with these.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[DecodeInstance],
+        slots_per_instance: int,
+        step_s: Sequence[float],
+        schedule: Callable[[float, DecodeInstance, int], None],
+    ) -> None:
+        """`slots_per_instance` keep the objective; an engine runs up to `len(step_s) - 1`."""
+        self.instances = list(instances)
+        self.slots_per_instance = slots_per_instance
+        self.waiting: deque[Job] = deque()
+        self.began_s: list[float] = []
+        """Of all running requests, ascending."""
+        self.busy_s = 0.0
+        """Seconds of slots in use, of requests that ended."""
+        self._step_s = step_s
+        self._most = len(step_s) - 1
+        self._is_level = len(set(step_s[1:])) == 1
+        self._schedule = schedule
+        self.slots_total = 0
+        """Of the usable instances, within the objective; see `recount`."""
+        self.recount()
+
+    def recount(self) -> None:
+        """Instances came, went, or may be used again, or no more."""
+        self.slots_total = self.slots_per_instance * sum(i.is_usable for i in self.instances)
+
+    @property
+    def full_step_s(self) -> float:
+        """A step with all slots in use."""
+        return self._step_s[min(self.slots_per_instance, self._most)]
+
+    def land(self, job: Job, now_s: float) -> None:
+        """The request can decode: it begins, or waits."""
+        instance = self._least_full()
+        if instance is None:
+            self.waiting.append(job)
+        else:
+            self._begin(instance, job, now_s)
+
+    def ended(self, instance: DecodeInstance, version: int, now_s: float) -> list[Job]:
+        """The requests that have had their last token; empty for a void event. Those that wait
+        take their places.
+        """
+        if version != instance.version:
+            return []
+        self._advance(instance, now_s)
+        done: list[Job] = []
+        running, until = instance.running, instance.steps + _ROUNDING_STEPS
+        while running and running[0][0] <= until:
+            job = heappop(running)[2]
+            job.done_s = now_s
+            self.busy_s += now_s - job.slot_s
+            del self.began_s[bisect_left(self.began_s, job.slot_s)]
+            done.append(job)
+        self._reschedule(instance)
+        self.fill(now_s)
+        return done
+
+    def fill(self, now_s: float) -> None:
+        """Let waiting requests begin where there is room."""
+        while self.waiting and (instance := self._least_full()) is not None:
+            self._begin(instance, self.waiting.popleft(), now_s)
+
+    def _least_full(self) -> DecodeInstance | None:
+        best, fewest = None, self._most
+        for instance in self.instances:
+            if instance.is_usable and len(instance.running) < fewest:
+                best, fewest = instance, len(instance.running)
+        return best
+
+    def _begin(self, instance: DecodeInstance, job: Job, now_s: float) -> None:
+        self._advance(instance, now_s)
+        last = instance.steps + job.output_tokens
+        heappush(instance.running, (last, job.index, job))
+        job.slot_s = now_s
+        job.step_s = self._step_s[len(instance.running)]
+        self.began_s.append(now_s)
+        if not self._is_level or instance.running[0][2] is job:
+            self._reschedule(instance)
+
+    def _advance(self, instance: DecodeInstance, now_s: float) -> None:
+        if instance.running:
+            step_s = self._step_s[len(instance.running)]
+            instance.steps += (now_s - instance.at_s) / step_s
+        instance.at_s = now_s
+
+    def _reschedule(self, instance: DecodeInstance) -> None:
+        instance.version += 1
+        if instance.running:
+            left = max(0.0, instance.running[0][0] - instance.steps)
+            end_s = instance.at_s + left * self._step_s[len(instance.running)]
+            self._schedule(end_s, instance, instance.version)

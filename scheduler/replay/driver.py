@@ -1,0 +1,399 @@
+"""A region in virtual time: requests through the scheduler's own decisions and modelled hardware.
+
+The model is that of `scheduler.queueing`, event by event, with what that one leaves out: decisions
+that look at the present state, queues that are not first come, first served, links that change,
+batches whose step time grows, caches, instances that change their role, refusals. With a static
+threshold, first come, first served and a constant link the two give the same timeline.
+
+    arrival -> [refused] -> queue -> prefill, emitting KVCache -> landed -> slot -> done
+                              ^                                     |
+                              +---- given up: prefilled at home ----+
+
+At one instant, things that end come before things that begin, and arrivals last. Deterministic:
+the same model, workload, policy and seed give the same outcome.
+
+No I/O, no clock. It may not know why a decision was taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from scheduler.division_search import thresholds_of
+from scheduler.plan import Plan, best_plan, is_pair, threshold_plan
+from scheduler.prediction import ProfileCorrection
+from scheduler.profiles import PrefillProfile
+from scheduler.region_model import Cluster
+from scheduler.replay.caching import ReplayCache
+from scheduler.replay.deciding import Decider, decider_of
+from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
+from scheduler.replay.jobs import Fate, Job
+from scheduler.replay.model import Policy, ReplayModel
+from scheduler.replay.prefill import PrefillInstance, PrefillStation
+from scheduler.replay.rebalancing import Rebalancer
+from scheduler.replay.results import Outcome, Series
+from scheduler.replay.transfers import Transfers
+from scheduler.replay.workload import Workload
+from scheduler.throughput import Mode
+
+_DECODE_END, _PREFILL_END, _LANDED, _GIVEN_UP, _RELABELLED, _SAMPLE, _RECORD, _PERIOD = range(8)
+"""Kinds of events, in their order at one instant."""
+
+
+def replay(
+    model: ReplayModel,
+    workload: Workload,
+    policy: Policy,
+    *,
+    seed: int = 1,
+    num_points: int = 600,
+) -> Outcome:
+    """Play the whole workload to its end. `num_points` is about the length of the time series.
+
+    ValueError where the policy leaves nobody to prefill or to decode.
+    """
+    return _Driver(model, workload, policy, seed, num_points).run()
+
+
+def starting_plan(model: ReplayModel, policy: Policy) -> Plan:
+    """The plan that a policy starts with: the best one where it names no other."""
+    region = model.region
+    if policy.thresholds is None and policy.num_prefill is None:
+        return best_plan(region, Mode.EXACT)
+    if not is_pair(region):
+        raise ValueError("thresholds and num_prefill need one prefill cluster and one PD cluster")
+    best = best_plan(region, Mode.EXACT)
+    tokens = best.threshold_tokens
+    if policy.thresholds is not None and region.prefill_clusters:
+        tokens = policy.thresholds[region.prefill_clusters[0].name]
+    num_prefill = policy.num_prefill
+    if num_prefill is None:
+        num_prefill = round(best.num_prefill[model.pd.name])
+    return threshold_plan(
+        region, region.traffic.lengths.max_tokens if tokens is None else tokens, float(num_prefill)
+    )
+
+
+class _Driver:
+    """One replay. Good for one `run`."""
+
+    def __init__(
+        self, model: ReplayModel, workload: Workload, policy: Policy, seed: int, num_points: int
+    ) -> None:
+        self._model = model
+        self._workload = workload
+        self._events: list[tuple[float, int, int, Any, Any]] = []
+        self._num_pushed = 0
+        self._num_open = 0
+        self._span_s = workload.arrivals_s[-1]
+        plan = starting_plan(model, policy)
+        num_prefill = round(plan.num_prefill[model.pd.name])
+        self.stations = self._stations_of(num_prefill, policy)
+        self.pool = self._pool_of(num_prefill)
+        self._transfers = Transfers(
+            model,
+            policy,
+            self.stations[0],
+            land_later=partial(self._push, _LANDED),
+            give_up_later=partial(self._push, _GIVEN_UP),
+        )
+        self.watches = self._transfers.watches
+        self.caches = self._caches_of()
+        thresholds = dict(policy.thresholds or thresholds_of(plan))
+        self._decider: Decider = decider_of(self, model, policy, thresholds)
+        planned = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
+        self._decider.plan_sends(max(planned.values(), default=0.0))
+        self._rebalancer: Rebalancer | None = None
+        self._period_s = math.inf
+        if policy.long_term is not None:
+            self._period_s = policy.long_term.period_s
+            self._rebalancer = Rebalancer(
+                model,
+                policy,
+                policy.long_term,
+                self._decider,
+                self.stations,
+                self.pool,
+                self._relabel_later,
+            )
+        jitter = model.prefill_jitter
+        self._jitter: list[float] | None = None
+        if jitter:
+            rng = np.random.default_rng((seed, 99))
+            drawn = rng.lognormal(-(jitter**2) / 2, jitter, len(workload))
+            self._jitter = drawn.tolist()
+        learns = bool(jitter or model.prefill_factors)
+        self._corrections = [ProfileCorrection() for _ in self.stations] if learns else None
+        self._kv_bytes = model.region.kv.size(np.array(workload.prompt_tokens, float)).tolist()
+        self._series = Series()
+        self._record_s = max(1.0, self._span_s / num_points)
+        self._jobs: list[Job] = []
+        self._num_refused = self._num_refused_recorded = self._num_jobs_recorded = 0
+        self._wasted_s = 0.0
+
+    # ---- set-up
+
+    def _stations_of(self, num_prefill: int, policy: Policy) -> list[PrefillStation]:
+        region, factors = self._model.region, self._model.prefill_factors
+        clusters: list[tuple[Cluster, int]] = [(self._model.pd, num_prefill)]
+        clusters += [(cluster, cluster.num_instances) for cluster in region.prefill_clusters]
+        return [
+            PrefillStation(
+                cluster.name,
+                PrefillProfile.of(cluster.prefill),
+                size,
+                policy.order,
+                factors.get(cluster.name, 1.0),
+            )
+            for cluster, size in clusters
+        ]
+
+    def _pool_of(self, num_prefill: int) -> DecodePool:
+        pd = self._model.pd
+        num_decode = pd.num_instances - num_prefill
+        if num_decode < 1:
+            raise ValueError(f"all {pd.num_instances} instances of {pd.name} prefill; one decodes")
+        if not num_prefill and not self._model.region.prefill_clusters:
+            raise ValueError("nobody prefills: no prefill cluster, and no local prefill instance")
+        instances = [DecodeInstance(f"{pd.name}-{num_prefill + i}") for i in range(num_decode)]
+        points = self._model.decode_steps or ((pd.batch_size, pd.step_s),)
+        if points[-1][0] < pd.batch_size:
+            points = (*points, (pd.batch_size, max(pd.step_s, points[-1][1])))
+        decode_later = partial(self._push, _DECODE_END)
+        return DecodePool(instances, pd.batch_size, step_table(points), decode_later)
+
+    def _caches_of(self) -> list[ReplayCache] | None:
+        sizes = self._model.cache_blocks
+        if sizes is None or self._workload.block_ids is None:
+            return None
+        return [
+            ReplayCache(sizes.get(station.name, 0), self._workload.block_tokens)
+            for station in self.stations
+        ]
+
+    # ---- the loop
+
+    def run(self) -> Outcome:
+        handlers: tuple[Callable[[Any, Any, float], None], ...] = (
+            self._decode_ended,
+            self._prefill_ended,
+            self._landed,
+            self._given_up,
+            self._relabelled,
+            self._sample,
+            self._record,
+            self._period,
+        )
+        self._push(_SAMPLE, 0.0)
+        self._push(_RECORD, 0.0)
+        if self._rebalancer is not None:
+            self._push(_PERIOD, self._period_s)
+        arrivals_s, num = self._workload.arrivals_s, len(self._workload)
+        events, arrive = self._events, self._arrive
+        index, next_s, now_s = 0, arrivals_s[0], 0.0
+        while events:
+            if next_s < events[0][0]:
+                arrive(index, next_s)
+                index += 1
+                next_s = arrivals_s[index] if index < num else math.inf
+            else:
+                now_s, kind, _, first, second = heappop(events)
+                if kind >= _SAMPLE and index >= num and not self._num_open:
+                    continue
+                handlers[kind](first, second, now_s)
+        return self._outcome(now_s)
+
+    def _push(self, kind: int, at_s: float, first: Any = None, second: Any = None) -> None:
+        self._num_pushed += 1
+        heappush(self._events, (at_s, kind, self._num_pushed, first, second))
+
+    def _relabel_later(self, now_s: float, name: str, epoch: int) -> None:
+        self._push(_RELABELLED, now_s + self._model.relabel_s, name, epoch)
+
+    # ---- the life of a request
+
+    def _arrive(self, index: int, now_s: float) -> None:
+        workload = self._workload
+        job = Job(index, now_s, workload.prompt_tokens[index], workload.output_tokens[index])
+        self._jobs.append(job)
+        if workload.block_ids is not None:
+            job.blocks = workload.block_ids[index]
+        is_admitted = self._decider.place(job, self._kv_bytes[index], now_s)
+        if self._rebalancer is not None:
+            cached = job.cached_tokens if is_admitted else 0
+            self._rebalancer.meter.arrived(job.num_tokens, cached, now_s)
+        if not is_admitted:
+            job.fate = Fate.REFUSED
+            self._num_refused += 1
+            return
+        self._num_open += 1
+        if job.move_from:
+            self._transfers.fetch(job, now_s)
+        self._enter(job, now_s)
+
+    def _enter(self, job: Job, now_s: float) -> None:
+        """Into the queue of its station, or past it."""
+        station = self.stations[job.place]
+        job.believed_s = station.profile.prefill_s(job.num_tokens, job.cached_tokens)
+        job.service_s = job.believed_s * station.factor
+        if self._jitter is not None:
+            job.service_s *= self._jitter[job.index]
+        instance = station.start_at_once(job, now_s)
+        if instance is None:
+            station.push(job)
+        else:
+            self._began(instance, job, now_s)
+
+    def _began(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
+        if job.place:
+            cached, transfers = 0, self._transfers
+            if self.caches is not None:
+                cached = self.caches[0].hit_tokens(job.blocks, job.num_tokens)
+            transfers.begin(job, self._kv_bytes[job.index], cached, now_s)
+            if transfers.is_tracked:
+                transfers.expect(job, self._decider.tail_s(job, now_s), now_s)
+        self._push(_PREFILL_END, job.start_s + job.service_s, instance, job)
+
+    def _prefill_ended(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
+        station = self.stations[job.place]
+        station.finish(instance)
+        job.prefill_end_s = now_s
+        if self.caches is not None:
+            self.caches[job.place].add(job.blocks)
+        if self._corrections is not None:
+            correction = self._corrections[job.place]
+            correction.observe(job.believed_s, job.service_s)
+            station.believed = station.profile.corrected(correction.factor)
+        if job.place:
+            self._transfers.emitted(job, now_s)
+        else:
+            self._landed(job, job.landing_version, now_s)
+        if instance.is_usable:
+            self._start(station, now_s)
+        elif self._rebalancer is not None:
+            self._rebalancer.idle(instance, now_s)
+            self._refill(now_s)
+
+    def _start(self, station: PrefillStation, now_s: float) -> None:
+        while (begun := station.start(now_s)) is not None:
+            self._began(*begun, now_s)
+
+    def _given_up(self, job: Job, version: int, now_s: float) -> None:
+        """The PD cluster prefills it itself, if it can; what was not sent yet never is."""
+        if version != job.landing_version:
+            return
+        self._transfers.give_up(job, now_s)
+        self._wasted_s += job.service_s
+        job.fell_back = True
+        job.landing_version += 1
+        if not self.stations[0].num_usable:
+            self._decider.landed(job, now_s)
+            job.fate = Fate.LOST
+            self._num_open -= 1
+            return
+        job.place, job.cached_tokens, job.move_s = 0, 0, 0.0
+        if self.caches is not None:
+            job.cached_tokens = self.caches[0].hit_tokens(job.blocks, job.num_tokens)
+        self._enter(job, now_s)
+
+    def _landed(self, job: Job, version: int, now_s: float) -> None:
+        if version != job.landing_version:
+            return
+        job.landed_s = now_s
+        if job.place:
+            self._transfers.forget(job)
+            if self.caches is not None:
+                self.caches[0].add(job.blocks)
+        if self._decider.landed(job, now_s):
+            self.pool.land(job, now_s)
+            return
+        job.fate = Fate.REFUSED_LATE
+        self._num_refused += 1
+        self._num_open -= 1
+        self._wasted_s += job.service_s
+
+    def _decode_ended(self, instance: DecodeInstance, version: int, now_s: float) -> None:
+        for job in self.pool.ended(instance, version, now_s):
+            job.fate = Fate.DONE
+            self._num_open -= 1
+            self._decider.done(job)
+            if self._rebalancer is not None:
+                self._rebalancer.meter.finished(job.output_tokens, now_s)
+        if not instance.is_usable and not instance.running and self._rebalancer is not None:
+            self._rebalancer.idle(instance, now_s)
+            self._refill(now_s)
+
+    # ---- what happens by the clock
+
+    def _sample(self, _: None, __: None, now_s: float) -> None:
+        for job in self._transfers.sample(now_s, self._decider.gives_up):
+            self._given_up(job, job.landing_version, now_s)
+        self._decider.looked(now_s)
+        if self._rebalancer is not None:
+            self._transfers.show_rates(self._rebalancer.rates, now_s)
+        self._push(_SAMPLE, now_s + self._transfers.sample_s)
+
+    def _period(self, _: None, __: None, now_s: float) -> None:
+        assert self._rebalancer is not None
+        self._rebalancer.step(now_s)
+        self._decider.looked(now_s)
+        self._refill(now_s)
+        self._push(_PERIOD, now_s + self._period_s)
+
+    def _relabelled(self, name: str, epoch: int, now_s: float) -> None:
+        assert self._rebalancer is not None
+        self._rebalancer.relabelled(name, epoch, now_s)
+        self._decider.looked(now_s)
+        self._refill(now_s)
+
+    def _refill(self, now_s: float) -> None:
+        """Instances may have come back to work."""
+        self._start(self.stations[0], now_s)
+        self.pool.fill(now_s)
+
+    def _record(self, _: None, __: None, now_s: float) -> None:
+        if self._rebalancer is not None:
+            self._rebalancer.tick(now_s)
+            self._refill(now_s)
+        if now_s <= self._span_s:
+            self._series.add(now_s, dict(self._row(now_s)))
+        self._push(_RECORD, now_s + self._record_s)
+
+    def _row(self, now_s: float) -> Iterator[tuple[str, float]]:
+        num_jobs = len(self._jobs)
+        yield "offered_rps", (num_jobs - self._num_jobs_recorded) / self._record_s
+        yield "refused_rps", (self._num_refused - self._num_refused_recorded) / self._record_s
+        self._num_jobs_recorded, self._num_refused_recorded = num_jobs, self._num_refused
+        yield "decode_used", len(self.pool.began_s)
+        yield "decode_waiting", len(self.pool.waiting)
+        yield "decode_slots", self.pool.slots_total
+        yield "num_prefill", len(self.stations[0].instances)
+        yield "num_decode", len(self.pool.instances)
+        for station in self.stations:
+            yield f"queued:{station.name}", station.num_queued
+            yield f"running:{station.name}", station.num_running
+        thresholds = self._decider.present_thresholds()
+        for place, tokens in enumerate(thresholds, 1):
+            yield f"threshold:{self.stations[place].name}", tokens
+        yield from self._transfers.row(now_s, self._record_s)
+
+    def _outcome(self, end_s: float) -> Outcome:
+        rebalancer = self._rebalancer
+        return Outcome(
+            slo=self._model.slo,
+            jobs=self._jobs,
+            series=self._series,
+            span_s=self._span_s,
+            egress_bytes=self._transfers.egress_bytes(end_s),
+            prefill_busy_s=sum(station.busy_s for station in self.stations),
+            wasted_prefill_s=self._wasted_s,
+            role_changes=[] if rebalancer is None else rebalancer.role_changes,
+            rebalances=[] if rebalancer is None else rebalancer.told,
+            lateness=self._transfers.lateness,
+        )

@@ -1,0 +1,92 @@
+"""One request on its way through the replay. Plain and mutable, because there are many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+NEVER = float("nan")
+
+
+class Fate(IntEnum):
+    """What became of a request."""
+
+    OPEN = 0
+    DONE = 1
+    REFUSED = 2
+    """Before anything was computed."""
+    REFUSED_LATE = 3
+    """After its prefill, which was in vain."""
+    LOST = 4
+    """Its KVCache never landed and nobody else could prefill it."""
+
+
+class Job:
+    """Times are on the replay's clock, `NEVER` until they are known."""
+
+    __slots__ = (
+        "arrival_s",
+        "believed_s",
+        "blocks",
+        "cached_tokens",
+        "done_s",
+        "emit_bytes_per_s",
+        "emitted_bytes",
+        "expected_landing_s",
+        "fate",
+        "fell_back",
+        "fixed_bytes",
+        "index",
+        "landed_s",
+        "landing_version",
+        "move_from",
+        "move_s",
+        "move_tokens",
+        "num_tokens",
+        "output_tokens",
+        "place",
+        "predicted_ttft_s",
+        "prefill_end_s",
+        "service_s",
+        "slot_s",
+        "start_s",
+        "step_s",
+        "token_bytes",
+    )
+
+    def __init__(self, index: int, arrival_s: float, num_tokens: int, output_tokens: int) -> None:
+        self.index = index
+        self.arrival_s = arrival_s
+        self.num_tokens = num_tokens
+        self.output_tokens = output_tokens
+        self.blocks: Sequence[int] = ()
+        self.place = 0
+        """The station: 0 is the PD cluster's, then the prefill clusters'."""
+        self.cached_tokens = 0
+        self.believed_s = 0.0
+        """Prefill by the profile, uncorrected."""
+        self.service_s = 0.0
+        """Prefill as it really is."""
+        self.token_bytes = 0.0
+        self.fixed_bytes = 0.0
+        self.emit_bytes_per_s = 0.0
+        self.emitted_bytes = 0.0
+        """What its link had been given altogether when its last byte was emitted."""
+        self.landing_version = 0
+        """Of the one pending event of its landing; older ones are void."""
+        self.move_from = 0
+        """The station whose cached prefix is fetched for it; 0: none is."""
+        self.move_tokens = 0
+        self.move_s = 0.0
+        """When the fetched prefix is there."""
+        self.start_s = NEVER
+        self.prefill_end_s = NEVER
+        self.landed_s = NEVER
+        self.slot_s = NEVER
+        self.done_s = NEVER
+        self.step_s = 0.0
+        """Its first decode step."""
+        self.expected_landing_s = NEVER
+        self.predicted_ttft_s = NEVER
+        self.fate = Fate.OPEN
+        self.fell_back = False

@@ -1,0 +1,112 @@
+"""What a replay is told: the region as it really is, what is promised, and the policy that runs it.
+
+Values only; `scheduler.replay.driver` says what becomes of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from netmon.monitor import MonitorConfig
+from scheduler.admission import AdmissionConfig
+from scheduler.conversion import ConversionConfig
+from scheduler.long_term import LongTermConfig
+from scheduler.queue_order import OrderConfig
+from scheduler.region_model import PdCluster, Region
+from scheduler.replay.links import RateSchedule
+from scheduler.threshold import ThresholdConfig
+
+
+class Routing(StrEnum):
+    """Who decides where a request is prefilled."""
+
+    STATIC = "static"
+    """One threshold for ever, whatever the queues and the link do: the paper's model."""
+    ROUTER = "router"
+    """`scheduler.short_term` and `scheduler.threshold`, with links as they are measured."""
+    ORACLE = "oracle"
+    """The same router, which knows the links' schedules and has the best t for every rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """What a request must keep to count: time to first token, and mean time per further token."""
+
+    ttft_s: float = 30.0
+    tbt_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (self.ttft_s > 0 and self.tbt_s > 0):
+            raise ValueError(f"ttft_s {self.ttft_s!r} and tbt_s {self.tbt_s!r} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayModel:
+    """A region with one PD cluster, over time.
+
+    `region` holds the believed profiles, the links' rates at the start and the traffic that plans
+    are made for.
+    """
+
+    region: Region
+    slo: Slo = field(default_factory=Slo)
+    schedules: Mapping[str, RateSchedule] = field(default_factory=dict)
+    """By `Link.name`; a link that is left out never changes."""
+    decode_steps: tuple[tuple[int, float], ...] = ()
+    """(batch, seconds of a step), ascending, of one decode instance; empty: that of the region,
+    at any batch. An engine runs up to the largest batch named here, at least the region's."""
+    cache_blocks: Mapping[str, int] | None = None
+    """Prefix cache by cluster, blocks of the workload; None: nothing is ever cached."""
+    prefill_factors: Mapping[str, float] = field(default_factory=dict)
+    """Real over believed prefill time, by cluster."""
+    prefill_jitter: float = 0.0
+    """Deviation of the logarithm of real prefill times."""
+    transfer_timeout_s: float = 30.0
+    """From the end of a prefill: KVCache that has not landed by then is given up, and the PD
+    cluster prefills the request itself. What was emitted is still sent."""
+    relabel_s: float = 1.0
+    """From the end of an instance's drain until it has its new role."""
+
+    def __post_init__(self) -> None:
+        if len(self.region.pd_clusters) != 1:
+            raise ValueError(
+                f"the region has {len(self.region.pd_clusters)} PD clusters; a replay needs one"
+            )
+        names = {link.name for link in self.region.links}
+        for name in self.schedules:
+            if name not in names:
+                raise ValueError(f"no link {name!r}; known here: {', '.join(sorted(names))}")
+        if not (0 <= self.prefill_jitter < math.inf and self.transfer_timeout_s > 0):
+            raise ValueError(
+                f"prefill_jitter {self.prefill_jitter!r} must not be negative, "
+                f"transfer_timeout_s {self.transfer_timeout_s!r} above 0"
+            )
+
+    @property
+    def pd(self) -> PdCluster:
+        return self.region.pd_clusters[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Everything that decides. What is None is left out, or taken from the region's best plan."""
+
+    name: str = "router"
+    routing: Routing = Routing.ROUTER
+    thresholds: Mapping[str, float] | None = None
+    """t of each prefill cluster at the start, tokens."""
+    num_prefill: int | None = None
+    """Instances of the PD cluster that prefill at the start."""
+    order: OrderConfig | None = field(default_factory=OrderConfig)
+    """Of waiting prefills; None: first come, first served."""
+    margin_s: float = 1.0
+    margin_share: float = 0.45
+    threshold: ThresholdConfig = field(default_factory=ThresholdConfig)
+    admission: AdmissionConfig | None = None
+    long_term: LongTermConfig | None = None
+    conversion: ConversionConfig = field(default_factory=ConversionConfig)
+    monitor: MonitorConfig | None = field(default_factory=MonitorConfig)
+    """How links with a schedule are watched; None: as they are, late by a sample."""

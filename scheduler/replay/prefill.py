@@ -1,0 +1,137 @@
+"""The prefill instances of one cluster and the queue that they share.
+
+An instance computes one prompt at a time. Knows no links and no policy but the queue's order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from scheduler.profiles import PrefillProfile
+from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob
+from scheduler.replay.jobs import Job
+
+
+class PrefillInstance:
+    """One instance. `until_s` is when its prefill should be over, by the profile."""
+
+    __slots__ = ("is_usable", "job", "name", "until_s")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_usable = True
+        self.job: Job | None = None
+        self.until_s = 0.0
+        """0 while it has no job."""
+
+
+class PrefillStation:
+    """See the module text. `profile` is what is believed, `factor` what the truth is times that."""
+
+    def __init__(
+        self,
+        name: str,
+        profile: PrefillProfile,
+        num_instances: int,
+        order: OrderConfig | None,
+        factor: float = 1.0,
+    ) -> None:
+        self.name = name
+        self.profile = profile
+        self.factor = factor
+        self.believed = profile
+        """The profile as measurement corrected it; what predictions use."""
+        self.instances = [PrefillInstance(f"{name}-{i}") for i in range(num_instances)]
+        self.busy_s = 0.0
+        """Real seconds of all prefills that were started."""
+        self.num_running = 0
+        self._order: QueueOrder[int] | None = None if order is None else QueueOrder(order)
+        self._queue: deque[Job] = deque()
+        self._waiting: dict[int, Job] = {}
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue) if self._order is None else len(self._waiting)
+
+    def push(self, job: Job) -> None:
+        """Let a job wait."""
+        if self._order is None:
+            self._queue.append(job)
+            return
+        self._waiting[job.index] = job
+        uncached = job.num_tokens - job.cached_tokens
+        self._order.add(WaitingJob(job.index, 0, uncached, job.arrival_s))
+
+    def start(self, now_s: float) -> tuple[PrefillInstance, Job] | None:
+        """The next prefill to begin, if one waits and an instance is free; it occupies it."""
+        if not (self._queue or self._waiting):
+            return None
+        instance = self._free()
+        if instance is None:
+            return None
+        job = self._next(now_s)
+        return (instance, job) if self._begin(instance, job, now_s) else None
+
+    def start_at_once(self, job: Job, now_s: float) -> PrefillInstance | None:
+        """Begin without waiting, if nobody waits and an instance is free."""
+        if self._queue or self._waiting:
+            return None
+        instance = self._free()
+        if instance is not None:
+            self._begin(instance, job, now_s)
+        return instance
+
+    def finish(self, instance: PrefillInstance) -> None:
+        """Its prefill is over."""
+        instance.job = None
+        instance.until_s = 0.0
+        self.num_running -= 1
+
+    def queued_s(self, uncached_tokens: int, now_s: float) -> float:
+        """Believed seconds of the waiting work that would start before a new job of this length."""
+        if self._order is None:
+            return sum(job.believed_s for job in self._queue)
+        if not self._waiting:
+            return 0.0
+        waiting = self._waiting
+        new = WaitingJob(-1, 0, uncached_tokens, now_s)
+        ahead = self._order.ahead_of(new, now_s)
+        return sum([waiting[job.key].believed_s for job in ahead])
+
+    def free_s(self, now_s: float) -> Sequence[float]:
+        """From now until each usable instance should be free, ascending."""
+        found = [
+            instance.until_s - now_s if instance.until_s > now_s else 0.0
+            for instance in self.instances
+            if instance.is_usable
+        ]
+        found.sort()
+        return found
+
+    @property
+    def num_usable(self) -> int:
+        return sum(instance.is_usable for instance in self.instances)
+
+    def _free(self) -> PrefillInstance | None:
+        for instance in self.instances:
+            if instance.job is None and instance.is_usable:
+                return instance
+        return None
+
+    def _next(self, now_s: float) -> Job:
+        if self._order is None:
+            return self._queue.popleft()
+        chosen = self._order.next(now_s)
+        assert chosen is not None
+        self._order.started(chosen.key)
+        return self._waiting.pop(chosen.key)
+
+    def _begin(self, instance: PrefillInstance, job: Job, now_s: float) -> bool:
+        begin_s = max(now_s, job.move_s)
+        job.start_s = begin_s
+        instance.job = job
+        instance.until_s = begin_s + job.believed_s * self.believed.factor
+        self.num_running += 1
+        self.busy_s += job.service_s
+        return True

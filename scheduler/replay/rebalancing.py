@@ -1,0 +1,218 @@
+"""The long timescale in a replay: measured traffic in, a new t out, and instances that convert.
+
+Plays the shell of `scheduler.long_term` and `scheduler.conversion`: it calls the loop every period
+and performs a conversion's effects on the replay's instances. A drain takes until the instance's
+last request is over, the new role `relabel_s` longer. Knows no requests' fates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from scheduler.allocation import Allocation, Corrections
+from scheduler.conversion import (
+    Converter,
+    Drain,
+    Effect,
+    Ended,
+    Outcome,
+    Phase,
+    Resume,
+    RoleView,
+    SetRole,
+)
+from scheduler.long_term import LongTermConfig, LongTermLoop
+from scheduler.measured_traffic import TrafficMeter
+from scheduler.replay.deciding import Decider
+from scheduler.replay.decode import DecodeInstance, DecodePool
+from scheduler.replay.model import Policy, ReplayModel
+from scheduler.replay.prefill import PrefillInstance, PrefillStation
+from scheduler.replay.results import RoleChange
+from scheduler.throughput import Mode
+
+
+class LinkRates:
+    """The mean rate of a link over a period, as it was seen."""
+
+    def __init__(self, configured_bytes_per_s: float) -> None:
+        self._configured = configured_bytes_per_s
+        self._sum = 0.0
+        self._num = 0
+
+    def see(self, bytes_per_s: float, *, is_floor: bool) -> None:
+        """One sample. A floor below what the link should carry says nothing against it."""
+        self._sum += max(bytes_per_s, self._configured) if is_floor else bytes_per_s
+        self._num += 1
+
+    def take(self) -> float:
+        """The mean since the last call."""
+        mean = self._sum / self._num if self._num else self._configured
+        self._sum, self._num = 0.0, 0
+        return mean
+
+
+class Rebalancer:
+    """See the module text. `schedule` is called with (now, instance, epoch) and calls `relabelled`
+    when the order has come through. After each call instances may have come back to work.
+    """
+
+    def __init__(
+        self,
+        model: ReplayModel,
+        policy: Policy,
+        config: LongTermConfig,
+        decider: Decider,
+        stations: list[PrefillStation],
+        pool: DecodePool,
+        schedule: Callable[[float, str, int], None],
+    ) -> None:
+        self.role_changes: list[RoleChange] = []
+        self.told: list[str] = []
+        self.meter = TrafficMeter()
+        self.rates = {link.name: LinkRates(link.bytes_per_s) for link in model.region.links}
+        self._model = model
+        self._decider = decider
+        self._stations = stations
+        self._pool = pool
+        self._schedule = schedule
+        self._loop = LongTermLoop(config)
+        self._converter = Converter(policy.conversion)
+        self._epochs: dict[str, int] = {}
+        self._after: dict[str, float] | None = None
+        """t once the conversion that runs is done."""
+
+    def step(self, now_s: float) -> None:
+        """A period is over."""
+        name = self._model.pd.name
+        corrections = Corrections(
+            prefill_factors={s.name: s.believed.factor for s in self._stations},
+            link_bytes_per_s={link: rates.take() for link, rates in self.rates.items()},
+        )
+        current = Allocation(
+            thresholds=dict(self._decider.thresholds),
+            num_prefill={name: len(self._stations[0].instances) + self._coming("prefill")},
+            num_decode={name: len(self._pool.instances) + self._coming("decode")},
+            converting=frozenset({name} if self._converter.current else ()),
+        )
+        measured = self.meter.measured(now_s)
+        decision = self._loop.step(
+            self._model.region, measured, current, now_s, corrections=corrections
+        )
+        self.told.append(f"{now_s:.0f} s: {decision}")
+        self._adopt(dict(decision.thresholds))
+        if decision.plan is not None:
+            rps = decision.plan.system_rps(Mode.EXACT)
+            sent = decision.plan.link_bytes_per_s(Mode.EXACT, rps)
+            self._decider.plan_sends(max(sent.values(), default=0.0))
+        for wish in decision.conversions:
+            started = self._converter.start(wish, self._roles(), now_s)
+            if started.effects:
+                self._after = dict(decision.thresholds_after)
+            self._perform(started.effects, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Time passed."""
+        self._perform(self._converter.tick(now_s), now_s)
+
+    def idle(self, instance: PrefillInstance | DecodeInstance, now_s: float) -> None:
+        """The instance has nothing left to do."""
+        if not instance.is_usable:
+            self._perform(self._converter.drained(instance.name, now_s), now_s)
+
+    def relabelled(self, name: str, epoch: int, now_s: float) -> None:
+        """The order came through."""
+        current = self._converter.current
+        if current is None or (current.epoch, current.phase) != (epoch, Phase.RELABELLING):
+            return
+        self._epochs[name] = epoch
+        self._swap(name)
+        self.role_changes.append(RoleChange(now_s, name, current.wish.to_role))
+        self._perform(self._converter.relabelled(name, epoch, now_s), now_s)
+
+    def _perform(self, effects: Iterable[Effect], now_s: float) -> None:
+        for effect in effects:
+            match effect:
+                case Drain(name):
+                    instance = self._instance(name)
+                    instance.is_usable = False
+                    self._pool.recount()
+                    if not _is_busy(instance):
+                        self._perform(self._converter.drained(name, now_s), now_s)
+                case SetRole(name, change):
+                    if self._converter.current is not None:
+                        self._schedule(now_s, name, change.epoch)
+                case Resume(name):
+                    self._instance(name).is_usable = True
+                    self._pool.recount()
+                case Ended(_, _, outcome, detail):
+                    self.told.append(f"{now_s:.0f} s: {effect.instance} {outcome}: {detail}")
+                    if outcome is Outcome.CONVERTED and self._after is not None:
+                        self._adopt(self._after)
+                    self._after = None
+
+    def _adopt(self, thresholds: dict[str, float]) -> None:
+        self._decider.thresholds.update(thresholds)
+
+    def _coming(self, role: str) -> int:
+        """How many more of a role there will be when the conversion that runs is done."""
+        current = self._converter.current
+        if current is None or current.phase is Phase.DWELLING:
+            return 0
+        return 1 if current.wish.to_role == role else -1
+
+    def _roles(self) -> list[RoleView]:
+        found = []
+        for prefill in self._stations[0].instances:
+            job = prefill.job
+            tokens = 0 if job is None else job.num_tokens
+            found.append(
+                RoleView(
+                    prefill.name,
+                    "prefill",
+                    self._epochs.get(prefill.name, 0),
+                    prefill.is_usable,
+                    int(job is not None),
+                    tokens,
+                )
+            )
+        for decode in self._pool.instances:
+            left = sum(last - decode.steps for last, _, _ in decode.running)
+            found.append(
+                RoleView(
+                    decode.name,
+                    "decode",
+                    self._epochs.get(decode.name, 0),
+                    decode.is_usable,
+                    len(decode.running),
+                    int(left),
+                )
+            )
+        return found
+
+    def _instance(self, name: str) -> PrefillInstance | DecodeInstance:
+        both: list[PrefillInstance | DecodeInstance] = [
+            *self._stations[0].instances,
+            *self._pool.instances,
+        ]
+        return next(instance for instance in both if instance.name == name)
+
+    def _swap(self, name: str) -> None:
+        """Give an idle instance its other role; not usable yet."""
+        instance = self._instance(name)
+        new: PrefillInstance | DecodeInstance
+        if isinstance(instance, PrefillInstance):
+            self._stations[0].instances.remove(instance)
+            new = DecodeInstance(name)
+            self._pool.instances.append(new)
+        else:
+            self._pool.instances.remove(instance)
+            new = PrefillInstance(name)
+            self._stations[0].instances.append(new)
+        new.is_usable = False
+        self._pool.recount()
+
+
+def _is_busy(instance: PrefillInstance | DecodeInstance) -> bool:
+    if isinstance(instance, PrefillInstance):
+        return instance.job is not None
+    return bool(instance.running)

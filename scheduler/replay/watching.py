@@ -1,0 +1,228 @@
+"""What routing sees of a modelled link: through the monitor's own eyes, or more cheaply.
+
+`MonitoredLink` reads the link as a sampler would (counters of a sender and of one connection that
+stands for all of them) and feeds `netmon.monitor`, probes included; what routing gets is an
+estimate as old as the last sample. `DirectLink` passes on the true rate, late by a fixed lag, and
+costs next to nothing; `StillLink` is for links that never change. `ForeseenLink` is for a policy
+that knows the schedule.
+
+Knows no requests and no decisions.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from netmon.detector import Condition
+from netmon.estimate import LinkEstimate
+from netmon.monitor import LinkMonitor, MonitorConfig
+from netmon.samples import ConnectionSample, LinkSample, ProbeResult
+from scheduler.replay.links import ReplayLink
+from scheduler.replay.live_views import LiveLink
+from scheduler.views import LinkCondition, LinkView
+
+SAMPLE_S: Final = 0.25
+_BUFFER_S: Final = 0.05
+"""What the bottleneck buffers, as time at the link's rate at the start."""
+_PROBE_EVERY_S: Final = 1.0
+_LEAST_RTT_S: Final = 0.001
+
+_CONDITIONS: Final = {
+    Condition.CLEAR: LinkCondition.CLEAR,
+    Condition.RISING: LinkCondition.RISING,
+    Condition.CONGESTED: LinkCondition.CONGESTED,
+    Condition.DOWN: LinkCondition.DOWN,
+}
+
+
+class WatchedLink(Protocol):
+    """Whoever watches one link."""
+
+    def sample(
+        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
+    ) -> None:
+        """Time for a sample; `oldest_*` are those of `netmon.samples.LinkSample`."""
+
+    def view(self, now_s: float) -> LinkView:
+        """What routing gets to see; valid until the replay goes on."""
+
+
+class DirectLink:
+    """The true link, its rate late by `lag_s`."""
+
+    def __init__(self, link: ReplayLink, rtt_s: float, lag_s: float = SAMPLE_S) -> None:
+        self._link = link
+        self._seen = LiveLink(rtt_s)
+        self._lag_s = lag_s
+
+    def sample(
+        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
+    ) -> None:
+        self._link.advance(now_s)
+
+    def view(self, now_s: float) -> LinkView:
+        link = self._link
+        link.advance(now_s)
+        return _shown(self._seen, link, link.schedule.rate_at(now_s - self._lag_s))
+
+
+class StillLink:
+    """A link that never changes: there is nothing to sample."""
+
+    def __init__(self, link: ReplayLink, rtt_s: float) -> None:
+        self._link = link
+        self._seen = LiveLink(rtt_s)
+        self._seen.available_bytes_per_s = link.schedule.base_bytes_per_s
+        self._view = self._seen.as_view()
+
+    def sample(
+        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
+    ) -> None:
+        pass
+
+    def view(self, now_s: float) -> LinkView:
+        link, seen = self._link, self._seen
+        link.advance(now_s)
+        seen.backlog_bytes = link.backlog_bytes
+        seen.inflow_bytes_per_s = link.expected_inflow
+        return self._view
+
+
+class ForeseenLink:
+    """The true link at its worst within the next `horizon_s`."""
+
+    def __init__(self, link: ReplayLink, rtt_s: float, horizon_s: float = 10.0) -> None:
+        self._link = link
+        self._seen = LiveLink(rtt_s)
+        self._horizon_s = horizon_s
+
+    def sample(
+        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
+    ) -> None:
+        self._link.advance(now_s)
+
+    def view(self, now_s: float) -> LinkView:
+        link = self._link
+        link.advance(now_s)
+        rate = link.schedule.lowest(now_s, now_s + self._horizon_s)
+        return _shown(self._seen, link, rate)
+
+
+class MonitoredLink:
+    """A sampler of the model and the monitor that it feeds."""
+
+    def __init__(
+        self, name: str, link: ReplayLink, rtt_s: float, config: MonitorConfig | None = None
+    ) -> None:
+        self._link = link
+        self._name = name
+        self._rtt_s = max(_LEAST_RTT_S, rtt_s)
+        self._monitor = LinkMonitor(name, config)
+        self._buffer_bytes = _BUFFER_S * link.schedule.base_bytes_per_s
+        self._sampled_s = 0.0
+        self._acked_bytes = 0.0
+        self._resent_bytes = 0.0
+        self._busy_s = 0.0
+        self._rate = link.schedule.base_bytes_per_s
+        self._asked_s = 0.0
+        self._estimate: LinkEstimate | None = None
+        self._seen = LiveLink(self._rtt_s)
+        self.condition = Condition.CLEAR
+
+    def sample(
+        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
+    ) -> None:
+        self._count(now_s)
+        self._monitor.observe(self._read(oldest_transfer_s, oldest_predicted_s), now_s)
+        if now_s - self._asked_s >= _PROBE_EVERY_S:
+            self._asked_s = now_s
+            self._probe(now_s)
+        report = self._monitor.report(now_s)
+        self._estimate, self.condition = report.estimate, report.condition
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether the link may well carry more than is known of it."""
+        return self._estimate is None or self._estimate.is_floor
+
+    def view(self, now_s: float) -> LinkView:
+        estimate, seen = self._estimate, self._seen
+        seen.inflow_bytes_per_s = self._link.expected_inflow
+        if estimate is not None and estimate.age_s is not None:
+            self._link.advance(now_s)
+            seen.state = _CONDITIONS[self.condition]
+            seen.available_bytes_per_s = estimate.available_bytes_per_s
+            seen.is_floor = estimate.is_floor
+            seen.rtt_s = estimate.base_rtt_s
+            seen.backlog_bytes = self._link.backlog_bytes
+            seen.age_s = now_s - self._sampled_s
+        return seen.as_view()
+
+    def _count(self, now_s: float) -> None:
+        """Move the counters on from the last sample."""
+        link, passed_s = self._link, now_s - self._sampled_s
+        link.advance(now_s)
+        carried = link.sent_bytes - self._acked_bytes
+        rate, loss = link.rate, link.schedule.loss_at(now_s)
+        self._acked_bytes = link.sent_bytes
+        self._resent_bytes += carried * loss / (1 - loss)
+        if rate < self._rate:
+            # What the path held and holds no longer is lost, once.
+            held = min(link.backlog_bytes, self._window(self._rate))
+            self._resent_bytes += max(0.0, held - self._window(rate))
+        self._rate = rate
+        if link.backlog_bytes > 0:
+            self._busy_s += passed_s
+        elif carried > 0:
+            self._busy_s += min(passed_s, carried / rate if rate > 0 else passed_s)
+        self._sampled_s = now_s
+
+    def _window(self, rate: float) -> float:
+        return rate * self._rtt_s + self._buffer_bytes
+
+    def _read(
+        self, oldest_transfer_s: float | None, oldest_predicted_s: float | None
+    ) -> LinkSample:
+        link, rate = self._link, self._rate
+        in_flight = min(link.backlog_bytes, self._window(rate))
+        standing = max(0.0, in_flight - rate * self._rtt_s)
+        rtt_s = self._rtt_s + (standing / rate if rate > 0 else 0.0)
+        connection = ConnectionSample(
+            connection_id=0,
+            rtt_s=rtt_s,
+            min_rtt_s=self._rtt_s,
+            cwnd_bytes=int(self._window(rate)),
+            unacked_bytes=int(in_flight),
+            notsent_bytes=0,
+            acked_bytes=int(self._acked_bytes),
+            sent_bytes=int(self._acked_bytes + in_flight + self._resent_bytes),
+            retransmitted_bytes=int(self._resent_bytes),
+            delivery_bytes_per_s=rate,
+            busy_s=self._busy_s,
+            rwnd_limited_s=0.0,
+            sndbuf_limited_s=0.0,
+        )
+        return LinkSample(
+            link=self._name,
+            connections=(connection,),
+            queued_bytes=int(link.backlog_bytes - in_flight),
+            acked_bytes=int(self._acked_bytes),
+            num_transfers=int(oldest_transfer_s is not None),
+            oldest_transfer_s=oldest_transfer_s,
+            oldest_predicted_s=oldest_predicted_s,
+        )
+
+    def _probe(self, now_s: float) -> None:
+        """A probe of an idle link, over at once: it is a few megabytes."""
+        size = self._monitor.due_probe_bytes(now_s)
+        if size is not None and self._rate > 0:
+            duration_s = size / self._rate + self._rtt_s
+            self._monitor.observe_probe(ProbeResult(acked_bytes=size, duration_s=duration_s), now_s)
+
+
+def _shown(seen: LiveLink, link: ReplayLink, rate: float) -> LinkView:
+    seen.state = LinkCondition.CLEAR if rate > 0 else LinkCondition.DOWN
+    seen.available_bytes_per_s = rate
+    seen.backlog_bytes = link.backlog_bytes
+    seen.inflow_bytes_per_s = link.expected_inflow
+    return seen.as_view()

@@ -1,0 +1,117 @@
+"""The requests of a replay, in the order in which they arrive: drawn at random, or from a trace.
+
+Plain lists, because the replay reads them one by one. Knows no clusters and no policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.lengths import Lengths
+from scheduler.prefix_reuse import TracePrompt
+from scheduler.queueing import poisson_arrivals
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Workload:
+    """One entry a request. `block_ids` None: no prompt shares a prefix with another."""
+
+    arrivals_s: Sequence[float]
+    """Ascending, on the clock of the replay."""
+    prompt_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+    block_ids: Sequence[Sequence[int]] | None = None
+    """See `scheduler.prefix_reuse`."""
+    block_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        num = len(self.arrivals_s)
+        for name in ("prompt_tokens", "output_tokens", "block_ids"):
+            values = getattr(self, name)
+            if values is not None and len(values) != num:
+                raise ValueError(f"{len(values)} {name} for {num} arrivals; give one for each")
+        if not num:
+            raise ValueError("the workload has no request; give at least one")
+        if any(b < a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)):
+            raise ValueError("arrivals_s go back; sort the requests by arrival")
+
+    def __len__(self) -> int:
+        return len(self.arrivals_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Traffic of one kind for some time: Poisson arrivals, lengths drawn independently.
+
+    `output_sigma` is the deviation of the logarithm of output lengths around a log-normal with the
+    mean `output_tokens`; 0: all are alike.
+    """
+
+    duration_s: float
+    rate_rps: float
+    lengths: Lengths
+    output_tokens: float
+    output_sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("duration_s", "rate_rps", "output_tokens"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+        if not 0 <= self.output_sigma < math.inf:
+            raise ValueError(f"output_sigma is {self.output_sigma!r}; it must not be negative")
+
+
+def drawn(phases: Iterable[Phase], seed: int) -> Workload:
+    """One phase after the other. The same seed draws the same quantiles of lengths whatever the
+    rate, so that loads can be compared.
+    """
+    arrivals: list[float] = []
+    prompts: list[int] = []
+    outputs: list[int] = []
+    begin_s = 0.0
+    for number, phase in enumerate(phases):
+        rngs = [np.random.default_rng((seed, number, stream)) for stream in range(3)]
+        times = _arrivals(phase, rngs[0])
+        num = len(times)
+        arrivals += [begin_s + at for at in times]
+        tokens = np.maximum(1, np.rint(phase.lengths.sample(num, rngs[1]))) if num else []
+        prompts += [int(value) for value in tokens]
+        outputs += _outputs(phase, num, rngs[2])
+        begin_s += phase.duration_s
+    return Workload(arrivals_s=arrivals, prompt_tokens=prompts, output_tokens=outputs)
+
+
+def traced(prompts: Sequence[TracePrompt], block_tokens: int, speed: float = 1.0) -> Workload:
+    """A trace, `speed` times as fast as it was recorded."""
+    if not 0 < speed < math.inf:
+        raise ValueError(f"speed is {speed!r}; it must be above 0")
+    ordered = sorted(prompts, key=lambda prompt: prompt.arrival_s)
+    return Workload(
+        arrivals_s=[prompt.arrival_s / speed for prompt in ordered],
+        prompt_tokens=[prompt.input_tokens for prompt in ordered],
+        output_tokens=[max(1, prompt.output_tokens) for prompt in ordered],
+        block_ids=[prompt.block_ids for prompt in ordered],
+        block_tokens=block_tokens,
+    )
+
+
+def _arrivals(phase: Phase, rng: np.random.Generator) -> list[float]:
+    times: list[float] = []
+    most = phase.rate_rps * phase.duration_s
+    while not times or times[-1] < phase.duration_s:
+        num = int(most - len(times) + 4 * math.sqrt(most)) + 16
+        after = times[-1] if times else 0.0
+        times += (after + poisson_arrivals(phase.rate_rps, max(num, 16), rng)).tolist()
+    return [at for at in times if at < phase.duration_s]
+
+
+def _outputs(phase: Phase, num: int, rng: np.random.Generator) -> list[int]:
+    if not phase.output_sigma:
+        return [max(1, round(phase.output_tokens))] * num
+    sigma = phase.output_sigma
+    drawn_tokens = rng.lognormal(math.log(phase.output_tokens) - sigma**2 / 2, sigma, num)
+    return [max(1, round(value)) for value in drawn_tokens.tolist()]

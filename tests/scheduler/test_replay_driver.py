@@ -1,0 +1,307 @@
+"""Whole replays: against the queueing simulation, and what each policy does in each situation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import scheduler.replay.deciding as deciding
+from deploy.plan.case_study import case_study_region
+from scheduler.admission import AdmissionConfig, AdmissionPolicy
+from scheduler.lengths import EmpiricalLengths
+from scheduler.long_term import LongTermConfig
+from scheduler.plan import Plan, best_plan
+from scheduler.prefix_reuse import TracePrompt
+from scheduler.queueing import DecodePool, Link, Requests, Station, System, simulate
+from scheduler.region_model import Region
+from scheduler.replay.driver import replay, starting_plan
+from scheduler.replay.jobs import Fate
+from scheduler.replay.links import LinkChange, RateSchedule
+from scheduler.replay.live_views import LiveSnapshot
+from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
+from scheduler.replay.results import Outcome
+from scheduler.replay.workload import Phase, Workload, drawn, traced
+from scheduler.routing import RequestShape
+from scheduler.short_term import choose
+from scheduler.throughput import Mode
+from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+
+LINK = "h200 to h20"
+GBIT = 1e9 / 8
+STATIC = Policy(name="static", routing=Routing.STATIC, order=None)
+
+
+@cache
+def region() -> Region:
+    found = case_study_region(4, 8)
+    return replace(found, links=(replace(found.links[0], rtt_s=0.02),))
+
+
+@cache
+def plan() -> Plan:
+    return best_plan(region(), Mode.EXACT)
+
+
+def poisson(load: float, duration_s: float, seed: int = 1) -> Workload:
+    traffic = region().traffic
+    phase = Phase(
+        duration_s=duration_s,
+        rate_rps=load * plan().system_rps(Mode.EXACT),
+        lengths=traffic.lengths,
+        output_tokens=traffic.output_tokens,
+    )
+    return drawn([phase], seed)
+
+
+def model(schedule: RateSchedule | None = None, **fields: Any) -> ReplayModel:
+    schedules = {} if schedule is None else {LINK: schedule}
+    return ReplayModel(region=region(), schedules=schedules, **fields)
+
+
+def dropping(at_s: float, until_s: float, gbps: float) -> RateSchedule:
+    return RateSchedule.of(
+        100 * GBIT,
+        [
+            LinkChange(at_s=at_s, bytes_per_s=gbps * GBIT),
+            LinkChange(at_s=until_s, bytes_per_s=100 * GBIT),
+        ],
+    )
+
+
+@pytest.mark.parametrize("gbps", [100.0, 9.0])
+def test_with_a_static_threshold_it_is_the_queueing_simulation(gbps: float) -> None:
+    here = replace(region(), links=(replace(region().links[0], bytes_per_s=gbps * GBIT),))
+    tokens = plan().threshold_tokens or 0.0
+    work = poisson(0.85, 1500)
+    lengths = np.array(work.prompt_tokens, float)
+    is_remote = lengths > tokens
+    remote, local = here.prefill_clusters[0].prefill, here.pd_clusters[0].prefill
+    num = len(work)
+    requests = Requests(
+        arrivals_s=np.array(work.arrivals_s),
+        station=np.where(is_remote, 1, 0),
+        pool=np.zeros(num, int),
+        service_s=np.where(is_remote, remote(lengths), local(lengths)),
+        decode_s=np.full(num, 1024 * 0.025),
+        kv_token_bytes=here.kv.size(lengths) - here.kv.fixed_bytes,
+        kv_fixed_bytes=np.full(num, here.kv.fixed_bytes),
+    )
+    system = System(
+        stations=(Station(3), Station(4, {0: 0})),
+        pools=(DecodePool(5 * 20, 0.025),),
+        links=(Link(gbps * GBIT, 0.01),),
+    )
+    expected = simulate(system, requests).timeline
+    policy = replace(STATIC, thresholds={"h200": tokens}, num_prefill=3)
+    found = replay(ReplayModel(region=here, transfer_timeout_s=1e9), work, policy)
+    for name in ("start_s", "landed_s", "slot_s", "done_s"):
+        times = np.array([getattr(job, name) for job in found.jobs])
+        np.testing.assert_allclose(times, getattr(expected, name), atol=1e-6)
+
+
+def test_the_same_seed_gives_the_same_outcome() -> None:
+    schedule = dropping(30, 60, 5)
+    work = poisson(0.8, 100)
+    policy = Policy(admission=AdmissionConfig(ttft_slo_s=30), long_term=LongTermConfig(period_s=40))
+    shaky = model(schedule, prefill_jitter=0.2)
+    one, two, other = (replay(shaky, work, policy, seed=seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one.ttft_s, two.ttft_s)
+    assert one.series == two.series
+    assert not np.array_equal(one.ttft_s, other.ttft_s)
+
+
+def test_predictions_hold_where_nothing_is_unknown() -> None:
+    found = replay(model(), poisson(0.5, 1500), Policy()).summary()
+    assert found.prediction_error < 0.01
+    assert found.num_done == found.num_requests
+
+
+def test_the_router_beats_the_static_threshold_under_load() -> None:
+    work = poisson(0.9, 2500)
+    static = replay(model(), work, STATIC).summary(400).ttft.p90_s
+    router = replay(model(), work, Policy()).summary(400).ttft.p90_s
+    assert router < 0.85 * static
+
+
+def good_share(outcome: Outcome, from_s: float, until_s: float) -> float:
+    return outcome.summary(from_s, until_s).good_share
+
+
+def test_when_the_link_slows_down_the_router_is_close_to_one_who_knew() -> None:
+    slow = model(dropping(100, 250, 5))
+    work = poisson(0.8, 350)
+    admission = AdmissionConfig(ttft_slo_s=30)
+    static = replay(slow, work, STATIC)
+    router = replay(slow, work, Policy(admission=admission))
+    oracle = replay(slow, work, Policy(routing=Routing.ORACLE, admission=admission))
+    best = good_share(oracle, 100, 250)
+    assert good_share(router, 100, 250) > 0.9 * best
+    assert good_share(static, 100, 250) < 0.5 * best
+    assert router.lateness.num_foreseeable == 0
+    thresholds = router.series.array("threshold:h200")
+    at_s = np.array(router.series.at_s)
+    assert thresholds[(at_s > 110) & (at_s < 250)].min() > 1.5 * thresholds[at_s < 90][-1]
+    assert thresholds[-1] == pytest.approx(plan().threshold_tokens, rel=0.05)
+
+
+def test_an_outage_brings_requests_home_and_what_was_under_way_is_prefilled_again() -> None:
+    cut = RateSchedule.of(100 * GBIT, outages=[(100.0, 150.0)])
+    found = replay(model(cut), poisson(0.5, 350), Policy())
+    during = [job for job in found.jobs if 105 < job.arrival_s < 145]
+    assert not any(job.place for job in during)
+    after = [job for job in found.jobs if job.arrival_s > 210]
+    assert sum(job.place > 0 for job in after) > 0.3 * len(after)
+    assert any(job.fell_back for job in found.jobs)
+    assert found.wasted_share > 0
+    assert all(job.fate is Fate.DONE for job in found.jobs)
+
+
+def test_without_local_prefill_what_never_lands_is_lost_and_the_replay_ends() -> None:
+    dead = RateSchedule.of(100 * GBIT, [LinkChange(at_s=60, bytes_per_s=0.0)])
+    policy = replace(STATIC, num_prefill=0, thresholds={"h200": 0.0})
+    found = replay(model(dead), poisson(0.3, 120), policy)
+    fates = {job.fate for job in found.jobs}
+    assert fates == {Fate.DONE, Fate.LOST}
+    assert found.summary().num_lost > 0
+
+
+@pytest.mark.parametrize("policy", list(AdmissionPolicy))
+def test_refusals_keep_the_objective_of_the_others(policy: AdmissionPolicy) -> None:
+    admission = AdmissionConfig(policy=policy, ttft_slo_s=20)
+    found = replay(model(slo=Slo(ttft_s=20)), poisson(2.0, 300), Policy(admission=admission))
+    total = found.summary()
+    assert total.num_refused > 0.2 * total.num_requests
+    assert total.num_good > 0.9 * total.num_done
+    assert (total.num_refused_late > 0) == (policy is AdmissionPolicy.AT_DECODE)
+    assert (found.wasted_share > 0) == (policy is AdmissionPolicy.AT_DECODE)
+
+
+def test_the_long_timescale_converts_for_longer_outputs_and_drains_first() -> None:
+    traffic = region().traffic
+    phases = [
+        Phase(duration_s=600, rate_rps=2.0, lengths=traffic.lengths, output_tokens=1024),
+        Phase(duration_s=1500, rate_rps=1.2, lengths=traffic.lengths, output_tokens=3072),
+    ]
+    work = drawn(phases, 3)
+    found = replay(model(), work, Policy(long_term=LongTermConfig(period_s=300)))
+    assert [change.to_role for change in found.role_changes] == ["decode", "decode"]
+    assert all(job.fate is Fate.DONE for job in found.jobs)
+    assert found.series.values["num_decode"][-1] == 7
+    assert any("convert h20: prefill to decode" in line for line in found.rebalances)
+    assert found.summary(1800).ttft.p90_s < 30
+
+
+def test_measured_times_correct_the_profile() -> None:
+    slower = model(prefill_factors={"h20": 1.5})
+    found = replay(slower, poisson(0.5, 2000), Policy()).summary(500)
+    assert found.prediction_error < 0.02
+
+
+def test_cached_prefixes_are_neither_computed_nor_sent_again() -> None:
+    blocks = list(range(80))
+    prompts = [TracePrompt(30.0 * i, 512 * 80, 10, blocks) for i in range(6)]
+    work = traced(prompts, 512)
+    sizes = {"h200": 1000, "h20": 1000}
+    cold = replay(model(), work, Policy())
+    warm = replay(model(cache_blocks=sizes), work, Policy())
+    assert warm.ttft_s[0] == pytest.approx(cold.ttft_s[0])
+    assert warm.ttft_s[1:].max() < 0.5 * cold.ttft_s[1:].min()
+    assert sum(warm.egress_bytes.values()) < 0.4 * sum(cold.egress_bytes.values())
+
+
+def test_what_leaves_nobody_to_serve_is_refused() -> None:
+    work = poisson(0.5, 60)
+    with pytest.raises(ValueError, match="all 8 instances of h20 prefill"):
+        replay(model(), work, replace(STATIC, num_prefill=8))
+    alone = ReplayModel(region=case_study_region(0, 4))
+    with pytest.raises(ValueError, match="nobody prefills"):
+        replay(alone, work, replace(STATIC, num_prefill=0))
+    with pytest.raises(ValueError, match="no link 'a to b'"):
+        ReplayModel(region=region(), schedules={"a to b": RateSchedule.of(1.0)})
+    assert starting_plan(model(), Policy(num_prefill=2)).num_prefill == {"h20": 2.0}
+
+
+def test_one_fixed_length_without_queues_gives_the_time_by_hand() -> None:
+    lengths = EmpiricalLengths.of([40_000.0])
+    work = drawn([Phase(duration_s=2000, rate_rps=0.01, lengths=lengths, output_tokens=100)], 1)
+    found = replay(model(), work, Policy())
+    prefill_s = float(region().prefill_clusters[0].prefill(40_000))
+    tail_s = region().kv.fixed_bytes / (100 * GBIT) + 0.01
+    np.testing.assert_allclose(found.ttft_s, prefill_s + tail_s + 0.025, rtol=1e-9)
+    np.testing.assert_allclose(found.tbt_s, 0.025)
+    sent = sum(found.egress_bytes.values())
+    assert sent == pytest.approx(len(work) * float(region().kv.size(40_000)))
+
+
+# ---- the live views are the real ones
+
+
+def frozen(live: LiveSnapshot) -> RegionSnapshot:
+    """What a shell would have built from the same state."""
+    local, *others = (live.local, *live.prefill_clusters)
+
+    def cluster(found: Any) -> ClusterView:
+        link = found.link
+        seen = None
+        if link is not None:
+            names = ("state", "available_bytes_per_s", "rtt_s", "backlog_bytes")
+            seen = LinkView(
+                **{name: getattr(link, name) for name in names},
+                inflow_bytes_per_s=link.inflow_bytes_per_s,
+                age_s=link.age_s,
+                is_floor=link.is_floor,
+            )
+        return ClusterView(
+            name=found.name,
+            prefill=found.prefill,
+            instances=tuple(
+                InstanceView(name=f"{i}", running_s=left_s) for i, left_s in enumerate(found.free_s)
+            ),
+            queued_s=found.queued_s,
+            link=seen,
+            threshold_tokens=found.threshold_tokens,
+        )
+
+    decode = live.decode
+    return RegionSnapshot(
+        taken_s=live.taken_s,
+        local=cluster(local),
+        decode=DecodeView(
+            slots_total=decode.slots_total,
+            slots_used=decode.slots_used,
+            num_waiting=decode.num_waiting,
+            decode_s=decode.decode_s,
+            step_s=decode.step_s,
+            left_s=tuple(decode.left_s),
+            landing_s=tuple(decode.landing_s),
+        ),
+        prefill_clusters=tuple(cluster(other) for other in others),
+    )
+
+
+def test_decisions_are_those_of_frozen_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_checked = 0
+
+    def checked(shape: Any, snapshot: Any, config: Any, now_s: float) -> Any:
+        nonlocal num_checked
+        found = choose(shape, snapshot, config, now_s)
+        real = RequestShape(
+            num_prompt_tokens=shape.num_prompt_tokens, transfer_bytes=shape.transfer_bytes
+        )
+        expected = choose(real, frozen(snapshot), config, now_s)
+        assert (found.taken.target, found.reason) == (expected.taken.target, expected.reason)
+        assert found.local.prediction == expected.local.prediction
+        assert (found.remote is None) == (expected.remote is None)
+        if found.remote is not None and expected.remote is not None:
+            assert found.remote.prediction == expected.remote.prediction
+        num_checked += 1
+        return found
+
+    monkeypatch.setattr(deciding, "choose", checked)
+    work = poisson(1.0, 100)
+    replay(model(dropping(30, 60, 3)), work, Policy())
+    assert num_checked == len(work)

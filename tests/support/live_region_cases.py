@@ -1,0 +1,74 @@
+"""A region as a gateway's scheduler sees it: reports and links that tests write by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.gateway.scheduling.config import RoutingSection
+from deploy.gateway.scheduling.router import RegionScheduler
+from deploy.gateway.scheduling.snapshots import Reported
+from kvmanager.engines.jobs import ClusterReport, InstanceReport, JobReport
+from scheduler.views import LinkView
+
+MODEL = "tiny"
+FAST_LINK = LinkView(available_bytes_per_s=1e9, rtt_s=0.02)
+
+
+def instance(name: str, role: Any = "prefill", **fields: Any) -> InstanceReport:
+    values: dict[str, Any] = {
+        "name": name,
+        "role": role,
+        "model": MODEL,
+        "healthy": True,
+        "draining": False,
+        "running": 0,
+        "max_concurrent": 2,
+    }
+    return InstanceReport(**(values | fields))
+
+
+def job(name: str, tokens: int = 1000, for_s: float = 0.0, **fields: Any) -> JobReport:
+    values: dict[str, Any] = {"num_tokens": tokens, "uncached_tokens": tokens}
+    return JobReport(transfer_id=name, for_s=for_s, **(values | fields))
+
+
+def report(name: str, *instances: InstanceReport, **fields: Any) -> ClusterReport:
+    values: dict[str, Any] = {"healthy": True, "queue_depth": 0, "running": 0}
+    return ClusterReport(name=name, instances=instances, **(values | fields))
+
+
+class Region:
+    """Reports of `home` and `far`, taken at `at_s`, and the clock of their scheduler."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.at_s = 100.0
+        self.home: ClusterReport | None = report("home", instance("d0", "both", decode_slots=4))
+        self.far: ClusterReport | None = report("far", instance("p0"), max_queued=8)
+        self.links = {("far", "home"): FAST_LINK, ("home", "far"): FAST_LINK}
+
+    def reported_pd(self) -> Reported:
+        return Reported("home", self.home, self.at_s)
+
+    def reported_prefill(self) -> list[Reported]:
+        return [Reported("far", self.far, self.at_s)]
+
+    def scheduler(self, *, follows_links: bool = True, **routing: Any) -> RegionScheduler:
+        return RegionScheduler(
+            self,
+            ("far",),
+            RoutingSection.model_validate(routing),
+            threshold_tokens=1000,
+            hand_off_tokens=256,
+            link=(lambda a, b: self.links[a, b]) if follows_links else None,
+            clock=lambda: self.now_s,
+        )
+
+
+def teach(scheduler: RegionScheduler, place: str, per_token_s: float) -> None:
+    """Prefills at `place` took so long, and landings 512 bytes for each token."""
+    known = scheduler.knowledge(MODEL)
+    for number in range(1, 9):
+        num_tokens = number * 500
+        known.profile(place).observe(num_tokens, 0, num_tokens * per_token_s)
+        known.reserved(num_tokens, 0, num_tokens * 512)

@@ -1,0 +1,112 @@
+"""A PD cluster front that has nothing but roles, for tests of those who change them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from kvmanager.engines.jobs import ClusterReport, InstanceReport, Role
+from local_pd.errors import RoleRefused, UnknownInstance
+from scheduler.conversion import RoleChange, RoleStatus, applied
+
+
+@dataclass(slots=True)
+class FakeInstance:
+    role: Role
+    epoch: int = 0
+    draining: bool = False
+    healthy: bool = True
+    running: int = 0
+    model: str = ""
+
+
+class FakeCluster:
+    """`calls` in order; `errors` by method are raised one by one; `answers` holds orders up.
+
+    An instance has drained once its event in `idle` is set.
+    """
+
+    name = "home"
+
+    def __init__(self, **roles: Role) -> None:
+        self.instances = {name: FakeInstance(role) for name, role in roles.items()}
+        self.idle = {name: asyncio.Event() for name in roles}
+        self.calls: list[str] = []
+        self.errors: dict[str, list[Exception]] = {}
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.num_draining = 0
+        self.is_silent = False
+
+    def latest(self) -> ClusterReport | None:
+        if self.is_silent:
+            return None
+        return ClusterReport(
+            name=self.name,
+            healthy=True,
+            queue_depth=0,
+            running=0,
+            instances=tuple(_report(name, item) for name, item in self.instances.items()),
+        )
+
+    async def report(self) -> ClusterReport:
+        latest = self.latest()
+        if latest is not None:
+            return latest
+        return ClusterReport(
+            name=self.name, healthy=False, queue_depth=0, running=0, instances=(), reason="gone"
+        )
+
+    async def drain(self, instance: str) -> None:
+        self.calls.append(f"drain {instance}")
+        self._found("drain", instance).draining = True
+        self.num_draining += 1
+        try:
+            await self.idle[instance].wait()
+        finally:
+            self.num_draining -= 1
+
+    async def resume(self, instance: str) -> None:
+        self.calls.append(f"resume {instance}")
+        self._found("resume", instance).draining = False
+
+    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+        self.calls.append(f"set {instance} {change.role} {change.epoch}")
+        await self.answers.wait()
+        found = self._found("set_role", instance)
+        status = applied(RoleStatus(found.role, found.epoch), change)
+        if status is None:
+            raise RoleRefused(f"epoch {change.epoch} is too old")
+        found.role, found.epoch = status.role, status.epoch
+        return status
+
+    def answers_from_now_on(self) -> None:
+        """Calls that hang stay so; the next ones are answered."""
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    def _found(self, method: str, instance: str) -> FakeInstance:
+        if errors := self.errors.get(method):
+            raise errors.pop(0)
+        if instance not in self.instances:
+            raise UnknownInstance(self.name, instance)
+        return self.instances[instance]
+
+
+def drained(cluster: FakeCluster, instance: str) -> None:
+    """The instance's engine has nothing left to do."""
+    cluster.idle.setdefault(instance, asyncio.Event()).set()
+
+
+def _report(name: str, item: FakeInstance) -> InstanceReport:
+    return InstanceReport(
+        name=name,
+        role=item.role,
+        role_epoch=item.epoch,
+        role_ready=not item.draining,
+        model=item.model,
+        healthy=item.healthy,
+        draining=item.draining,
+        running=item.running,
+        max_concurrent=4,
+    )
