@@ -5,7 +5,7 @@ What does not fit together is a problem with its path, like a wrong value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,16 +50,23 @@ class PlanInput:
     """The trace's traffic with a prefix cache of so many tokens; None without a trace."""
 
 
-def load_plan(path: Path) -> PlanInput:
-    """Read a plan file; `FileError` with every problem found. Paths in it are relative to it."""
+def load_plan(
+    path: Path,
+    model: type[PlanSpec] = PlanSpec,
+    more: Callable[[PlanSpec], Iterable[Problem]] = lambda spec: (),
+) -> PlanInput:
+    """Read a plan file; `FileError` with every problem found. Paths in it are relative to it.
+
+    `model` may be an extension of a plan file, and `more` find further problems in it.
+    """
     builders: list[_Builder] = []
 
     def check(spec: PlanSpec) -> Sequence[Problem]:
         builder = _Builder(spec, path.parent)
         builders.append(builder)
-        return builder.problems
+        return [*builder.problems, *more(spec)]
 
-    spec = parse_yaml(read_text(path), PlanSpec, source=str(path), expected=EXPECTED, check=check)
+    spec = parse_yaml(read_text(path), model, source=str(path), expected=EXPECTED, check=check)
     built = builders[-1]
     return PlanInput(spec, built.region, built.fits, built.traffic_with_cache)
 

@@ -12,6 +12,7 @@ import typer
 
 from deploy.command_line import JsonOption, fail
 from deploy.plan.kv_cli import kv_command
+from deploy.plan.live_cli import live_command
 from deploy.plan.profile_cli import profile_command
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ prfaas plan solve plan.yaml        the best plan for it, and what binds
 prfaas plan sweep plan.yaml --over link_gbps=1,2,5,10
 prfaas plan kv config.json         KVCache size of a model
 prfaas plan profile --url ENGINE   measure an engine for the file's `profiles`
+prfaas plan live                   what a running gateway plans, and why
 
 Numbers: k or K after a token count means 1000, Ki means 1024 (8k = 8000, 8Ki = 8192). Sizes are
 MiB = 2^20 bytes or MB = 10^6 bytes. Link rates are bits: 10Gbit is 10^10 bits a second.
@@ -35,6 +37,7 @@ plan_app = typer.Typer(
 )
 plan_app.command("kv")(kv_command)
 plan_app.command("profile")(profile_command)
+plan_app.command("live")(live_command)
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="FILE", help="plan file, YAML")]
 SeedOption = Annotated[int, typer.Option(help="of the simulated requests")]

@@ -7,7 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHES = ("transport", "wan", "sharing", "codecs", "crossover", "gateway", "plan", "kv", "e2e")
+BENCHES = (
+    "transport",
+    "wan",
+    "sharing",
+    "codecs",
+    "crossover",
+    "gateway",
+    "plan",
+    "decision",
+    "prediction",
+    "simulate",
+    "kv",
+    "e2e",
+)
 RESULTS = Path("bench-results")
 
 

@@ -1,0 +1,1 @@
+"""A region in virtual time: what the scheduler's decisions are worth before they run."""

@@ -1,0 +1,273 @@
+"""Turns simulation.yaml into a model, a workload and policies for `scheduler.replay`.
+
+What does not fit together is a problem with its path, like a wrong value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from deploy.plan.building import PlanInput, load_plan
+from deploy.plan.spec import PlanSpec
+from deploy.plan.trace import load_trace
+from deploy.problems import FileError, Problem, suggestion
+from deploy.simulate.spec import (
+    POLICY_NAMES,
+    LinkEventsSpec,
+    PhaseSpec,
+    PolicySpec,
+    SimulationFile,
+    SimulationSpec,
+)
+from scheduler.admission import AdmissionConfig, AdmissionPolicy
+from scheduler.long_term import LongTermConfig
+from scheduler.plan import best_plan
+from scheduler.queue_order import OrderConfig
+from scheduler.region_model import Link, Region, Traffic
+from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
+from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
+from scheduler.replay.workload import Phase, Workload, drawn, traced
+from scheduler.throughput import Mode
+
+HOMOGENEOUS: Final = "homogeneous"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A file, read and built."""
+
+    file: SimulationFile
+    model: ReplayModel
+    capacity_rps: float
+    """The highest rate of the best plan for the file's traffic."""
+    directory: Path
+
+    def workload(self, seed: int) -> Workload:
+        """The same for every policy. Raises `FileError` where a trace cannot be read."""
+        spec, lengths = self.file.simulation, self.file.traffic.lengths
+        if lengths.trace is not None:
+            prompts = load_trace(self.directory / lengths.trace.file.expanduser())
+            return traced(prompts, lengths.trace.block_tokens, spec.trace_speed)
+        return drawn(self._phases(), seed)
+
+    def policy(self, name: str) -> tuple[ReplayModel, Policy]:
+        """The model and the policy of that name. KeyError for one that is not there."""
+        spec = self.file.simulation.policies.get(name)
+        model = self.model
+        if name == HOMOGENEOUS:
+            model = homogeneous(model)
+        if spec is None:
+            spec = _PRESETS[name]
+        return model, _policy(name, spec, model, self.file.simulation)
+
+    @property
+    def policy_names(self) -> list[str]:
+        return sorted({*POLICY_NAMES, *self.file.simulation.policies})
+
+    @property
+    def compared(self) -> list[str]:
+        """What `--compare` compares: the usual ones that make sense here, and the file's."""
+        usual = ["static", "router"]
+        if not self.model.region.prefill_clusters:
+            usual = ["router"]
+        else:
+            usual.append(HOMOGENEOUS)
+        if any(not schedule.is_constant for schedule in self.model.schedules.values()):
+            usual.append("oracle")
+        return [*usual, *(n for n in self.file.simulation.policies if n not in usual)]
+
+    def _phases(self) -> Iterator[Phase]:
+        spec, traffic = self.file.simulation, self.model.region.traffic
+        first = PhaseSpec(at=0.0, load=spec.load, rate_rps=self._rate(spec))
+        steps = [first, *sorted(spec.phases, key=lambda phase: phase.at)]
+        rate = 0.0
+        for step, after in zip(steps, [*steps[1:], None], strict=True):
+            if step.rate_rps is not None:
+                rate = step.rate_rps
+            elif step.load is not None:
+                rate = step.load * self.capacity_rps
+            until_s = spec.duration if after is None else min(after.at, spec.duration)
+            if until_s > step.at:
+                factor = step.length_factor
+                yield Phase(
+                    duration_s=until_s - step.at,
+                    rate_rps=rate,
+                    lengths=traffic.lengths if factor == 1 else traffic.lengths.scaled(factor),
+                    output_tokens=traffic.output_tokens * step.output_factor,
+                    output_sigma=spec.output_sigma,
+                )
+
+    def _rate(self, spec: SimulationSpec) -> float | None:
+        return None if spec.load is not None else self.file.traffic.rate_rps
+
+
+def load_simulation(path: Path) -> Simulation:
+    """Read a simulation file; `FileError` with every problem found."""
+    found = load_plan(path, SimulationFile, _problems)
+    file = found.spec
+    assert isinstance(file, SimulationFile)
+    try:
+        model = _model(file, found)
+        capacity_rps = best_plan(model.region, Mode.EXACT).system_rps(Mode.EXACT)
+    except ValueError as error:
+        raise FileError(str(path), [Problem(("simulation",), str(error))]) from error
+    return Simulation(file, model, capacity_rps, path.parent)
+
+
+def homogeneous(model: ReplayModel) -> ReplayModel:
+    """The same number of instances, all in the PD cluster."""
+    region, pd = model.region, model.pd
+    num = pd.num_instances + sum(cluster.num_instances for cluster in region.prefill_clusters)
+    alone = replace(
+        region, prefill_clusters=(), links=(), pd_clusters=(replace(pd, num_instances=num),)
+    )
+    return replace(model, region=alone, schedules={})
+
+
+_PRESETS: Final = {
+    "static": PolicySpec(routing="static", order="arrival"),
+    "router": PolicySpec(),
+    "oracle": PolicySpec(routing="oracle"),
+    HOMOGENEOUS: PolicySpec(routing="static", order="arrival"),
+}
+
+
+def _policy(name: str, spec: PolicySpec, model: ReplayModel, whole: SimulationSpec) -> Policy:
+    default = Policy()
+    thresholds = None
+    if spec.threshold_tokens is not None:
+        clusters = model.region.prefill_clusters
+        thresholds = {cluster.name: spec.threshold_tokens for cluster in clusters}
+    loads = {
+        name: value
+        for name in ("max_prefill_load", "max_decode_load")
+        if (value := getattr(spec, name)) is not None
+    }
+    admission = None
+    if spec.admission != "off":
+        policy = AdmissionPolicy(spec.admission)
+        admission = AdmissionConfig(policy=policy, ttft_slo_s=whole.objective.ttft, **loads)
+    period_s = spec.rebalance_every
+    return Policy(
+        name=name,
+        routing=Routing(spec.routing),
+        thresholds=thresholds,
+        num_prefill=spec.num_prefill,
+        order=OrderConfig() if spec.order == "shortest" else None,
+        margin_s=default.margin_s if spec.margin is None else spec.margin,
+        margin_share=default.margin_share if spec.margin_share is None else spec.margin_share,
+        admission=admission,
+        long_term=None if period_s is None else LongTermConfig(period_s=period_s),
+        monitor=default.monitor if spec.watch == "monitor" else None,
+    )
+
+
+def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
+    spec, region = file.simulation, found.region
+    schedules = {
+        link.name: schedule
+        for events in spec.links
+        for link in region.links
+        if (link.source, link.target) == (events.source, events.target)
+        and (schedule := _schedule(events, link))
+    }
+    blocks = None
+    trace = file.traffic.lengths.trace
+    if spec.cache_tokens and trace is not None:
+        blocks = {name: int(n / trace.block_tokens) for name, n in spec.cache_tokens.items()}
+    return ReplayModel(
+        region=region,
+        slo=Slo(ttft_s=spec.objective.ttft, tbt_s=spec.objective.tbt),
+        schedules=schedules,
+        decode_steps=_decode_steps(file, region),
+        cache_blocks=blocks,
+        prefill_factors=spec.prefill_factors,
+        prefill_jitter=spec.prefill_jitter,
+        transfer_timeout_s=spec.transfer_timeout,
+    )
+
+
+def _decode_steps(file: SimulationFile, region: Region) -> tuple[tuple[int, float], ...]:
+    """Up to the batch that keeps the objective; larger ones are not run."""
+    profile = file.profiles[file.pd_clusters[0].profile]
+    if profile.decode is None:
+        return ()
+    most = region.pd_clusters[0].batch_size
+    steps = sorted((step.batch_size, step.step_seconds) for step in profile.decode.steps)
+    return tuple(step for step in steps if step[0] <= most)
+
+
+def _schedule(events: LinkEventsSpec, link: Link) -> RateSchedule:
+    changes = [
+        LinkChange(
+            at_s=change.at,
+            bytes_per_s=change.rate,
+            loss=change.loss,
+            rate_factor=change.rate_factor,
+        )
+        for change in events.changes
+    ]
+    others = [
+        OtherTraffic(from_s=other.at, until_s=other.until, bytes_per_s=other.rate)
+        for other in events.other_traffic
+    ]
+    outages = [(outage.at, outage.until) for outage in events.outages]
+    return RateSchedule.of(link.bytes_per_s, changes, others, outages)
+
+
+def _problems(spec: PlanSpec) -> Iterable[Problem]:
+    assert isinstance(spec, SimulationFile)
+    whole = spec.simulation
+    links = {(link.source, link.target): i for i, link in enumerate(spec.links)}
+    for i, events in enumerate(whole.links):
+        if (events.source, events.target) not in links:
+            known = ", ".join(f"{a} to {b}" for a, b in links) or "none"
+            message = (
+                f"the plan has no link from {events.source} to {events.target}; it has {known}"
+            )
+            yield Problem(("simulation", "links", i), message)
+    names = [c.name for c in (*spec.prefill_clusters, *spec.pd_clusters)]
+    for key in ("cache_tokens", "prefill_factors"):
+        for name in getattr(whole, key):
+            if name not in names:
+                message = f"no cluster {name!r}{suggestion(name, names)}"
+                yield Problem(("simulation", key, name), message)
+    yield from _traffic_problems(spec)
+    known_policies = [*POLICY_NAMES, *whole.policies]
+    if whole.policy not in known_policies:
+        message = f"no policy {whole.policy!r}{suggestion(whole.policy, known_policies)}"
+        yield Problem(("simulation", "policy"), message)
+    if len(spec.pd_clusters) != 1:
+        yield Problem(("pd_clusters",), "a simulation needs exactly one PD cluster")
+
+
+def _traffic_problems(spec: SimulationFile) -> Iterator[Problem]:
+    whole, is_traced = spec.simulation, spec.traffic.lengths.trace is not None
+    if not is_traced and whole.load is None and spec.traffic.rate_rps is None:
+        message = "is missing: give a share of the highest rate, or traffic.rate_rps"
+        yield Problem(("simulation", "load"), message)
+    if whole.cache_tokens and not is_traced:
+        message = "needs a trace (traffic.lengths.trace): only it says which prompts share prefixes"
+        yield Problem(("simulation", "cache_tokens"), message)
+    if is_traced:
+        for key in ("phases", "load"):
+            if getattr(whole, key):
+                message = "does not go with a trace; change trace_speed"
+                yield Problem(("simulation", key), message)
+    for i, phase in enumerate(whole.phases):
+        if phase.at >= whole.duration:
+            message = f"begins at {phase.at:g} s, after the end at {whole.duration:g} s"
+            yield Problem(("simulation", "phases", i, "at"), message)
+
+
+def traffic_of(region: Region, length_factor: float, output_factor: float) -> Traffic:
+    """The region's traffic with other means."""
+    traffic = region.traffic
+    return Traffic(
+        traffic.lengths.scaled(length_factor),
+        traffic.output_tokens * output_factor,
+        traffic.input_tokens * length_factor,
+    )

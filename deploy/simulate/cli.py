@@ -1,0 +1,234 @@
+"""`prfaas simulate`: a region in virtual time, driven by the scheduler's own decisions.
+
+Reads files and prints; what is slow to import is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from deploy.command_line import JsonOption, fail
+
+if TYPE_CHECKING:
+    from deploy.simulate.building import Simulation
+    from deploy.simulate.study import Study
+
+_HELP = """Play traffic through a region in virtual time: goodput, first tokens, egress, roles.
+
+\b
+prfaas simulate example > simulation.yaml     a file to start from
+prfaas simulate simulation.yaml               with the policy that it names
+prfaas simulate simulation.yaml --compare     with several policies, side by side
+prfaas simulate study congestion              a ready-made question with goals
+
+The same code decides as in a running region: routing, thresholds, queues, admission, conversions.
+The same file and seed give the same result.
+"""
+
+
+class _FileGroup(TyperGroup):
+    """Takes a file where a command could be: `simulate FILE` is `simulate run FILE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+simulate_app = typer.Typer(
+    cls=_FileGroup, help=_HELP, no_args_is_help=True, rich_markup_mode=None, add_completion=False
+)
+
+SeedOption = Annotated[int, typer.Option(min=0, help="of drawn traffic and of jitter")]
+PlotOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="pictures over time; .png or .svg")
+]
+
+
+@simulate_app.command("example")
+def example_command() -> None:
+    """Print a simulation file to start from: a link that slows down, every key explained."""
+    typer.echo((Path(__file__).parent / "examples" / "simulation.yaml").read_text(), nl=False)
+
+
+@simulate_app.command("run")
+def run_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="simulation file, YAML")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="what decides; repeatable; default: the file's")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="the usual policies")] = False,
+    seed: SeedOption = 1,
+    warm_up: Annotated[
+        float, typer.Option(min=0, max=0.9, help="first share of the time that is not counted")
+    ] = 0.0,
+    as_json: JsonOption = False,
+    with_series: Annotated[
+        bool, typer.Option("--series", help="with --json: the state over time, too")
+    ] = False,
+    plot: PlotOption = None,
+) -> None:
+    """Play a simulation file.
+
+    \b
+    Policies: those of the file, and
+      static       one threshold for ever, first come first served (the paper)
+      router       the scheduler as it runs
+      oracle       the router, told what links will do
+      homogeneous  all instances in the PD cluster, no prefill cluster
+    """
+    _check_plot(plot)
+    simulation = _load(file)
+    names = _names(simulation, policy, compare)
+    from deploy.problems import FileError
+    from deploy.simulate.report import document_of, print_outcomes, series_of
+    from scheduler.replay.driver import replay
+
+    try:
+        workload = simulation.workload(seed)
+        outcomes = {}
+        for name in names:
+            model, chosen = simulation.policy(name)
+            outcomes[name] = replay(model, workload, chosen, seed=seed)
+    except FileError as error:
+        fail(str(error), 2)
+    except ValueError as error:
+        fail(f"{file}: {error}", 2)
+    documents = {
+        name: document_of(outcome, warm_up * outcome.span_s) for name, outcome in outcomes.items()
+    }
+    if plot is not None:
+        from deploy.simulate.plots import write_plots
+
+        write_plots(plot, outcomes)
+        typer.echo(f"wrote {plot}", err=True)
+    if as_json:
+        if with_series:
+            for name, outcome in outcomes.items():
+                documents[name]["series"] = series_of(outcome)
+        _print_json({"seed": seed, "policies": documents})
+    else:
+        print_outcomes(_console(), documents)
+
+
+@simulate_app.command("study")
+def study_command(
+    name: Annotated[str, typer.Argument(help="case-study, congestion, shift, steady or overload")],
+    seed: SeedOption = 1,
+    scale: Annotated[
+        float, typer.Option(min=0.01, max=10, help="length of the runs; 1 is what goals are for")
+    ] = 1.0,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="for overload: a trace, at double speed")
+    ] = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Run a ready-made study and compare it with its goals.
+
+    Exit status 1: a goal was missed.
+    """
+    from deploy.problems import suggestion
+    from deploy.simulate.studies import STUDIES
+
+    if name not in STUDIES:
+        fail(f"no study {name!r}{suggestion(name, STUDIES)}", 2)
+    if trace is not None and name != "overload":
+        fail("--trace is for the study overload", 2)
+    _check_plot(plot)
+    study = _overload(trace, seed, scale) if trace is not None else STUDIES[name](seed, scale)
+    if plot is not None and study.outcomes:
+        from deploy.simulate.plots import write_plots
+
+        write_plots(plot, study.outcomes)
+        typer.echo(f"wrote {plot}", err=True)
+    if as_json:
+        goals = [
+            {"name": g.name, "wanted": g.wanted, "found": g.found, "met": g.met}
+            for g in study.goals
+        ]
+        _print_json({"study": name, "seed": seed, "rows": study.rows, "goals": goals})
+    else:
+        _print_study(study)
+    if not all(goal.met for goal in study.goals):
+        raise typer.Exit(1)
+
+
+def _overload(trace: Path, seed: int, scale: float) -> Study:
+    from deploy.plan.trace import load_trace
+    from deploy.problems import FileError
+    from deploy.simulate.studies import overload
+
+    try:
+        return overload(seed, scale, load_trace(trace))
+    except FileError as error:
+        fail(str(error), 2)
+
+
+def _load(file: Path) -> Simulation:
+    from deploy.problems import FileError
+    from deploy.simulate.building import load_simulation
+
+    try:
+        return load_simulation(file)
+    except FileError as error:
+        fail(str(error), 2)
+
+
+def _names(simulation: Simulation, given: list[str] | None, compare: bool) -> list[str]:
+    from deploy.problems import suggestion
+
+    names = list(given or ([] if compare else [simulation.file.simulation.policy]))
+    if compare:
+        names += [name for name in simulation.compared if name not in names]
+    known = simulation.policy_names
+    for name in names:
+        if name not in known:
+            fail(f"--policy {name}: unknown{suggestion(name, known)}", 2)
+    return names
+
+
+def _check_plot(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg"):
+        fail(f"--plot {path}: the name must end in .png or .svg", 2)
+    if not path.parent.is_dir():
+        fail(f"--plot {path}: there is no directory {path.parent}", 2)
+
+
+def _print_study(study: Study) -> None:
+    from rich.table import Table
+
+    from deploy.table_style import TABLE_STYLE
+
+    console = _console()
+    table = Table(**TABLE_STYLE)
+    for key in study.rows[0]:
+        table.add_column(key.replace("_", "\n", 1), justify="right")
+    for row in study.rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    console.print(table)
+    for goal in study.goals:
+        verdict = "met   " if goal.met else "MISSED"
+        console.print(f"{verdict} {goal.name}: {goal.found:.4g} ({goal.wanted})", highlight=False)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _print_json(value: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(value, indent=2, default=float))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()

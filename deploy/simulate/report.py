@@ -1,0 +1,122 @@
+"""What a simulation found as plain values, and as a table. Keys carry their units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.table_style import TABLE_STYLE
+from deploy.units import GBIT_PER_S
+from scheduler.replay.results import Outcome, Percentiles
+
+_ROWS: Final = (
+    ("offered_rps", "requests/s offered", "{:.3f}"),
+    ("goodput_rps", "requests/s within the objective", "{:.3f}"),
+    ("good_share", "  share of all", "{:.1%}"),
+    ("refused", "refused before prefill", "{:,}"),
+    ("refused_late", "refused after prefill", "{:,}"),
+    ("fell_back", "KVCache too late, prefilled at home", "{:,}"),
+    ("lost", "lost", "{:,}"),
+    ("wasted_prefill_share", "prefill time wasted", "{:.2%}"),
+    ("remote_share", "share prefilled remotely", "{:.1%}"),
+    ("ttft_mean_s", "TTFT mean, s", "{:.2f}"),
+    ("ttft_p50_s", "TTFT P50, s", "{:.2f}"),
+    ("ttft_p90_s", "TTFT P90, s", "{:.2f}"),
+    ("ttft_p99_s", "TTFT P99, s", "{:.2f}"),
+    ("tbt_p50_ms", "TBT P50, ms", "{:.1f}"),
+    ("tbt_p99_ms", "TBT P99, ms", "{:.1f}"),
+    ("egress_gbps", "egress, Gbit/s", "{:.2f}"),
+    ("prediction_error", "TTFT prediction, median error", "{:.1%}"),
+    ("role_changes", "role changes", "{}"),
+    ("late_samples_share", "oldest transfer over 2x its time", "{:.2%}"),
+)
+
+
+def document_of(outcome: Outcome, from_s: float = 0.0) -> dict[str, Any]:
+    """One policy's numbers. Requests before `from_s` are the warm-up and not counted."""
+    found = outcome.summary(from_s)
+    late = outcome.lateness
+    sent = sum(outcome.egress_bytes.values())
+    return {
+        "requests": found.num_requests,
+        "offered_rps": found.offered_rps,
+        "goodput_rps": found.goodput_rps,
+        "good_share": found.good_share,
+        "done": found.num_done,
+        "refused": found.num_refused,
+        "refused_late": found.num_refused_late,
+        "fell_back": found.num_fell_back,
+        "lost": found.num_lost,
+        "wasted_prefill_share": outcome.wasted_share,
+        "remote_share": found.num_remote / max(1, found.num_requests),
+        **_seconds("ttft", found.ttft),
+        "tbt_p50_ms": _known(found.tbt.p50_s * 1000),
+        "tbt_p90_ms": _known(found.tbt.p90_s * 1000),
+        "tbt_p99_ms": _known(found.tbt.p99_s * 1000),
+        "egress_bytes": dict(outcome.egress_bytes),
+        "egress_gbps": sent / max(1e-9, outcome.span_s) / GBIT_PER_S,
+        "prediction_error": _known(found.prediction_error),
+        "role_changes": [
+            {"at_s": change.at_s, "instance": change.instance, "to": change.to_role}
+            for change in outcome.role_changes
+        ],
+        "rebalancing": list(outcome.rebalances),
+        "transfers": {
+            "samples": late.num_seen,
+            "late_samples": late.num_late,
+            "late_foreseeable": late.num_foreseeable,
+            "worst_ratio": late.worst,
+        },
+        "late_samples_share": late.num_late / late.num_seen if late.num_seen else None,
+    }
+
+
+def series_of(outcome: Outcome) -> dict[str, list[float]]:
+    """The state of the region over time, for JSON."""
+    return {"at_s": list(outcome.series.at_s), **outcome.series.values}
+
+
+def print_outcomes(console: Console, documents: Mapping[str, Mapping[str, Any]]) -> None:
+    """A column a policy."""
+    table = Table(**TABLE_STYLE)
+    table.add_column("")
+    for name in documents:
+        table.add_column(name, justify="right")
+    for key, label, form in _ROWS:
+        values = [document[key] for document in documents.values()]
+        if any(_is_told(key, value) for value in values):
+            table.add_row(label, *(_text(form, value) for value in values))
+    console.print(table)
+    for name, document in documents.items():
+        for change in document["role_changes"]:
+            console.print(
+                f"{name}: {change['at_s']:.0f} s {change['instance']} now {change['to']}",
+                highlight=False,
+            )
+
+
+def _is_told(key: str, value: Any) -> bool:
+    """Counts of what never happened are left out."""
+    always = ("offered_rps", "goodput_rps", "good_share")
+    return bool(value) or key in always
+
+
+def _text(form: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return form.format(len(value) if isinstance(value, Sequence) else value)
+
+
+def _seconds(name: str, found: Percentiles) -> dict[str, float | None]:
+    return {
+        f"{name}_{part}": _known(getattr(found, part))
+        for part in ("mean_s", "p50_s", "p90_s", "p99_s")
+    }
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None

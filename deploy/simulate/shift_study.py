@@ -1,0 +1,139 @@
+"""The study of traffic that shifts: does the long timescale follow, and how closely could it?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from deploy.simulate.building import traffic_of
+from deploy.simulate.study import PERIOD_S, Goal, Study, case_study_model
+from scheduler.division_search import Bounds, best_within
+from scheduler.lengths import EmpiricalLengths
+from scheduler.long_term import LongTermConfig
+from scheduler.plan import best_plan, threshold_plan
+from scheduler.region_model import Region, Traffic
+from scheduler.replay.driver import replay
+from scheduler.replay.model import Policy
+from scheduler.replay.results import Outcome
+from scheduler.replay.workload import Phase, Workload, drawn
+from scheduler.throughput import Mode
+
+SETTLED_S: Final = 2.2 * PERIOD_S
+"""Two steps of the long timescale, and the time that a drain takes."""
+SHIFTS: Final = (
+    (3.0, 1.0),
+    (1 / 3, 1.0),
+    (1.0, 3.0),
+    (1.0, 1 / 3),
+    (3.0, 3.0),
+    (1 / 3, 1 / 3),
+    (1 / 3, 3.0),
+    (3.0, 1 / 3),
+)
+"""Factors of prompt and output lengths."""
+MOST_CHANGES: Final = 2
+
+
+def shift(seed: int, scale: float) -> Study:
+    """Lengths and outputs change by 3x at half time: does the long timescale follow?
+
+    Capacities are those of a setting (t and division) in the new traffic, over the best there is.
+    `bound` is the best that two conversions can reach: some optima are further away. `hindsight` is
+    what the best setting for the requests of the two periods is worth, as far as that: some
+    hundreds of requests say only so much of their distribution.
+    """
+    model = case_study_model()
+    region = model.region
+    before_rps = best_plan(region, Mode.EXACT).system_rps(Mode.EXACT)
+    # A shift at the end of a period: the next steps see one and two periods of the new traffic.
+    half_s = PERIOD_S * max(1, round(12 * scale))
+    rows: list[dict[str, Any]] = []
+    goals: list[Goal] = []
+    pictures: dict[str, Outcome] = {}
+    for lengths, outputs in SHIFTS:
+        after = replace(region, traffic=traffic_of(region, lengths, outputs))
+        # As the loop must: never without an instance of each role.
+        bounds = {pd.name: (1, pd.num_instances - 1) for pd in after.pd_clusters}
+        optimum_rps = best_within(after, bounds).system_rps(Mode.EXACT)
+        workload = _shifted(region, after, (0.8 * before_rps, 0.8 * optimum_rps), half_s, seed)
+        outcome = replay(model, workload, Policy(long_term=LongTermConfig(period_s=PERIOD_S)))
+        share = _reached_rps(outcome, after, half_s + SETTLED_S) / optimum_rps
+        near = _near(outcome, after, half_s)
+        bound = best_within(after, near).system_rps(Mode.EXACT) / optimum_rps
+        hindsight = _hindsight_rps(after, near, workload, half_s) / optimum_rps
+        times_s = [change.at_s for change in outcome.role_changes if change.at_s >= half_s]
+        changes = sum(at_s <= half_s + SETTLED_S for at_s in times_s)
+        late = outcome.summary(half_s + SETTLED_S)
+        name = f"lengths x{lengths:.2g}, outputs x{outputs:.2g}"
+        rows.append(
+            {
+                "shift": name,
+                "optimum_rps": optimum_rps,
+                "capacity_reached": share,
+                "bound": bound,
+                "hindsight": hindsight,
+                "role_changes": changes,
+                "changes_later": len(times_s) - changes,
+                "good_share_afterwards": late.good_share,
+                "ttft_p90_s_afterwards": late.ttft.p90_s,
+            }
+        )
+        pictures[name] = outcome
+        title = f"{name}: capacity after two periods over the optimum"
+        wanted = f"at least 95%; bound {bound:.1%}, hindsight {hindsight:.1%}"
+        goals.append(Goal(title, wanted, share, share >= 0.95))
+        title = f"{name}: role changes within two periods"
+        goals.append(Goal(title, f"at most {MOST_CHANGES}", changes, changes <= MOST_CHANGES))
+    return Study(rows, goals, pictures)
+
+
+def _shifted(
+    before: Region, after: Region, rates_rps: tuple[float, float], half_s: float, seed: int
+) -> Workload:
+    spans_s = (half_s, max(half_s, 3 * PERIOD_S))
+    phases = [
+        Phase(
+            duration_s=span_s,
+            rate_rps=rate,
+            lengths=region.traffic.lengths,
+            output_tokens=region.traffic.output_tokens,
+        )
+        for region, rate, span_s in zip((before, after), rates_rps, spans_s, strict=True)
+    ]
+    return drawn(phases, seed)
+
+
+def _reached_rps(outcome: Outcome, after: Region, at_s: float) -> float:
+    """Capacity of what the region was set to at that moment, in the new traffic."""
+    num_prefill = _recorded(outcome, "num_prefill", at_s)
+    plan = threshold_plan(after, _recorded(outcome, "threshold:h200", at_s), num_prefill)
+    return plan.system_rps(Mode.EXACT)
+
+
+def _near(outcome: Outcome, after: Region, half_s: float) -> Bounds:
+    """The divisions that few enough conversions lead to, each role with an instance."""
+    num_prefill, pd = round(_recorded(outcome, "num_prefill", half_s)), after.pd_clusters[0]
+    least, most = num_prefill - MOST_CHANGES, num_prefill + MOST_CHANGES
+    return {pd.name: (max(1, least), min(pd.num_instances - 1, most))}
+
+
+def _hindsight_rps(after: Region, near: Bounds, workload: Workload, half_s: float) -> float:
+    """Capacity in the new traffic of the best plan for what came within two periods."""
+    begin, end = np.searchsorted(workload.arrivals_s, (half_s, half_s + 2 * PERIOD_S)).tolist()
+    tokens = workload.prompt_tokens[begin:end]
+    came = Traffic(
+        EmpiricalLengths.of(list(tokens)), after.traffic.output_tokens, sum(tokens) / len(tokens)
+    )
+    best = best_within(replace(after, traffic=came), near)
+    assert best.threshold_tokens is not None
+    plan = threshold_plan(after, best.threshold_tokens, best.num_prefill[after.pd_clusters[0].name])
+    return plan.system_rps(Mode.EXACT)
+
+
+def _recorded(outcome: Outcome, name: str, at_s: float) -> float:
+    """One value of the time series, at that moment or just after it."""
+    series = outcome.series
+    at = min(int(np.searchsorted(series.at_s, at_s)), len(series.at_s) - 1)
+    return series.values[name][at]

@@ -1,0 +1,143 @@
+"""simulation.yaml: a plan file with a `simulation` key, which says what happens over time.
+
+Shapes and single values only; `deploy.simulate.building` turns a specification into a replay.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from deploy.plan.spec import BytesPerS, Name, PlanSpec
+from deploy.plan.tokens import parse_tokens
+from deploy.units import parse_duration
+
+POLICY_NAMES: Final = ("static", "router", "oracle", "homogeneous")
+"""Always there; the file may change them and add others."""
+
+
+def _moment(value: Any) -> Any:
+    return parse_duration(str(value))
+
+
+def _cache_tokens(value: Any) -> Any:
+    return parse_tokens(value) if isinstance(value, str) else value
+
+
+Moment = Annotated[float, BeforeValidator(_moment), Field(ge=0, allow_inf_nan=False)]
+Span = Annotated[float, BeforeValidator(_moment), Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class PhaseSpec(_Part):
+    """From `at` on traffic is like this. `load` is a share of the plan's highest rate."""
+
+    at: Moment
+    load: Positive | None = None
+    rate_rps: Positive | None = None
+    length_factor: Positive = 1.0
+    output_factor: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.load is not None and self.rate_rps is not None:
+            raise ValueError("give load or rate_rps, not both")
+        return self
+
+
+class ChangeSpec(_Part):
+    """From `at` on a link has this rate or this loss; what is left out stays as it was."""
+
+    at: Moment
+    rate: BytesPerS | None = None
+    loss: Annotated[float, Field(ge=0, lt=1)] | None = None
+    rate_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+class SpanSpec(_Part):
+    """From `at` until `until`."""
+
+    at: Moment
+    until: Moment
+
+    @model_validator(mode="after")
+    def _ascend(self) -> Self:
+        if self.until <= self.at:
+            raise ValueError(f"until {self.until:g} s is not after at {self.at:g} s")
+        return self
+
+
+class OtherTrafficSpec(SpanSpec):
+    """Somebody else sends at this rate meanwhile."""
+
+    rate: BytesPerS
+
+
+class LinkEventsSpec(_Part):
+    """What happens to one link of the plan."""
+
+    source: Annotated[str, Field(alias="from")]
+    target: Annotated[str, Field(alias="to")]
+    changes: tuple[ChangeSpec, ...] = ()
+    outages: tuple[SpanSpec, ...] = ()
+    other_traffic: tuple[OtherTrafficSpec, ...] = ()
+
+
+class ObjectiveSpec(_Part):
+    """What a request must keep to count: time to first token, mean time per further token."""
+
+    ttft: Span = 30.0
+    tbt: Span = 0.1
+
+
+class PolicySpec(_Part):
+    """What decides. `threshold_tokens` and `num_prefill` left out: those of the best plan."""
+
+    routing: Literal["static", "router", "oracle"] = "router"
+    order: Literal["shortest", "arrival"] = "shortest"
+    threshold_tokens: Annotated[float, BeforeValidator(_cache_tokens), Field(ge=0)] | None = None
+    num_prefill: Annotated[int, Field(ge=0)] | None = None
+    margin: Span | None = None
+    margin_share: Annotated[float, Field(ge=0)] | None = None
+    admission: Literal["off", "predicted", "present", "at_decode"] = "off"
+    max_prefill_load: Positive | None = None
+    max_decode_load: Positive | None = None
+    rebalance_every: Span | None = None
+    """Period of the long timescale; left out: t and roles stay."""
+    watch: Literal["monitor", "direct"] = "monitor"
+    """How links that change are seen: by the link monitor, or as they are."""
+
+
+class SimulationSpec(_Part):
+    """What happens, to whom, and who decides."""
+
+    duration: Span = 1800.0
+    """Of drawn traffic; a trace has its own."""
+    load: Positive | None = None
+    """Share of the plan's highest rate; left out: traffic.rate_rps."""
+    output_sigma: Annotated[float, Field(ge=0)] = 0.0
+    """Spread of output lengths: deviation of their logarithm."""
+    trace_speed: Positive = 1.0
+    phases: tuple[PhaseSpec, ...] = ()
+    links: tuple[LinkEventsSpec, ...] = ()
+    cache_tokens: dict[Name, Annotated[float, BeforeValidator(_cache_tokens), Field(ge=0)]] = {}
+    """Prefix cache by cluster; needs a trace."""
+    objective: ObjectiveSpec = ObjectiveSpec()
+    prefill_factors: dict[Name, Positive] = {}
+    """Real over profiled prefill time by cluster."""
+    prefill_jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
+    transfer_timeout: Span = 30.0
+    policy: str = "router"
+    """Which policy runs when the command names none."""
+    policies: dict[Name, PolicySpec] = {}
+
+
+class SimulationFile(PlanSpec):
+    """The whole file."""
+
+    simulation: SimulationSpec = SimulationSpec()
