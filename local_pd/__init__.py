@@ -1,4 +1,4 @@
-"""The local PD cluster front: decode and prefill instances, landings, local hand-off.
+"""The local PD cluster front: decode and prefill instances, their roles, landings, hand-off.
 
 `PdCluster` is the contract; the front runs in the user's process (`EmbeddedPdCluster`) or in its
 own (`prfaas pd`, reached through `RemotePdCluster`).
@@ -12,6 +12,7 @@ from local_pd.errors import (
     NoRoom,
     PdError,
     PrefillFailed,
+    RoleRefused,
     UnknownInstance,
 )
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
@@ -31,5 +32,6 @@ __all__ = [
     "PrefillFailed",
     "RemoteConfig",
     "RemotePdCluster",
+    "RoleRefused",
     "UnknownInstance",
 ]

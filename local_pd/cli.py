@@ -26,7 +26,7 @@ def pd_command(
     """Run the front of a local PD cluster: its instances, landings, engines if told to."""
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
     try:
-        loaded = load_front_config(config)
+        loaded = load_front_config(config, FrontConfig)
     except FrontConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error

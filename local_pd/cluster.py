@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
+from scheduler.conversion import RoleChange, RoleStatus
 
 
 class PdCluster(Protocol):
@@ -21,7 +22,7 @@ class PdCluster(Protocol):
 
     @property
     def has_prefill_instances(self) -> bool:
-        """Whether `prefill_locally` can work at all."""
+        """Whether `prefill_locally` can work at all, by the roles known last."""
         ...
 
     async def reserve(
@@ -66,7 +67,8 @@ class PdCluster(Protocol):
         prefer_nodes: Sequence[str] = (),
     ) -> DirectTarget:
         """One engine that serves a request whole; not those in `exclude`, unless there is no
-        other. `prefer_nodes` as for `reserve`. Raises NoInstance, FrontUnreachable.
+        other; one that drains only when no other is left. `prefer_nodes` as for `reserve`. Raises
+        NoInstance, FrontUnreachable.
         """
         ...
 
@@ -81,13 +83,23 @@ class PdCluster(Protocol):
         ...
 
     async def drain(self, instance: str) -> None:
-        """Give the instance nothing new; returns when its engine has nothing to do. Raises
-        UnknownInstance.
+        """Give the instance nothing new that another can serve; returns when its engine has nothing
+        to do and no slot of it is held. What is under way ends there. Cancelling ends the wait and,
+        where the front runs elsewhere, the drain: a caller that is gone cannot. Else `resume` does,
+        also after an error. Raises UnknownInstance, and NoInstance when the engine does not serve
+        any more: nobody can tell what became of its requests.
         """
         ...
 
     async def resume(self, instance: str) -> None:
         """End a drain. Raises UnknownInstance."""
+        ...
+
+    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+        """Give the instance another role: from now on the cluster gives it work of that kind. To be
+        called when it is drained. The same order again is no error. Raises RoleRefused when its
+        epoch is not above the instance's, or the instance has the role `both`; UnknownInstance.
+        """
         ...
 
     async def close(self) -> None:

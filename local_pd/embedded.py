@@ -6,11 +6,12 @@ and has prompts prefilled on other instances (handoff.py). It does not know rout
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvmanager.agent.messages import ReserveReply, TransferReport
+from kvmanager.agent.messages import ReserveReply
 from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
 from kvmanager.engines.jobs import (
@@ -23,10 +24,10 @@ from kvmanager.engines.jobs import (
 from kvmanager.engines.ownership import Cleanups, cancel_requested
 from kvmanager.engines.prefill_run import PrefillRunner, RunnerConfig
 from kvmanager.rpc import RpcError
-from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, UnknownInstance
+from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, RoleRefused, UnknownInstance
 from local_pd.handoff import LocalHandoff
 from local_pd.leases import LeaseKeeper
-from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
+from local_pd.messages import DecodeSlot, DirectTarget, LandingReport, landing_report
 from local_pd.metrics import PdMetrics, pd_metrics
 from local_pd.placement import (
     DEFAULT_AFFINITY_SLACK,
@@ -35,6 +36,8 @@ from local_pd.placement import (
     choose_direct,
     decode_order,
 )
+from local_pd.slots import HeldSlots
+from scheduler.conversion import RoleChange, RoleStatus, applied
 
 logger = logging.getLogger("prfaas.local_pd")
 
@@ -76,6 +79,7 @@ class EmbeddedPdCluster:
         self._instances = Instances(instances, self._config.instances, self._instance_changed)
         self._runner = PrefillRunner(self._config.runner)
         self._leases = LeaseKeeper()
+        self._slots = HeldSlots()
         self._cleanups = Cleanups()
         self._num_awaited: Counter[str] = Counter()
         self._handoff = LocalHandoff(
@@ -91,7 +95,9 @@ class EmbeddedPdCluster:
     @property
     def has_prefill_instances(self) -> bool:
         """See `PdCluster.has_prefill_instances`."""
-        return any(spec.role == "prefill" for spec in self._specs)
+        if not self._instances.by_name:
+            return any(spec.role == "prefill" for spec in self._specs)
+        return any(item.role == "prefill" for item in self._instances.by_name.values())
 
     async def start(self) -> None:
         """Start supervised engines and probing; returns after the first probe of each instance."""
@@ -146,6 +152,7 @@ class EmbeddedPdCluster:
             raise RpcError("NOT_FOUND", f"{self._name} has no instance {instance}")
         config = self._config
         await found.agent.renew(transfer_id, config.lease_s, config.rpc_timeout_s)
+        self._slots.renew(transfer_id, config.lease_s, time.monotonic())
 
     async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
         """See `PdCluster.await_landing`."""
@@ -177,6 +184,7 @@ class EmbeddedPdCluster:
     async def release_landing(self, transfer_id: str, instance: str, reason: str) -> None:
         """`release` for a caller that knows only the ids."""
         self._leases.drop(transfer_id)
+        self._slots.drop(transfer_id)
         found = self._instances.by_name.get(instance)
         if found is not None:
             await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
@@ -224,25 +232,53 @@ class EmbeddedPdCluster:
         )
         return ClusterReport(
             name=self._name,
-            healthy=not self._closed and any(view.serves and not view.draining for view in views),
+            # One that drains serves what no other can.
+            healthy=not self._closed and any(view.serves for view in views),
             queue_depth=0,
             running=sum(view.num_requests for view in views),
             instances=instances,
             running_tokens=self._handoff.num_tokens,
+            jobs=self._handoff.jobs(),
         )
 
     async def drain(self, instance: str) -> None:
         """See `PdCluster.drain`."""
         self._set_draining(instance, draining=True)
         found = self._instances.by_name[instance]
-        given = self._handoff.given(instance)
-        # What an engine has to do is known from probes of its metrics only; nothing signals it.
-        while found.serves and (self._num_requests(found) or given.num_jobs):  # noqa: ASYNC110
+        # What an engine has to do is known from its metrics only; nothing signals it. A request may
+        # be on its way there while one look finds the engine idle, so two have to.
+        num_idle = 0
+        while found.serves and num_idle < 2:
             await asyncio.sleep(self._config.drain_poll_interval_s)
+            await self._instances.look(instance)
+            num_idle = 0 if self._is_busy(found) else num_idle + 1
+        if not found.serves:
+            raise NoInstance(f"{self._name}: {instance} is not drained but gone: {found.reason}")
 
     async def resume(self, instance: str) -> None:
         """See `PdCluster.resume`."""
         self._set_draining(instance, draining=False)
+
+    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+        """See `PdCluster.set_role`."""
+        found = self._instances.by_name.get(instance)
+        if found is None:
+            raise UnknownInstance(self._name, instance)
+        if found.role == "both":
+            raise RoleRefused(
+                f"{self._name}: {instance} prefills and decodes; it has no other role"
+            )
+        now = RoleStatus(found.role, found.role_epoch)
+        status = applied(now, change)
+        if status is None:
+            raise RoleRefused(
+                f"{self._name}: the order of epoch {change.epoch} to make {instance} {change.role}"
+                f" is too old; it is {now.role} since epoch {now.epoch}"
+            )
+        if status != now:
+            self._instances.set_role(instance, status.role, status.epoch)
+            logger.info("%s: %s is %s, epoch %d", self._name, instance, status.role, status.epoch)
+        return replace(status, ready=not found.draining)
 
     async def close(self) -> None:
         """See `PdCluster.close`."""
@@ -274,6 +310,7 @@ class EmbeddedPdCluster:
             undo,
         )
         landing = reserved_landing(reply, num_tokens, token_digest)
+        self._slots.hold(reply.transfer_id, instance.name, config.lease_s, time.monotonic())
         if config.keep_leases:
             self._leases.hold(
                 reply.transfer_id,
@@ -308,7 +345,7 @@ class EmbeddedPdCluster:
             if cancel_requested():
                 raise
             return LandingReport(state="unknown", error=f"{self._name} is shutting down")
-        return _landing_report(report)
+        return landing_report(report)
 
     def _reserve_failed(self, name: str, error: RpcError) -> None:
         logger.warning("%s: no landing at %s: %s", self._name, name, error)
@@ -332,12 +369,17 @@ class EmbeddedPdCluster:
         """All requests of an engine, also those that come once their KVCache has landed."""
         return instance.load.num_requests + self._num_awaited[instance.name]
 
+    def _is_busy(self, instance: Instance) -> bool:
+        name = instance.name
+        num_held = self._slots.num_held(name, time.monotonic())
+        return bool(self._num_requests(instance) or num_held or self._handoff.given(name).num_jobs)
+
     def _views(self) -> list[InstanceView]:
         return [
             InstanceView(
                 name=item.name,
                 node=item.spec.agent,
-                role=item.spec.role,
+                role=item.role,
                 model=item.spec.served_name,
                 serves=item.serves,
                 transfers=item.transfers,
@@ -353,11 +395,3 @@ class EmbeddedPdCluster:
     def _instance_changed(self, _instance: Instance) -> None:
         usable = sum(item.serves and not item.draining for item in self._instances.by_name.values())
         self._metrics.healthy_instances.labels(self._name).set(usable)
-
-
-def _landing_report(report: TransferReport) -> LandingReport:
-    if report.state == "open":
-        return LandingReport(state="open")
-    if report.state == "complete":
-        return LandingReport(state="landed")
-    return LandingReport(state="failed", error=f"{report.state}: {report.error}")

@@ -4,8 +4,9 @@
       NoRoom             no node has memory for the landing: serve the request without a transfer
       NoInstance         no healthy instance that may serve this
       FrontUnreachable   the remote front, or the node agents, do not answer
+      RoleRefused        the order to change a role is too old, or the role never changes
     PrefillFailed        a local prefill ended without KVCache at its landing
-    UnknownInstance      drain or resume of an instance the cluster does not have
+    UnknownInstance      drain, resume or role of an instance the cluster does not have
 
 `PrefillFailed` belongs to the engines package because both fronts raise it.
 """
@@ -18,6 +19,7 @@ __all__ = [
     "NoRoom",
     "PdError",
     "PrefillFailed",
+    "RoleRefused",
     "UnknownInstance",
 ]
 
@@ -40,6 +42,10 @@ class NoInstance(PdError):
 
 class FrontUnreachable(PdError):
     """Nobody could say."""
+
+
+class RoleRefused(PdError):
+    """The instance keeps its role: a later order gave it, or it has the role `both`."""
 
 
 class UnknownInstance(LookupError):

@@ -7,25 +7,44 @@ It does not choose the decode instance and does not know its landing beyond the 
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.instances import Instances
-from kvmanager.engines.jobs import PrefillJob, PrefillResult
+from kvmanager.engines.jobs import JobReport, PrefillJob, PrefillResult
 from kvmanager.engines.ownership import cancel_requested
 from kvmanager.engines.prefill_run import AttemptFailed, PrefillRunner, check_job
-from local_pd.placement import InstanceView, choose_prefill
+from local_pd.placement import Choice, InstanceView, PrefillWish, choose_prefill
 
 logger = logging.getLogger("prfaas.local_pd")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Try:
+    """A job on one instance, which has `uncached_tokens` of it to compute."""
+
+    job: PrefillJob
+    uncached_tokens: int
+    started_s: float
 
 
 @dataclass(slots=True)
 class Given:
     """What this front gave one instance to prefill and has not heard the end of."""
 
-    num_jobs: int = 0
-    num_tokens: int = 0
+    tries: list[_Try] = field(default_factory=list)
+
+    @property
+    def num_jobs(self) -> int:
+        """Prefills under way."""
+        return len(self.tries)
+
+    @property
+    def num_tokens(self) -> int:
+        """Uncached tokens of those."""
+        return sum(item.uncached_tokens for item in self.tries)
 
 
 class LocalHandoff:
@@ -38,20 +57,32 @@ class LocalHandoff:
         runner: PrefillRunner,
         views: Callable[[], Sequence[InstanceView]],
         max_attempts: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._instances = instances
         self._runner = runner
         self._views = views
         self._max_attempts = max_attempts
+        self._clock = clock
         self._given: dict[str, Given] = {}
         self._tasks: set[asyncio.Task[PrefillResult]] = set()
         self._closed = False
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens on all prefill instances."""
+        """Uncached tokens on all prefill instances."""
         return sum(given.num_tokens for given in self._given.values())
+
+    def jobs(self) -> tuple[JobReport, ...]:
+        """All that run, each with the instance that it was given to last."""
+        now_s = self._clock()
+        return tuple(
+            _reported(item, instance, now_s)
+            for instance, given in self._given.items()
+            for item in given.tries
+        )
 
     def given(self, instance: str) -> Given:
         """What one instance has to do for us."""
@@ -84,12 +115,12 @@ class LocalHandoff:
         tried: list[str] = []
         failure: PrefillFailed | None = None
         while len(tried) < self._max_attempts:
-            choice = choose_prefill(self._views(), job.model, tried, job.prefer)
+            choice = choose_prefill(self._views(), _wish(job, tried))
             if choice.name is None:
                 raise failure or PrefillFailed("no_instance", f"{self._cluster}: {choice.reason}")
             tried.append(choice.name)
             try:
-                return await self._try(job, choice.name, attempt=len(tried))
+                return await self._try(job, choice.name, choice, attempt=len(tried))
             except AttemptFailed as error:
                 self._note(choice.name, error)
                 failure = PrefillFailed(error.code, error.message)
@@ -98,17 +129,16 @@ class LocalHandoff:
         assert failure is not None
         raise failure
 
-    async def _try(self, job: PrefillJob, name: str, attempt: int) -> PrefillResult:
+    async def _try(self, job: PrefillJob, name: str, choice: Choice, attempt: int) -> PrefillResult:
         instance = self._instances.by_name[name]
         place = instance.place()
-        given = self.given(name)
-        given.num_jobs += 1
-        given.num_tokens += len(job.prompt_token_ids)
+        tries = self.given(name).tries
+        mine = _Try(job, choice.uncached_tokens, self._clock())
+        tries.append(mine)
         try:
-            return await self._runner.run(job, place, attempt=attempt)
+            return await self._runner.run(job, place, attempt=attempt, reason=choice.reason)
         finally:
-            given.num_jobs -= 1
-            given.num_tokens -= len(job.prompt_token_ids)
+            tries.remove(mine)
 
     def _note(self, name: str, error: AttemptFailed) -> None:
         logger.warning("%s: local prefill on %s: %s", self._cluster, name, error)
@@ -119,3 +149,19 @@ class LocalHandoff:
 
     def _shutting_down(self) -> PrefillFailed:
         return PrefillFailed("closed", f"cluster {self._cluster} is shutting down")
+
+
+def _wish(job: PrefillJob, tried: Sequence[str]) -> PrefillWish:
+    return PrefillWish(len(job.prompt_token_ids), job.model, job.cached_tokens, tried)
+
+
+def _reported(item: _Try, instance: str, now_s: float) -> JobReport:
+    return JobReport(
+        transfer_id=item.job.landing.transfer_id,
+        num_tokens=len(item.job.prompt_token_ids),
+        uncached_tokens=item.uncached_tokens,
+        for_s=max(0.0, now_s - item.started_s),
+        instance=instance,
+        priority=item.job.priority,
+        model=item.job.model,
+    )

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvmanager.agent.messages import TransferReport
 from kvmanager.engines.jobs import Landing
+from scheduler.conversion import RoleChange, RoleStatus
 
 
 class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,15 @@ class LandingReport(msgspec.Struct, frozen=True, kw_only=True):
 
     state: Literal["open", "landed", "failed", "unknown"]
     error: str = ""
+
+
+def landing_report(report: TransferReport) -> LandingReport:
+    """What a node agent says of a transfer that arrives there."""
+    if report.state == "open":
+        return LandingReport(state="open")
+    if report.state == "complete":
+        return LandingReport(state="landed")
+    return LandingReport(state="failed", error=f"{report.state}: {report.error}")
 
 
 class DirectTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +81,19 @@ class AwaitLandingRequest(msgspec.Struct, frozen=True, kw_only=True):
     transfer_id: str
     instance: str
     timeout_s: float
+
+
+class RoleRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """See `PdCluster.set_role`."""
+
+    instance: str
+    change: RoleChange
+
+
+class RoleReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The role an instance has now."""
+
+    status: RoleStatus
 
 
 class SlotRequest(msgspec.Struct, frozen=True, kw_only=True):

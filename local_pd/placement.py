@@ -10,16 +10,19 @@ keeps no state. Rules:
   has at most `slack` requests more than the least loaded one. A long queue costs more than the
   cache saves, and a popular prefix would draw every request to one node.
 - Serve whole: the engine alone has to be healthy. A prefill instance is taken only when there is
-  no other, because a decode on it would slow the prefills it is there for.
-- Prefill for another: role prefill, with room for one more job; fewest prompt tokens first. There
-  is no queue: a full instance is the sign that the decode engine may as well compute the prompt.
+  no other, because a decode on it would slow the prefills it is there for. One that drains is taken
+  when there is nothing else at all: it serves still, and a client must not be turned away for it.
+- Prefill for another: role prefill, with room for one more job; of those `front_placement`
+  chooses, by what is cached there against the uncached tokens under way. There is no queue: a full
+  instance is the sign that the decode engine may as well compute the prompt.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvmanager.engines.jobs import Role
+from scheduler.front_placement import TokenLoad, place_prefill
 
 DEFAULT_AFFINITY_SLACK: Final = 4
 
@@ -29,7 +32,8 @@ class InstanceView:
     """One instance now.
 
     `serves`: the engine is healthy; `transfers`: its node agent is, too. `num_requests` is all the
-    engine has to do, `num_prefills` and `prefill_tokens` what this front gave it to prefill.
+    engine has to do, `num_prefills` what this front gave it to prefill, and `prefill_tokens` the
+    uncached tokens of those.
     """
 
     name: str
@@ -63,10 +67,25 @@ NO_AFFINITY: Final = Affinity()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An instance, or None; `reason` says why in either case."""
+    """An instance, or None; `reason` says why in either case. `uncached_tokens` are what it has to
+    compute, if it was chosen to prefill.
+    """
 
     name: str | None
     reason: str
+    uncached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWish:
+    """A prompt to prefill, with how much of it is cached by instance or node name. `tried` names
+    the instances that failed it.
+    """
+
+    num_tokens: int
+    model: str = ""
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    tried: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +120,7 @@ def choose_direct(
 ) -> Choice:
     """One instance that serves a request from its first to its last token."""
     usable = [view for view in _available(views, model) if view.serves]
+    usable = usable or [view for view in _of_model(views, model) if view.serves]
     if not usable:
         return Choice(None, _explain(views, model, "serve"))
     decoding = [view for view in usable if view.role != "prefill"] or usable
@@ -114,37 +134,25 @@ def choose_direct(
     return Choice(best.name, f"{best.num_requests} requests, fewest of {len(usable)}")
 
 
-def choose_prefill(
-    views: Sequence[InstanceView],
-    model: str,
-    tried: Collection[str] = (),
-    prefer: Sequence[str] = (),
-) -> Choice:
-    """One instance that prefills for another; `prefer` names instances or nodes to take first."""
+def choose_prefill(views: Sequence[InstanceView], wish: PrefillWish) -> Choice:
+    """One instance that prefills for another."""
     usable = [
         view
-        for view in _available(views, model)
-        if view.role == "prefill" and view.transfers and view.name not in tried
+        for view in _available(views, wish.model)
+        if view.role == "prefill" and view.transfers and view.name not in wish.tried
     ]
     if not usable:
-        return Choice(None, _explain(views, model, "prefill"))
+        return Choice(None, _explain(views, wish.model, "prefill"))
     with_room = [view for view in usable if view.num_prefills < view.max_concurrent]
     if not with_room:
         bounds = ", ".join(f"{view.name} {view.num_prefills}" for view in usable)
         return Choice(None, f"prefill instances are full (jobs: {bounds})")
-
-    def cost(view: InstanceView) -> tuple[int, int, int, str]:
-        names = {view.name, view.node}
-        rank = next((i for i, name in enumerate(prefer) if name in names), len(prefer))
-        return rank, view.prefill_tokens, view.num_requests, view.name
-
-    best = min(with_room, key=cost)
-    said = (
-        "part of the prompt is cached there"
-        if cost(best)[0] < len(prefer)
-        else (f"fewest of {len(with_room)}")
-    )
-    return Choice(best.name, f"{best.prefill_tokens} tokens under way, {said}")
+    loads = [
+        TokenLoad(view.name, view.node, view.prefill_tokens, num_jobs=view.num_requests)
+        for view in with_room
+    ]
+    placement = place_prefill(loads, wish.num_tokens, wish.cached_tokens)
+    return Choice(placement.instance, placement.reason, placement.uncached_tokens)
 
 
 def _affinity_said(best: InstanceView, least_requests: int, affinity: Affinity) -> str:
@@ -156,11 +164,11 @@ def _affinity_said(best: InstanceView, least_requests: int, affinity: Affinity) 
 
 
 def _available(views: Sequence[InstanceView], model: str) -> list[InstanceView]:
-    return [
-        view
-        for view in views
-        if not view.draining and (not model or not view.model or view.model == model)
-    ]
+    return [view for view in _of_model(views, model) if not view.draining]
+
+
+def _of_model(views: Sequence[InstanceView], model: str) -> list[InstanceView]:
+    return [view for view in views if not model or not view.model or view.model == model]
 
 
 def _explain(views: Sequence[InstanceView], model: str, purpose: str) -> str:

@@ -14,7 +14,14 @@ from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
 from kvmanager.engines.ownership import Cleanups, cancel_requested
 from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
 from kvmanager.rpc import RpcClient, RpcError
-from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, PdError, UnknownInstance
+from local_pd.errors import (
+    FrontUnreachable,
+    NoInstance,
+    NoRoom,
+    PdError,
+    RoleRefused,
+    UnknownInstance,
+)
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import (
     AwaitLandingRequest,
@@ -23,9 +30,12 @@ from local_pd.messages import (
     DirectTarget,
     LandingReport,
     ReserveRequest,
+    RoleReply,
+    RoleRequest,
     SlotRequest,
 )
 from local_pd.server import SERVICE
+from scheduler.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
 from transport import TlsFiles
 
 logger = logging.getLogger("prfaas.local_pd")
@@ -33,12 +43,14 @@ logger = logging.getLogger("prfaas.local_pd")
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """Deadlines. `job_timeout_s` covers one local prefill with its transfer."""
+    """Deadlines. `job_timeout_s` covers one local prefill with its transfer. Whoever drains has a
+    limit of its own, which must end first: it says what happened.
+    """
 
     call_timeout_s: float = 10.0
     job_timeout_s: float = 900.0
     report_timeout_s: float = 3.0
-    drain_timeout_s: float = 900.0
+    drain_timeout_s: float = MAX_DRAIN_S + 10.0
 
 
 class RemotePdCluster:
@@ -68,7 +80,7 @@ class RemotePdCluster:
 
     @property
     def has_prefill_instances(self) -> bool:
-        """See `PdCluster.has_prefill_instances`; a fact of the region's configuration."""
+        """See `PdCluster.has_prefill_instances`; as configured until the first report."""
         return self._has_prefill_instances
 
     async def start(self) -> None:
@@ -168,7 +180,7 @@ class RemotePdCluster:
     async def report(self) -> ClusterReport:
         """See `PdCluster.report`."""
         try:
-            return await self._client.call(
+            report = await self._client.call(
                 "Report", Empty(), ClusterReport, self._config.report_timeout_s
             )
         except RpcError as error:
@@ -180,14 +192,33 @@ class RemotePdCluster:
                 instances=(),
                 reason=f"front not reachable: {error.message}",
             )
+        self._has_prefill_instances = any(item.role == "prefill" for item in report.instances)
+        return report
 
     async def drain(self, instance: str) -> None:
-        """See `PdCluster.drain`. Raises FrontUnreachable as well."""
+        """See `PdCluster.drain`. Raises FrontUnreachable as well, also after `drain_timeout_s`."""
         await self._about("Drain", instance, self._config.drain_timeout_s)
 
     async def resume(self, instance: str) -> None:
         """See `PdCluster.resume`. Raises FrontUnreachable as well."""
         await self._about("Resume", instance, self._config.call_timeout_s)
+
+    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+        """See `PdCluster.set_role`. Raises FrontUnreachable as well: it may have been done."""
+        request = RoleRequest(instance=instance, change=change)
+        try:
+            reply = await self._client.call(
+                "SetRole", request, RoleReply, self._config.call_timeout_s
+            )
+        except RpcError as error:
+            if error.code == "NOT_FOUND":
+                raise UnknownInstance(self._name, instance) from error
+            if error.code in ("UNAVAILABLE", "TIMEOUT"):
+                raise self._explain(error) from error
+            # Whatever else a front answers it will answer again; one of an older version knows no
+            # roles.
+            raise RoleRefused(error.message) from error
+        return reply.status
 
     async def close(self) -> None:
         """Close the connection. Slots still held run out with their leases."""

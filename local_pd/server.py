@@ -4,6 +4,7 @@ It does not know how the cluster decides. Leases of slots are kept by the gatewa
 (`Renew`), so the cluster served here must be made with `keep_leases` off.
 """
 
+import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -11,7 +12,14 @@ from kvmanager.engines.jobs import ClusterReport, PrefillJob
 from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from kvmanager.rpc import ErrorCode, Method, RpcError, RpcServer
 from local_pd.embedded import EmbeddedPdCluster
-from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, PdError, UnknownInstance
+from local_pd.errors import (
+    FrontUnreachable,
+    NoInstance,
+    NoRoom,
+    PdError,
+    RoleRefused,
+    UnknownInstance,
+)
 from local_pd.messages import (
     AwaitLandingRequest,
     DecodeSlot,
@@ -19,6 +27,8 @@ from local_pd.messages import (
     DirectTarget,
     LandingReport,
     ReserveRequest,
+    RoleReply,
+    RoleRequest,
     SlotRequest,
 )
 from transport import TlsFiles
@@ -28,6 +38,7 @@ SERVICE: Final = "prfaas.PdCluster"
 CODE_OF: Final[dict[type[PdError], ErrorCode]] = {
     NoRoom: "NO_ROOM",
     NoInstance: "REFUSED",
+    RoleRefused: "REFUSED",
     FrontUnreachable: "UNAVAILABLE",
 }
 """How errors cross gRPC."""
@@ -50,6 +61,7 @@ class PdServer:
             "Report": Method(Empty, ClusterReport, self._report),
             "Drain": Method(InstanceName, Empty, self._drain),
             "Resume": Method(InstanceName, Empty, self._resume),
+            "SetRole": Method(RoleRequest, RoleReply, self._set_role),
         }
         self._server = RpcServer(bind, {SERVICE: methods}, tls)
 
@@ -103,12 +115,21 @@ class PdServer:
         return await self._cluster.report()
 
     async def _drain(self, request: InstanceName) -> Empty:
-        await _mapped(self._cluster.drain(request.name))
+        try:
+            await _mapped(self._cluster.drain(request.name))
+        except asyncio.CancelledError:
+            # Who waited for its end is gone; nobody else would give the instance work again.
+            await self._cluster.resume(request.name)
+            raise
         return Empty()
 
     async def _resume(self, request: InstanceName) -> Empty:
         await _mapped(self._cluster.resume(request.name))
         return Empty()
+
+    async def _set_role(self, request: RoleRequest) -> RoleReply:
+        status = await _mapped(self._cluster.set_role(request.instance, request.change))
+        return RoleReply(status=status)
 
 
 async def _mapped(work: Awaitable[T]) -> T:

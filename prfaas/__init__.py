@@ -7,7 +7,7 @@ or in its own (`prfaas prefill`, reached through `RemotePrefillCluster`).
 from prfaas.cluster import PrefillCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.errors import PrefillFailed, UnknownInstance
-from prfaas.queue import QueueConfig
+from prfaas.queue_values import QueueConfig
 from prfaas.remote import RemoteConfig, RemotePrefillCluster
 
 __all__ = [

@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
-from kvmanager.engines.front_config import FrontConfig, FrontConfigError, load_front_config
+from kvmanager.engines.front_config import FrontConfigError, load_front_config
 from kvmanager.engines.front_process import serve_front
 from kvmanager.engines.instances import InstancesConfig
 from kvmanager.rpc import RpcError
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.queue import QueueConfig
+from prfaas.front_config import PrefillFrontConfig
+from prfaas.queue_values import QueueConfig
 from prfaas.server import PrefillServer
 
 
@@ -27,7 +28,7 @@ def prefill_command(
     """Run the front of a prefill cluster: its queue, its instances, its engines if told to."""
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
     try:
-        loaded = load_front_config(config)
+        loaded = load_front_config(config, PrefillFrontConfig)
     except FrontConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
@@ -40,14 +41,18 @@ def prefill_command(
         raise typer.Exit(1) from error
 
 
-async def serve_prefill(config: FrontConfig) -> None:
+async def serve_prefill(config: PrefillFrontConfig) -> None:
     """Serve the cluster of `config` until SIGTERM or SIGINT. RpcError: `listen` is not free."""
     tls = config.tls.files() if config.tls is not None else None
     cluster = EmbeddedPrefillCluster(
         config.name,
         config.instances,
         PrefillClusterConfig(
-            queue=QueueConfig(max_queued=config.max_queued, max_wait_s=config.max_wait_s),
+            queue=QueueConfig(
+                max_queued=config.max_queued,
+                max_wait_s=config.max_wait_s,
+                order=config.queue.order(),
+            ),
             instances=InstancesConfig(log_dir=config.log_dir, tls=tls),
         ),
     )

@@ -22,7 +22,8 @@ from kvmanager.engines.prefill_run import (
 )
 from prfaas.errors import UnknownInstance
 from prfaas.metrics import PrefillMetrics, prefill_metrics
-from prfaas.queue import Effect, Fail, InstanceView, PrefillQueue, QueueConfig, QueuedJob, Start
+from prfaas.queue import PrefillQueue
+from prfaas.queue_values import Effect, Fail, InstanceView, QueueConfig, QueuedJob, Start
 
 logger = logging.getLogger("prfaas.prefill")
 
@@ -130,6 +131,7 @@ class EmbeddedPrefillCluster:
             max_queued=self._config.queue.max_queued,
             queued_tokens=self._queue.queued_tokens,
             running_tokens=self._queue.running_tokens,
+            jobs=self._queue.jobs(self._clock()),
         )
 
     async def drain(self, instance: str) -> None:
@@ -173,7 +175,7 @@ class EmbeddedPrefillCluster:
         ticket = _Ticket(job, asyncio.get_running_loop().create_future())
         self._tickets[key] = ticket
         num_tokens = len(job.prompt_token_ids)
-        queued = QueuedJob(key, job.model, job.priority, num_tokens, job.prefer)
+        queued = QueuedJob(key, job.model, job.priority, num_tokens, job.cached_tokens)
         self._perform(self._queue.submit(queued, self._clock()))
         try:
             return await ticket.done
@@ -209,7 +211,13 @@ class EmbeddedPrefillCluster:
         instance = self._instances.by_name[start.instance]
         place = instance.place()
         ticket.task = asyncio.create_task(
-            self._runner.run(ticket.job, place, queue_s=start.queue_s, attempt=start.attempt),
+            self._runner.run(
+                ticket.job,
+                place,
+                queue_s=start.queue_s,
+                attempt=start.attempt,
+                reason=start.reason,
+            ),
             name=f"prefill {start.key}",
         )
         # A callback, because a task cancelled before its first step runs no line of its own.

@@ -4,91 +4,50 @@ States of a job: queued -> running -> gone, with running -> queued once, when it
 it and another one is there. Rules:
 
 - The queue is bounded; a job over the bound is refused at once, with the bound in the message.
-- Lower priority value first, then first come. A job that is tried again keeps its old place.
-- An instance takes at most `max_concurrent` jobs. Of those with room the one that the job prefers
-  (part of its prompt is cached there) wins, then the one with the fewest prompt tokens under way
-  (prefill time follows tokens), then the fewest jobs, then the one that was used longest ago. A
-  job never waits for a preferred instance while another one has room.
+- Jobs start in the order of `scheduler.queue_order`: fewest uncached tokens first with ageing, in
+  buckets of lengths that share. While a job waits, its uncached tokens are those of the instance
+  that has most of it cached. A job that is tried again keeps its `submitted_s` and so its place.
+- More urgent classes of priority first, until a job of another is due; it is due before it is
+  given up. `queue_values` says how priorities make classes.
+- An instance takes at most `max_concurrent` jobs. Of those with room `scheduler.front_placement`
+  chooses, by what is cached there against the uncached tokens under way; of those that are alike
+  the one that was used longest ago. A job never waits for an instance while another has room.
 - With no healthy instance that may serve a job, the job fails at once: its decode engine is
   waiting and computes the prompt itself as soon as it hears of that.
-- A job never waits longer than `max_wait_s`.
+- A job never waits longer than `max_wait_s`. One that was tried before then fails with what made it
+  wait again.
 
 Pure: events in, effects out; time is an argument. It may not know engines, transfers or tasks.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvmanager.engines.errors import PrefillCode
-
-
-@dataclass(frozen=True, slots=True)
-class QueueConfig:
-    """Bounds. `max_attempts` counts instances tried for one job."""
-
-    max_queued: int = 64
-    max_wait_s: float = 120.0
-    max_attempts: int = 2
-
-    def __post_init__(self) -> None:
-        if self.max_queued < 0 or self.max_attempts < 1 or self.max_wait_s <= 0:
-            raise ValueError("max_queued >= 0, max_attempts >= 1 and max_wait_s > 0 are needed")
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceView:
-    """What the queue needs to know of an instance. `model` "" serves every job; `node` is another
-    name that jobs may prefer it by.
-    """
-
-    name: str
-    model: str
-    healthy: bool
-    draining: bool = False
-    max_concurrent: int = 4
-    node: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedJob:
-    """A job as the queue sees it; `key` is unique among the jobs it holds. `prefer` names
-    instances or nodes, the best first.
-    """
-
-    key: str
-    model: str
-    priority: int
-    num_tokens: int
-    prefer: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Run the job on this instance. `queue_s` is the time it waited since it was submitted."""
-
-    key: str
-    instance: str
-    queue_s: float
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The job is over without a result; the queue has forgotten it."""
-
-    key: str
-    code: PrefillCode
-    message: str
-
-
-Effect = Start | Fail
+from kvmanager.engines.jobs import JobReport
+from prfaas.queue_values import (
+    Effect,
+    Fail,
+    InstanceView,
+    QueueConfig,
+    QueuedJob,
+    Start,
+    priority_class,
+)
+from scheduler.front_placement import TokenLoad, place_prefill
+from scheduler.queue_order import QueueOrder, WaitingJob
 
 
 @dataclass(slots=True)
 class _Entry:
+    """`uncached_tokens` are those of its instance, or of the best one while it waits."""
+
     job: QueuedJob
-    order: int
+    number: int
     submitted_s: float
+    uncached_tokens: int
+    started_s: float = 0.0
     attempt: int = 0
     tried: tuple[str, ...] = ()
     instance: str | None = None
@@ -96,8 +55,26 @@ class _Entry:
     last_failure: tuple[PrefillCode, str] | None = None
 
     @property
-    def rank(self) -> tuple[int, int]:
-        return (self.job.priority, self.order)
+    def age_key(self) -> tuple[float, int]:
+        return self.submitted_s, self.number
+
+    @property
+    def waiting_job(self) -> WaitingJob[str]:
+        job = self.job
+        urgency = priority_class(job.priority)
+        return WaitingJob(job.key, urgency, job.uncached_tokens, self.submitted_s)
+
+    def report(self, now_s: float) -> JobReport:
+        since_s = self.submitted_s if self.instance is None else self.started_s
+        return JobReport(
+            transfer_id=self.job.key,
+            num_tokens=self.job.num_tokens,
+            uncached_tokens=self.uncached_tokens,
+            for_s=max(0.0, now_s - since_s),
+            instance=self.instance or "",
+            priority=self.job.priority,
+            model=self.job.model,
+        )
 
 
 @dataclass(slots=True)
@@ -116,8 +93,10 @@ class _Instance:
         return self.usable and len(self.running) < self.view.max_concurrent
 
     @property
-    def load(self) -> tuple[int, int, int]:
-        return (self.running_tokens, len(self.running), self.last_used)
+    def load(self) -> TokenLoad:
+        return TokenLoad(
+            self.view.name, self.view.node, self.running_tokens, num_jobs=len(self.running)
+        )
 
     def serves(self, model: str) -> bool:
         return not model or not self.view.model or self.view.model == model
@@ -130,7 +109,9 @@ class PrefillQueue:
         self.name = name
         self._config = config
         self._entries: dict[str, _Entry] = {}
-        self._waiting: list[_Entry] = []
+        self._order: QueueOrder[str] = QueueOrder(config.bounded_order)
+        self._by_age: list[_Entry] = []
+        """Those that wait, the oldest first."""
         self._instances: dict[str, _Instance] = {}
         self._num_submitted = 0
         self._num_started = 0
@@ -138,21 +119,21 @@ class PrefillQueue:
     @property
     def depth(self) -> int:
         """Jobs that wait."""
-        return len(self._waiting)
+        return len(self._order)
 
     @property
     def num_running(self) -> int:
         """Jobs on instances, those being stopped included."""
-        return len(self._entries) - len(self._waiting)
+        return len(self._entries) - len(self._order)
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that wait."""
-        return sum(entry.job.num_tokens for entry in self._waiting)
+        """Uncached tokens that wait."""
+        return self._order.uncached_tokens
 
     @property
     def running_tokens(self) -> int:
-        """Prompt tokens on instances."""
+        """Uncached tokens on instances."""
         return sum(instance.running_tokens for instance in self._instances.values())
 
     def running_on(self, name: str) -> int:
@@ -163,6 +144,10 @@ class PrefillQueue:
         """Whether a job is queued or running."""
         return key in self._entries
 
+    def jobs(self, now_s: float) -> tuple[JobReport, ...]:
+        """All that wait and run; `transfer_id` is the key. In no order."""
+        return tuple(entry.report(now_s) for entry in self._entries.values())
+
     def submit(self, job: QueuedJob, now_s: float) -> list[Effect]:
         """A new job. Starts it, queues it (no effect for it) or fails it."""
         if job.key in self._entries:
@@ -171,11 +156,10 @@ class PrefillQueue:
         if trouble is not None:
             return [Fail(job.key, "no_instance", trouble)]
         self._num_submitted += 1
-        entry = _Entry(job, self._num_submitted, now_s)
-        self._entries[job.key] = entry
+        entry = _Entry(job, self._num_submitted, now_s, job.uncached_tokens)
         self._enqueue(entry)
         effects = self._advance(now_s)
-        if entry in self._waiting and len(self._waiting) > self._config.max_queued:
+        if self._is_over_bound(entry):
             self._drop(entry)
             effects.append(Fail(job.key, "queue_full", self._full_message()))
         return effects
@@ -187,7 +171,7 @@ class PrefillQueue:
             self._instances[view.name] = _Instance(view)
         else:
             known.view = view
-        return self._advance(now_s)
+        return [*self._fail_stranded(), *self._advance(now_s)]
 
     def finished(self, key: str, now_s: float) -> list[Effect]:
         """A running job is over, well or because it was withdrawn; its place is free."""
@@ -206,10 +190,9 @@ class PrefillQueue:
         if not again or self._no_instance(entry.job.model, tried) is not None:
             return [Fail(key, code, message), *self._advance(now_s)]
         entry.tried, entry.last_failure = tried, (code, message)
-        self._entries[key] = entry
         self._enqueue(entry)
         effects = self._advance(now_s)
-        if entry in self._waiting and len(self._waiting) > self._config.max_queued:
+        if self._is_over_bound(entry):
             self._drop(entry)
             effects.append(Fail(key, code, message))
         return effects
@@ -234,85 +217,115 @@ class PrefillQueue:
 
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do if nothing else happens."""
-        times_s = [entry.submitted_s for entry in self._waiting]
-        return min(times_s) + self._config.max_wait_s if times_s else None
+        return self._by_age[0].submitted_s + self._config.max_wait_s if self._by_age else None
 
     def check_invariants(self) -> None:
         """For tests: what must hold between any two calls."""
-        assert self._waiting == sorted(self._waiting, key=lambda entry: entry.rank)
-        assert len(self._waiting) <= self._config.max_queued
-        waiting = {entry.job.key for entry in self._waiting}
+        self._order.check_invariants()
+        assert self._by_age == sorted(self._by_age, key=_age_key)
+        assert self.depth == len(self._by_age) <= self._config.max_queued
+        waiting = {entry.job.key for entry in self._by_age if entry.job.key in self._order}
+        assert len(waiting) == self.depth
         running = {key for instance in self._instances.values() for key in instance.running}
         assert not waiting & running
         assert waiting | running == set(self._entries)
         for name, instance in self._instances.items():
             assert all(self._entries[key].instance == name for key in instance.running)
-            tokens = sum(self._entries[key].job.num_tokens for key in instance.running)
+            tokens = sum(self._entries[key].uncached_tokens for key in instance.running)
             assert instance.running_tokens == tokens
 
     def _enqueue(self, entry: _Entry) -> None:
-        insort(self._waiting, entry, key=_rank)
+        entry.uncached_tokens = entry.job.uncached_tokens
+        self._entries[entry.job.key] = entry
+        self._order.add(entry.waiting_job)
+        insort(self._by_age, entry, key=_age_key)
 
     def _drop(self, entry: _Entry) -> None:
         """Forget the job wherever it is."""
         del self._entries[entry.job.key]
         if entry.instance is None:
-            self._waiting.remove(entry)
+            self._order.remove(entry.job.key)
+            self._forget_age(entry)
             return
         instance = self._instances[entry.instance]
         instance.running.remove(entry.job.key)
-        instance.running_tokens -= entry.job.num_tokens
+        instance.running_tokens -= entry.uncached_tokens
         entry.instance = None
 
+    def _forget_age(self, entry: _Entry) -> None:
+        del self._by_age[bisect_left(self._by_age, entry.age_key, key=_age_key)]
+
+    def _is_over_bound(self, entry: _Entry) -> bool:
+        return entry.job.key in self._order and self.depth > self._config.max_queued
+
     def _advance(self, now_s: float) -> list[Effect]:
-        """Start what can start, fail what cannot wait any longer."""
-        effects: list[Effect] = []
-        for entry in list(self._waiting):
-            effect = self._settle(entry, now_s)
-            if effect is not None:
-                effects.append(effect)
+        """Fail what cannot wait any longer, start what can start."""
+        effects: list[Effect] = list(self._expire(now_s))
+        while (start := self._start_next(now_s)) is not None:
+            effects.append(start)
         return effects
 
-    def _settle(self, entry: _Entry, now_s: float) -> Effect | None:
-        trouble = self._no_instance(entry.job.model, entry.tried)
-        if trouble is not None:
+    def _fail_stranded(self) -> list[Effect]:
+        """Those that no instance may serve any more."""
+        effects: list[Effect] = []
+        for entry in list(self._by_age):
+            trouble = self._no_instance(entry.job.model, entry.tried)
+            if trouble is not None:
+                self._drop(entry)
+                effects.append(
+                    Fail(entry.job.key, *(entry.last_failure or ("no_instance", trouble)))
+                )
+        return effects
+
+    def _expire(self, now_s: float) -> Iterator[Fail]:
+        patience_s = self._config.max_wait_s
+        while self._by_age and now_s - self._by_age[0].submitted_s >= patience_s:
+            entry = self._by_age[0]
             self._drop(entry)
-            code, message = entry.last_failure or ("no_instance", trouble)
-            return Fail(entry.job.key, code, message)
-        if now_s - entry.submitted_s >= self._config.max_wait_s:
-            self._drop(entry)
-            message = f"waited {self._config.max_wait_s:g} s in the queue of {self.name}"
-            return Fail(entry.job.key, "queue_timeout", message)
-        with_room = [
-            item for item in self._candidates(entry.job.model, entry.tried) if item.has_room
-        ]
-        if not with_room:
+            message = f"waited {patience_s:g} s in the queue of {self.name}"
+            yield Fail(entry.job.key, *(entry.last_failure or ("queue_timeout", message)))
+
+    def _start_next(self, now_s: float) -> Start | None:
+        with_room = [item for item in self._instances.values() if item.has_room]
+        if not with_room or not self._by_age:
             return None
-        prefer = entry.job.prefer
-        best = min(with_room, key=lambda item: (_rank_in(prefer, item.view), item.load))
-        return self._start(entry, best, now_s)
+        chosen = self._order.next(now_s, self._may_start(with_room))
+        return None if chosen is None else self._start(self._entries[chosen.key], with_room, now_s)
 
-    def _start(self, entry: _Entry, chosen: _Instance, now_s: float) -> Start:
-        self._waiting.remove(entry)
+    def _may_start(self, with_room: list[_Instance]) -> Callable[[str], bool]:
+        """Whether one `with_room` takes a job. Few answers for many jobs: each is found once."""
+        known: dict[tuple[str, tuple[str, ...]], bool] = {}
+
+        def may_start(key: str) -> bool:
+            entry = self._entries[key]
+            asked = entry.job.model, entry.tried
+            if asked not in known:
+                known[asked] = any(_takes(item, *asked) for item in with_room)
+            return known[asked]
+
+        return may_start
+
+    def _start(self, entry: _Entry, with_room: list[_Instance], now_s: float) -> Start:
+        job = entry.job
+        able = [item for item in with_room if _takes(item, job.model, entry.tried)]
+        able.sort(key=lambda item: item.last_used)
+        placement = place_prefill([item.load for item in able], job.num_tokens, job.cached_tokens)
+        self._order.started(job.key)
+        self._forget_age(entry)
         self._num_started += 1
-        entry.instance = chosen.view.name
+        instance = self._instances[placement.instance]
+        instance.running.add(job.key)
+        instance.running_tokens += placement.uncached_tokens
+        instance.last_used = self._num_started
+        entry.instance, entry.uncached_tokens = placement.instance, placement.uncached_tokens
+        entry.started_s = now_s
         entry.attempt += 1
-        chosen.running.add(entry.job.key)
-        chosen.running_tokens += entry.job.num_tokens
-        chosen.last_used = self._num_started
         queue_s = now_s - entry.submitted_s
-        return Start(entry.job.key, chosen.view.name, queue_s, entry.attempt)
-
-    def _candidates(self, model: str, tried: tuple[str, ...]) -> list[_Instance]:
-        return [
-            instance
-            for name, instance in self._instances.items()
-            if instance.usable and instance.serves(model) and name not in tried
-        ]
+        return Start(job.key, placement.instance, queue_s, entry.attempt, placement.reason)
 
     def _no_instance(self, model: str, tried: tuple[str, ...]) -> str | None:
         """Why no instance can take such a job, now or after waiting; None when one can."""
-        if self._candidates(model, tried):
+        if any(item.usable and _takes(item, model, tried) for item in self._instances.values()):
             return None
         states = ", ".join(
             f"{name} {_why_not(item, model)}" for name, item in self._instances.items()
@@ -326,13 +339,12 @@ class PrefillQueue:
         )
 
 
-def _rank(entry: _Entry) -> tuple[int, int]:
-    return entry.rank
+def _age_key(entry: _Entry) -> tuple[float, int]:
+    return entry.age_key
 
 
-def _rank_in(prefer: tuple[str, ...], view: InstanceView) -> int:
-    names = (view.name, view.node)
-    return next((rank for rank, name in enumerate(prefer) if name in names), len(prefer))
+def _takes(instance: _Instance, model: str, tried: tuple[str, ...]) -> bool:
+    return instance.serves(model) and instance.view.name not in tried
 
 
 def _why_not(instance: _Instance, model: str) -> str:

@@ -4,6 +4,7 @@ It does not know region files; a launcher writes one of these for each front it 
 """
 
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,7 +33,8 @@ class TlsSection(BaseModel):
 
 class FrontConfig(BaseModel):
     """One front. `listen` is its gRPC address; `metrics_port` 0 means no metrics server. What only
-    one kind of front knows (queue bounds; leases and affinity) the other one does not look at.
+    one kind of front knows (queue bounds; leases and affinity) the other one does not look at;
+    `prfaas.front_config` adds the order of the queue.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,14 +51,17 @@ class FrontConfig(BaseModel):
     tls: TlsSection | None = None
 
 
-def load_front_config(path: Path) -> FrontConfig:
-    """Read and check `path`. Raises FrontConfigError."""
+ConfigT = TypeVar("ConfigT", bound=FrontConfig)
+
+
+def load_front_config(path: Path, kind: type[ConfigT]) -> ConfigT:
+    """Read and check `path` as the configuration of a `kind` of front. Raises FrontConfigError."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise FrontConfigError(f"{path}: {error}") from error
     try:
-        return FrontConfig.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
         lines = [
             f"{path}: {'.'.join(str(part) for part in item['loc']) or '(file)'}: {item['msg']}"

@@ -1,7 +1,7 @@
 """The instances of a cluster as a front sees them: probed, their load estimated, drained, kept up.
 
-It does not know jobs or requests, and it decides nothing about placement: fronts read
-`Instance` and are told of changes.
+It does not know jobs or requests, and it decides nothing about placement or roles: fronts read
+`Instance`, set roles and are told of changes.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvmanager.agent.messages import CacheModel
 from kvmanager.engines.agent_control import AgentControl
-from kvmanager.engines.client import EngineHttp, open_session
+from kvmanager.engines.client import EngineHttp, EngineLoad, open_session
 from kvmanager.engines.command import EngineSpec
 from kvmanager.engines.errors import EngineError
 from kvmanager.engines.health import HealthConfig, HealthTracker
@@ -42,6 +42,7 @@ class InstanceSpec(BaseModel):
     `name` is the one that the engine's connector is configured with (`EngineSpec.instance`).
     With `engine` the front starts and supervises the engine itself; without it somebody else
     does. `max_concurrent` bounds the prefill jobs given to it at a time; vLLM batches these.
+    `decode_slots` is how many requests its engine decodes at a time (vLLM's `max_num_seqs`).
     `node` is what people call the agent's host.
     """
 
@@ -54,6 +55,7 @@ class InstanceSpec(BaseModel):
     model: str = ""
     role: Role = "both"
     max_concurrent: int = Field(default=4, ge=1)
+    decode_slots: int = Field(default=256, ge=1)
     engine: EngineSpec | None = None
 
     @model_validator(mode="after")
@@ -96,11 +98,16 @@ class Instance:
         self, spec: InstanceSpec, http: EngineHttp, agent: AgentControl, config: InstancesConfig
     ) -> None:
         self.spec = spec
+        self.role: Role = spec.role
+        self.role_epoch = 0
+        """Of the order that gave it its role; 0: the role of its spec."""
         self.http = http
         self.agent = agent
         self.engine_health = HealthTracker(config.health)
         self.agent_health = HealthTracker(config.health)
         self.load = LoadEstimate()
+        self.engine_load: EngineLoad | None = None
+        """What the engine's metrics said last; None where they are not read."""
         self.cache: CacheModel | None = None
         """How the engine's prompts are cached at its node, as the agent said last."""
         self.draining = False
@@ -141,7 +148,9 @@ class Instance:
         """For a cluster report; `running` is the front's own count."""
         return InstanceReport(
             name=self.name,
-            role=self.spec.role,
+            role=self.role,
+            role_epoch=self.role_epoch,
+            role_ready=not self.draining,
             model=self.spec.served_name,
             healthy=self.transfers,
             draining=self.draining,
@@ -152,6 +161,9 @@ class Instance:
             node=self.spec.agent,
             node_name=self.spec.node or self.spec.agent,
             cache=self.cache,
+            decode_slots=self.spec.decode_slots,
+            num_waiting=0 if self.engine_load is None else self.engine_load.num_waiting,
+            kv_usage=None if self.engine_load is None else self.engine_load.kv_usage,
         )
 
 
@@ -238,6 +250,20 @@ class Instances:
             instance.draining = draining
             self._on_change(instance)
 
+    def set_role(self, name: str, role: Role, epoch: int) -> None:
+        """From now on the instance has this role by the order of this epoch. Raises KeyError for an
+        unknown name.
+        """
+        instance = self._instances[name]
+        instance.role, instance.role_epoch = role, epoch
+        self._on_change(instance)
+
+    async def look(self, name: str) -> None:
+        """Ask the engine of a known instance now, not at the next interval."""
+        instance = self._instances[name]
+        if await self._probe_engine(instance):
+            self._on_change(instance)
+
     async def close(self) -> None:
         """Stop probing, stop supervised engines, close connections."""
         tasks, self._tasks = self._tasks, []
@@ -296,6 +322,7 @@ class Instances:
                 load = await instance.http.load(timeout_s)
             except EngineError as error:
                 return instance.engine_health.probe_failed(str(error))
+            instance.engine_load = load
             instance.load.polled(load.num_running + load.num_waiting, started)
         return instance.engine_health.probe_succeeded()
 

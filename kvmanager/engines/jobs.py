@@ -40,8 +40,8 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt_token_ids` excludes the prompt's last token, which the decode engine recomputes.
     A lower `priority` is served earlier. `model` is the served name; "" means that the cluster
-    serves only one. `traceparent` is a W3C trace context header or "". `prefer` names instances or
-    nodes (`InstanceReport.node`) that have part of the prompt cached, the best first.
+    serves only one. `traceparent` is a W3C trace context header or "". `cached_tokens` says by
+    instance or node (`InstanceReport.node`) how much of the prompt need not be computed there.
     """
 
     request_id: str
@@ -51,7 +51,13 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     traceparent: str = ""
     model: str = ""
-    prefer: tuple[str, ...] = ()
+    cached_tokens: dict[str, int] = {}
+
+    @property
+    def uncached_tokens(self) -> int:
+        """What has to be computed on the instance that has most of it cached."""
+        num_tokens = len(self.prompt_token_ids)
+        return num_tokens - min(num_tokens, max(self.cached_tokens.values(), default=0))
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +65,9 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `queue_s` is time in the front's queue, `prefill_s` from then to the end of the engine's last
     forward pass, `transfer_tail_s` from there to the receiver's confirmation, `transfer_s` from
-    the first byte on the wire to the same.
+    the first byte on the wire to the same. `service_s` is the part of `prefill_s` after the
+    instance had ended the prefills that it was given before: what this one took by itself. `reason`
+    says why the instance was chosen.
     `sent_share_at_prefill_end` (0..1) is the share of bytes on the wire when the prefill ended.
     `cached_tokens` is what the engine's prefix cache spared it. `num_attempts` counts instances
     tried.
@@ -74,13 +82,34 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     transfer_s: float = 0.0
     cached_tokens: int = 0
     num_attempts: int = 1
+    service_s: float = 0.0
+    reason: str = ""
+
+
+class JobReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill job that a front holds: on `instance` for `for_s`, or waiting for that long ("").
+
+    `uncached_tokens` is what the instance has to compute; while the job waits, what the instance
+    that has most of it cached would have to. `priority` is the submitter's.
+    """
+
+    transfer_id: str
+    num_tokens: int
+    uncached_tokens: int
+    for_s: float
+    instance: str = ""
+    priority: int = 0
+    model: str = ""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """One instance as its front sees it now; `reason` says why it is not healthy.
 
     `node` is its node agent's control address, `node_name` what people call it; `cache` how its
-    prompts are cached there, None when they are not or it is not known yet.
+    prompts are cached there, None when they are not or it is not known yet. `role_epoch` numbers
+    the orders that gave it its role, `role_ready` is False while it changes. `decode_slots` is how
+    many requests it decodes at a time, `num_waiting` how many wait inside the engine and `kv_usage`
+    the share of its KV memory in use at the last look; None where nobody looks.
     """
 
     name: str
@@ -95,13 +124,19 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     node_name: str = ""
     cache: CacheModel | None = None
+    role_epoch: int = 0
+    role_ready: bool = True
+    decode_slots: int = 0
+    num_waiting: int = 0
+    kv_usage: float | None = None
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     """A front's load. `healthy` means that a job submitted now would find an instance.
 
-    `queued_tokens` and `running_tokens` count prompt tokens, the better measure of waiting time.
-    `reason` says why the whole front is not healthy when no instance can.
+    `jobs` are the prefills that wait or run; `queued_tokens` and `running_tokens` count their
+    uncached tokens, the better measure of waiting time. `reason` says why the whole front is not
+    healthy when no instance can.
     """
 
     name: str
@@ -112,6 +147,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int = 0
     queued_tokens: int = 0
     running_tokens: int = 0
+    jobs: tuple[JobReport, ...] = ()
     reason: str = ""
 
 

@@ -23,6 +23,7 @@ from kvmanager.engines.errors import (
 )
 from kvmanager.engines.jobs import PrefillJob, PrefillResult, producer_params
 from kvmanager.engines.ownership import Cleanups
+from kvmanager.engines.service_time import Turn, Turns
 from kvmanager.hashing import token_digest
 from kvmanager.rpc import RpcError
 
@@ -95,16 +96,26 @@ def check_job(job: PrefillJob) -> None:
 
 
 class PrefillRunner:
-    """Runs tries. Owns the clean-up of those that failed; `close` waits for it."""
+    """Runs the tries of one front. Owns the clean-up of those that failed; `close` waits for it."""
 
     def __init__(self, config: RunnerConfig | None = None) -> None:
         self._config = config or RunnerConfig()
         self._cleanups = Cleanups()
+        self._turns = Turns()
 
     async def run(
-        self, job: PrefillJob, place: Place, *, queue_s: float = 0.0, attempt: int = 1
+        self,
+        job: PrefillJob,
+        place: Place,
+        *,
+        queue_s: float = 0.0,
+        attempt: int = 1,
+        reason: str = "",
     ) -> PrefillResult:
-        """The whole try. Raises AttemptFailed. On return or raise the try holds nothing."""
+        """The whole try. Raises AttemptFailed. On return or raise the try holds nothing.
+
+        `queue_s`, `attempt` and `reason` (why this place) are passed on in the result.
+        """
         await self._check_engine(place)
         opening = asyncio.create_task(
             place.agent.open_outbox(
@@ -118,21 +129,25 @@ class PrefillRunner:
         try:
             grant = await self._opened(opening)
             started_s = time.monotonic()
-            prefill, report, landed_s = await self._fill(job, place, grant)
+            turn = self._turns.start(place.instance, started_s)
+            prefill, report, landed_s = await self._fill(job, place, grant, turn)
             landed = True
         finally:
             if not landed:
                 await self._cleanups.finish(self._discard(job, place, opening))
+        prefill_s = max(0.0, landed_s - started_s - report.prefill_end_to_complete_s)
         return PrefillResult(
             instance=place.instance,
             queue_s=queue_s,
-            prefill_s=max(0.0, landed_s - started_s - report.prefill_end_to_complete_s),
+            prefill_s=prefill_s,
+            service_s=turn.service_s(started_s, prefill_s),
             transfer_tail_s=report.prefill_end_to_complete_s,
             transfer_s=report.first_sent_to_complete_s,
             nbytes=report.nbytes,
             sent_share_at_prefill_end=report.sent_bytes_at_prefill_end / max(1, report.nbytes),
             cached_tokens=prefill.cached_tokens,
             num_attempts=attempt,
+            reason=reason,
         )
 
     async def close(self) -> None:
@@ -161,9 +176,12 @@ class PrefillRunner:
             _agent_trouble("cannot open an outbox", error)
 
     async def _fill(
-        self, job: PrefillJob, place: Place, grant: OpenOutboxReply
+        self, job: PrefillJob, place: Place, grant: OpenOutboxReply, turn: Turn
     ) -> tuple[EnginePrefill, TransferReport, float]:
         prefill = asyncio.create_task(self._prefill(job, place, grant))
+        # An engine answers right after its last forward pass; the landing is heard of later. A
+        # callback, because a task cancelled before its first step runs no line of its own.
+        prefill.add_done_callback(lambda _: self._turns.end(turn, time.monotonic()))
         transfer = asyncio.create_task(self._landed(job, place, prefill))
         renewing = asyncio.create_task(self._keep_lease(job, place))
         ending = asyncio.create_task(self._ended(prefill, transfer))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.engines.front_config import FrontConfigError, load_front_config
+from kvmanager.engines.front_config import FrontConfig, FrontConfigError, load_front_config
 
 GOOD = """
 name: east
@@ -25,7 +25,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_good_file(tmp_path: Path) -> None:
-    config = load_front_config(write(tmp_path, GOOD))
+    config = load_front_config(write(tmp_path, GOOD), FrontConfig)
     first, second = config.instances
     assert (first.engine_url, first.served_name, first.role) == (
         "http://127.0.0.1:8100",
@@ -51,10 +51,10 @@ def test_a_good_file(tmp_path: Path) -> None:
 )
 def test_bad_files_are_explained(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(FrontConfigError) as caught:
-        load_front_config(write(tmp_path, text))
+        load_front_config(write(tmp_path, text), FrontConfig)
     assert said in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FrontConfigError, match="nowhere"):
-        load_front_config(tmp_path / "nowhere.yaml")
+        load_front_config(tmp_path / "nowhere.yaml", FrontConfig)

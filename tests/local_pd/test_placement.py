@@ -1,8 +1,12 @@
 """Choices inside a local PD cluster, each with its reason."""
 
+from collections.abc import Collection
+
 from local_pd.placement import (
     Affinity,
+    Choice,
     InstanceView,
+    PrefillWish,
     choose_direct,
     choose_prefill,
     decode_order,
@@ -12,6 +16,10 @@ from local_pd.placement import (
 def view(name: str, role: str = "both", **changes: object) -> InstanceView:
     fields: dict[str, object] = {"node": "n0", "model": "m"}
     return InstanceView(name=name, role=role, **(fields | changes))  # type: ignore[arg-type]
+
+
+def wish(*, tried: Collection[str] = (), **cached_tokens: int) -> PrefillWish:
+    return PrefillWish(2000, "m", cached_tokens, tried)
 
 
 def test_decoders_are_asked_least_loaded_first() -> None:
@@ -54,6 +62,19 @@ def test_prefill_instances_serve_whole_only_when_alone() -> None:
     assert choose_direct(views[:1], "m").name == "p0"
 
 
+def test_one_that_drains_serves_whole_when_nothing_else_is_left() -> None:
+    views = [
+        view("p0", "prefill"),
+        view("d0", "decode", draining=True, num_requests=5),
+        view("d1", "decode", draining=True, num_requests=6),
+        view("d2", draining=True, serves=False),
+        view("d3", draining=True, model="other"),
+    ]
+    assert choose_direct(views, "m").name == "p0"
+    assert choose_direct(views[1:], "m").name == "d0"
+    assert choose_direct(views[3:], "m").name is None
+
+
 def test_no_instance_to_serve_whole_is_explained() -> None:
     choice = choose_direct([view("d0", serves=False)], "m")
     assert choice.name is None
@@ -67,13 +88,15 @@ def test_a_local_prefill_goes_to_the_least_busy_prefill_instance() -> None:
         view("p1", "prefill", num_prefills=2, prefill_tokens=1000),
         view("b0", "both"),
     ]
-    assert choose_prefill(views, "m").name == "p1"
-    assert choose_prefill(views, "m", tried=["p1"]).name == "p0"
-    assert choose_prefill(views, "m", tried=["p0", "p1"]).name is None
+    assert choose_prefill(views, wish()) == Choice(
+        "p1", "least_loaded; cached_tokens=0; tokens_ahead=1000; instances=2", 2000
+    )
+    assert choose_prefill(views, wish(tried=["p1"])).name == "p0"
+    assert choose_prefill(views, wish(tried=["p0", "p1"])).name is None
 
 
 def test_full_prefill_instances_are_a_reason_to_decode_without_them() -> None:
-    choice = choose_prefill([view("p0", "prefill", num_prefills=4, max_concurrent=4)], "m")
+    choice = choose_prefill([view("p0", "prefill", num_prefills=4, max_concurrent=4)], wish())
     assert choice.name is None
     assert "full (jobs: p0 4)" in choice.reason
 
@@ -118,11 +141,14 @@ def test_a_preferred_node_serves_whole_but_not_on_its_prefill_instance() -> None
 def test_a_local_prefill_goes_where_part_of_it_is_cached_if_there_is_room() -> None:
     views = [
         view("p0", "prefill", node="n0"),
-        view("p1", "prefill", node="n1", num_prefills=3, prefill_tokens=9000),
+        view("p1", "prefill", node="n1", num_prefills=3, prefill_tokens=1000),
     ]
-    choice = choose_prefill(views, "m", prefer=["n1"])
-    assert choice.name == "p1"
-    assert "cached there" in choice.reason
-    assert choose_prefill(views, "m", prefer=["p1"]).name == "p1"
+    choice = choose_prefill(views, wish(n1=1500))
+    assert (choice.name, choice.uncached_tokens) == ("p1", 500)
+    assert choice.reason.startswith("cached; cached_tokens=1500; tokens_ahead=1000")
+    assert choose_prefill(views, wish(p1=1500)).name == "p1"
+    choice = choose_prefill(views, wish(n1=500))
+    assert (choice.name, choice.uncached_tokens) == ("p0", 2000)
+    assert choice.reason.startswith("holder_busy")
     full = [views[0], view("p1", "prefill", node="n1", num_prefills=4)]
-    assert choose_prefill(full, "m", prefer=["n1"]).name == "p0"
+    assert choose_prefill(full, wish(n1=1500)).name == "p0"

@@ -6,14 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.queue import (
-    Fail,
-    InstanceView,
-    PrefillQueue,
-    QueueConfig,
-    QueuedJob,
-    Start,
-)
+from kvmanager.engines.jobs import JobReport
+from prfaas.queue import PrefillQueue
+from prfaas.queue_values import Fail, InstanceView, QueueConfig, QueuedJob, Start, priority_class
+from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob
 
 
 def view(name: str, **changes: object) -> InstanceView:
@@ -48,14 +44,37 @@ def test_the_instance_with_fewest_tokens_under_way_wins() -> None:
 def test_a_job_goes_where_part_of_its_prompt_is_cached_if_there_is_room() -> None:
     q = queue(view("p0", node="n0"), view("p1", node="n1"), view("p2", node="n2"))
 
-    def start(key: str, *prefer: str) -> str:
-        (effect,) = q.submit(QueuedJob(key, "m", 0, 100, prefer), 0.0)
+    def start(key: str, **cached_tokens: int) -> tuple[str, str]:
+        (effect,) = q.submit(QueuedJob(key, "m", 0, 100, cached_tokens), 0.0)
         assert isinstance(effect, Start)
-        return effect.instance
+        return effect.instance, effect.reason.partition(";")[0]
 
-    assert start("by node", "n9", "n2", "n1") == "p2"
-    assert start("no room there", "n2", "p1") == "p1"
-    assert start("no room at all", "n2", "n1") == "p0"
+    assert start("by node", n9=80, n2=60, n1=40) == ("p2", "cached")
+    assert start("no room there", n2=60, p1=40) == ("p1", "cached")
+    assert start("no room at all", n2=60, n1=40) == ("p0", "least_loaded")
+    q.check_invariants()
+
+
+def test_work_is_counted_in_tokens_that_are_not_cached_where_it_runs() -> None:
+    q = queue(view("p0", node="n0"), view("p1", node="n1", healthy=False))
+    cached = {"n0": 60, "n1": 90}
+    for key in ("a", "b"):
+        q.submit(QueuedJob(key, "m", -3, 100, cached), 1.0)
+    assert (q.running_tokens, q.queued_tokens) == (40, 10)
+    assert q.jobs(3.0) == (
+        JobReport(
+            transfer_id="a", num_tokens=100, uncached_tokens=40, for_s=2.0, instance="p0",
+            priority=-3, model="m",
+        ),
+        JobReport(
+            transfer_id="b", num_tokens=100, uncached_tokens=10, for_s=2.0, priority=-3, model="m"
+        ),
+    )  # fmt: skip
+    q.instance_changed(view("p1", node="n1"), 4.0)
+    assert (q.running_tokens, q.queued_tokens) == (50, 0)
+    q.failed("a", "engine_failed", "died", retryable=True, now_s=5.0)
+    assert [job.uncached_tokens for job in q.jobs(6.0)] == [10, 10]
+    assert [job.for_s for job in q.jobs(6.0)] == [2.0, 5.0]
     q.check_invariants()
 
 
@@ -70,23 +89,65 @@ def test_equal_instances_take_turns() -> None:
     assert used == ["p0", "p1", "p0", "p1"]
 
 
+def drained(q: PrefillQueue, running: str, now_s: float) -> list[Start]:
+    """What starts, one after the other, on a cluster of one instance."""
+    starts = []
+    while effects := q.finished(running, now_s):
+        (start,) = effects
+        assert isinstance(start, Start)
+        running = start.key
+        starts.append(start)
+    return starts
+
+
 def test_waiting_jobs_start_in_order_of_priority_and_then_of_arrival() -> None:
     q = queue(view("p0"))
     q.submit(job("running"), 0.0)
-    for key, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -5)]:
+    for key, priority in [("a", 1), ("b", 0), ("c", 2**31 - 1), ("d", -5)]:
         assert q.submit(job(key, priority=priority), 1.0) == []
-    order = []
+    starts = drained(q, "running", 3.0)
+    assert [start.key for start in starts] == ["d", "b", "a", "c"]
+    assert {start.queue_s for start in starts} == {2.0}
+
+
+def test_any_priority_has_a_class_and_the_default_is_in_the_middle() -> None:
+    assert [priority_class(p) for p in (-(2**63), -1, 0, 1, 2**63)] == [0, 0, 1, 2, 2]
+
+
+def test_shorter_jobs_go_first_by_what_is_not_cached() -> None:
+    q = queue(view("p0"))
+    q.submit(job("running"), 0.0)
+    q.submit(job("long", num_tokens=900), 1.0)
+    q.submit(QueuedJob("cached", "m", 0, 1000, {"p0": 800}), 1.0)
+    q.submit(job("short", num_tokens=100), 1.0)
+    assert [start.key for start in drained(q, "running", 1.0)] == ["short", "cached", "long"]
+
+
+def test_a_job_that_is_tried_again_goes_before_those_that_came_after_it() -> None:
+    q = queue(view("p0"), view("p1"))
+    for key, at_s in [("a", 0.0), ("b", 1.0), ("c", 2.0)]:
+        q.submit(job(key), at_s)
+    q.instance_changed(view("p0", draining=True), 3.0)
+    q.failed("a", "engine_failed", "died", retryable=True, now_s=3.0)
+    assert [start.key for start in drained(q, "b", 4.0)] == ["a", "c"]
+
+
+def test_jobs_of_all_classes_are_due_before_they_are_given_up() -> None:
+    assert QueueConfig().bounded_order == OrderConfig(max_length_s=15.0)
+    config = QueueConfig(max_wait_s=8.0)
+    assert config.bounded_order == OrderConfig(patience_s=2.0, max_length_s=1.0)
+    q = queue(view("p0"), max_wait_s=8.0)
+    q.submit(job("running"), 0.0)
+    q.submit(job("background", priority=7), 0.0)
     running = "running"
-    while True:
-        effects = q.finished(running, 3.0)
-        if not effects:
-            break
-        (start,) = effects
+    for second in range(1, 8):
+        q.submit(job(f"urgent {second}", priority=-7), float(second))
+        (start,) = q.finished(running, float(second))
         assert isinstance(start, Start)
-        assert start.queue_s == 2.0
         running = start.key
-        order.append(running)
-    assert order == ["d", "b", "a", "c"]
+        if running == "background":
+            break
+    assert (running, second) == ("background", 7)
 
 
 def test_a_job_over_the_bound_is_refused_with_the_bound() -> None:
@@ -194,6 +255,29 @@ def test_a_job_waits_only_so_long() -> None:
     assert q.next_deadline_s() is None
 
 
+def test_a_job_that_waits_for_its_second_try_too_long_fails_with_its_first_error() -> None:
+    q = queue(view("p0"), view("p1"), max_wait_s=10.0)
+    q.submit(job("a"), 0.0)
+    q.submit(job("b"), 0.0)
+    assert q.failed("a", "agent_failed", "agent gone", retryable=True, now_s=1.0) == []
+    assert q.tick(10.0) == [Fail("a", "agent_failed", "agent gone")]
+
+
+@given(
+    num_tokens=st.integers(0, 10**8),
+    max_wait_s=st.floats(0.1, 1000),
+    patience_s=st.floats(0.1, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_jobs_of_all_lengths_are_due_before_they_are_given_up(
+    num_tokens: int, max_wait_s: float, patience_s: float
+) -> None:
+    order = OrderConfig(patience_s=patience_s)
+    bounded = QueueConfig(max_wait_s=max_wait_s, order=order).bounded_order
+    last = WaitingJob("a", priority_class(1), num_tokens, 5.0)
+    assert QueueOrder(bounded).due_s(last) < 5.0 + max_wait_s
+
+
 def test_a_repeated_key_is_a_mistake_of_the_caller() -> None:
     q = queue(view("p0"))
     q.submit(job("a"), 0.0)
@@ -219,11 +303,12 @@ def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
             key = f"j{num_jobs}"
             alive[key] = "queued"
             effects = q.submit(
-                job(
+                QueuedJob(
                     key,
-                    num_tokens=rng.randrange(1, 5000),
-                    priority=rng.randrange(3),
-                    model=rng.choice(["m", "n", ""]),
+                    rng.choice(["m", "n", ""]),
+                    priority=rng.choice([0, 0, 1, -1, 10**9, -(10**9)]),
+                    num_tokens=rng.choice([1, 5000, 100_000, 500_000]),
+                    cached_tokens={f"p{rng.randrange(4)}": rng.randrange(200_000)},
                 ),
                 now_s,
             )
@@ -267,3 +352,8 @@ def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
         q.check_invariants()
         assert {key for key in alive if not q.holds(key)} == set()
         assert q.depth + q.num_running == len(alive)
+        jobs = q.jobs(now_s)
+        assert {report.transfer_id for report in jobs} == set(alive)
+        waiting = sum(report.uncached_tokens for report in jobs if not report.instance)
+        running_tokens = sum(report.uncached_tokens for report in jobs if report.instance)
+        assert (q.queued_tokens, q.running_tokens) == (waiting, running_tokens)

@@ -1,0 +1,58 @@
+"""What each prefill took by itself, on instances that are given several at a time.
+
+An engine computes the prefills that it was given in their order, so the time of one includes what
+was left of those before it. A prefill's turn begins when the last of the prefills that started
+earlier on its instance has ended, or at its own start if that is later.
+
+Pure: time is an argument. It does not know engines or transfers.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+LEAST_SERVICE_S: Final = 1e-3
+"""Prefills that ended in one forward pass cannot be told apart: all but the first get this."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A prefill on `instance`. `since_s` is when its turn began, as far as that is known."""
+
+    instance: str
+    order: int
+    since_s: float
+
+    def service_s(self, started_s: float, prefill_s: float) -> float:
+        """Of the `prefill_s` after `started_s`, what fell into its turn: above 0 where that is."""
+        took_s = started_s + prefill_s - self.since_s
+        return min(prefill_s, max(LEAST_SERVICE_S, took_s))
+
+
+class Turns:
+    """The prefills under way on all instances of a front. `start` each once, `end` it once."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[str, list[Turn]] = {}
+        self._num_started = 0
+
+    def start(self, instance: str, now_s: float) -> Turn:
+        """A prefill is given to the instance."""
+        self._num_started += 1
+        turn = Turn(instance, self._num_started, now_s)
+        self._under_way.setdefault(instance, []).append(turn)
+        return turn
+
+    def end(self, turn: Turn, now_s: float) -> None:
+        """Its last forward pass is over, or it was given up: the turn of those after it begins.
+
+        Does nothing for one that has ended.
+        """
+        turns = self._under_way.get(turn.instance, [])
+        if turn not in turns:
+            return
+        turns.remove(turn)
+        if not turns:
+            del self._under_way[turn.instance]
+        for other in turns:
+            if other.order > turn.order:
+                other.since_s = max(other.since_s, now_s)

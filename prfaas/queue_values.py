@@ -1,0 +1,106 @@
+"""What goes into the job queue of a prefill cluster and what comes out of it.
+
+Values only; queue.py says what becomes of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kvmanager.engines.errors import PrefillCode
+from scheduler.queue_order import OrderConfig
+
+NUM_CLASSES: Final = 3
+
+
+def priority_class(priority: int) -> int:
+    """The class of a priority as vLLM has it: any integer, 0 if a client says nothing, the lower
+    the earlier. Below 0 is urgent (0), 0 is normal (1), above 0 is background (2).
+
+    Few classes, because what is in the last one is due only after `patience_s` for each of them.
+    """
+    return 1 + (priority > 0) - (priority < 0)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueConfig:
+    """Bounds, and the order of what waits. `max_attempts` counts instances tried for one job.
+
+    Jobs of every class and length must be due before they are given up, so that no more of
+    `order.patience_s` is used than `max_wait_s` / 4, and what that leaves bounds what length adds.
+    """
+
+    max_queued: int = 64
+    max_wait_s: float = 120.0
+    max_attempts: int = 2
+    order: OrderConfig = field(default_factory=OrderConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_queued < 0 or self.max_attempts < 1 or self.max_wait_s <= 0:
+            raise ValueError("max_queued >= 0, max_attempts >= 1 and max_wait_s > 0 are needed")
+
+    @property
+    def bounded_order(self) -> OrderConfig:
+        """`order` with a patience that `max_wait_s` leaves room for, and half of what it leaves for
+        lengths: the last class's longest job is due the other half before it is given up.
+        """
+        patience_s = min(self.order.patience_s, self.max_wait_s / (NUM_CLASSES + 1))
+        length_s = min(self.order.max_length_s, (self.max_wait_s - NUM_CLASSES * patience_s) / 2)
+        return replace(self.order, patience_s=patience_s, max_length_s=length_s)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """What the queue needs to know of an instance. `model` "" serves every job; `node` is another
+    name that cached prefixes may be known by.
+    """
+
+    name: str
+    model: str
+    healthy: bool
+    draining: bool = False
+    max_concurrent: int = 4
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """A job as the queue sees it; `key` is unique among the jobs it holds. `cached_tokens` says by
+    instance or node how much of it need not be computed there.
+    """
+
+    key: str
+    model: str
+    priority: int
+    num_tokens: int
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def uncached_tokens(self) -> int:
+        """On the instance that has most of it cached."""
+        return self.num_tokens - min(self.num_tokens, max(self.cached_tokens.values(), default=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Run the job on this instance. `queue_s` is the time it waited since it was submitted,
+    `reason` says why the instance was chosen.
+    """
+
+    key: str
+    instance: str
+    queue_s: float
+    attempt: int
+    reason: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The job is over without a result; the queue has forgotten it."""
+
+    key: str
+    code: PrefillCode
+    message: str
+
+
+Effect = Start | Fail
