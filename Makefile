@@ -1,5 +1,8 @@
 # make demo   set everything up and run the main job
 # make test   set everything up and run the tests
+# make test-fast    the tests without vLLM engines
+# make test-engine  the tests with them
+# make test-long    as test-fast, with many more examples for property tests
 # make lint   ruff, mypy, import rule
 # make bench  measurements against peers (see tests/bench/README.md)
 # make soak   minutes of faults between a sender and a receiver, every byte verified
@@ -10,9 +13,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+
+# Processes that share the tests without engines. More would slow down each other's processes on two
+# cores, until timeouts that they set are over.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format bench soak fuzz clean
+.PHONY: help setup demo test test-fast test-engine test-long lint format bench soak fuzz clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -33,11 +42,22 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
 demo: setup
 	@$(BIN)/prfaas demo $(DEMO_ARGS)
 
+# Engines take every core and are timed: they have the machine for themselves, after the others.
+# What PYTEST_ARGS selects may be in one of the halves only; pytest says 5 of the other.
 test: setup
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) -m "not engine" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
+	case $$others in 0|5) ;; *) exit $$others;; esac; \
+	$(PYTEST) -m engine $(PYTEST_ARGS); engines=$$?; \
+	if [ $$engines -eq 5 ]; then exit $$others; else exit $$engines; fi
 
 test-fast: setup
-	@$(BIN)/python -m pytest -m "not engine" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not engine" $(PARALLEL) $(PYTEST_ARGS)
+
+test-engine: setup
+	@$(PYTEST) -m engine $(PYTEST_ARGS)
+
+test-long: setup
+	@$(PYTEST) -m "not engine" $(PARALLEL) --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .

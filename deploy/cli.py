@@ -43,7 +43,11 @@ _COMMANDS: dict[str, _Entry] = {
     "down": _Entry("deploy.region.cli", "down_command", "Stop a region."),
     "doctor": _Entry("deploy.doctor.cli", "doctor_app", "Measure a link; say what limits it."),
     "cache": _Entry("deploy.cache.cli", "cache_app", "Show what is cached where; explain prompts."),
+    "explain": _Entry(
+        "deploy.explain.cli", "explain_command", "Say why a request went where it did."
+    ),
     "link": _Entry("deploy.link.cli", "link_app", "Show what links carry, live."),
+    "role": _Entry("deploy.roles.cli", "role_app", "Show and change who prefills, who decodes."),
     "region": _Entry("deploy.region.file_cli", "region_app", "Check region files; their schema."),
     "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),
@@ -53,6 +57,9 @@ _COMMANDS: dict[str, _Entry] = {
         "kvmanager.directory.cli", "directory_command", "Follow agents: what is cached where."
     ),
     "plan": _Entry("deploy.plan.cli", "plan_app", "Plan threshold, instances, link and cost."),
+    "simulate": _Entry(
+        "deploy.simulate.cli", "simulate_app", "Play traffic through a region in virtual time."
+    ),
     "emulate": _Entry("deploy.emulator.cli", "emulate_app", "Emulate a long link and its faults."),
     "demo": _Entry("deploy.demo.cli", "demo_command", "Run and check two regions of tiny models."),
     "version": _Entry("deploy.cli", "version_command", "Print the version."),

@@ -19,7 +19,13 @@ T = TypeVar("T")
 
 
 class CannotAsk(Exception):
-    """No gateway, or not the answer that was asked for; the message says what helps."""
+    """No gateway, or not the answer that was asked for; the message says what helps. `status` is
+    the HTTP status where a gateway answered.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class WrongPrompt(Exception):
@@ -43,8 +49,8 @@ def find_gateway(environ: Mapping[str, str]) -> str:
 def ask(url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None) -> T:
     """The answer to a GET, or with `body` to a POST. Raises `CannotAsk`."""
     status, answer = asyncio.run(_fetch(url.rstrip("/") + path, key, body))
-    if status != 200:
-        raise CannotAsk(f"{url} answered {status}: {_message(answer)}")
+    if status // 100 != 2:
+        raise CannotAsk(f"{url} answered {status}: {_message(answer)}", status)
     try:
         return msgspec.json.decode(answer, type=kind)
     except msgspec.MsgspecError as error:

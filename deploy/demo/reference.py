@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 
 from deploy.demo.answers import REQUEST_TIMEOUT_S, Answer, ask
+from deploy.demo.regions import rank_environment
 from deploy.demo.scenario import DemoRequest
 from deploy.demo.tiny_specs import TinyModel
 from kvmanager.engines.client import EngineHttp
@@ -44,6 +45,7 @@ async def plain_engine(
         kv_space_gib=1,
         enforce_eager=True,
         args=model.engine_args,
+        env=rank_environment(),
     )
     async with aiohttp.ClientSession() as session:
         supervisor = Supervisor(engine_process(spec, log_dir), EngineHttp(spec.url, session).health)

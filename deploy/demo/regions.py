@@ -8,14 +8,20 @@ from deploy.demo.tiny_specs import TinyModel
 from deploy.region.spec import RegionSpec
 
 
-def _rank_environment(tensor_parallel_size: int) -> dict[str, str]:
-    """Several ranks share this machine's cores: one computing thread each.
+def rank_environment(tensor_parallel_size: int = 1) -> dict[str, str]:
+    """What an engine of so many ranks needs to start quickly on a small machine without a GPU.
 
-    vLLM's parallel embedding is compiled at the first request, eager mode or not, which takes the
-    two ranks most of a minute here; the environment says that it should not be.
+    One rank computes in the engine core's process, as it does on a GPU. vLLM's CPU platform gives
+    it a process of its own, which imports everything a third time, to set OpenMP variables that
+    nothing here sets; without `VLLM_ENABLE_V1_MULTIPROCESSING` it does not. API server and engine
+    core are two processes either way.
+
+    Several ranks share this machine's cores: one computing thread each. vLLM's parallel embedding
+    is compiled at the first request, eager mode or not, which takes the two ranks most of a minute
+    here; the environment says that it should not be.
     """
     if tensor_parallel_size == 1:
-        return {}
+        return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -31,15 +37,22 @@ def demo_region(
     gateway_port: int = 0,
     landing_gib: float = 0.25,
     local_prefill: bool = True,
+    scheduling: dict[str, Any] | None = None,
 ) -> RegionSpec:
     """A prefill cluster of one engine, a PD cluster of two, and a link of 1 Gbit/s and 20 ms.
 
-    Without `local_prefill` the PD cluster has its decode engine only.
+    Without `local_prefill` the PD cluster has its decode engine only. Unless `scheduling` says
+    otherwise routes follow the threshold alone, so that it is known beforehand which a prompt
+    takes, however busy the machine is.
     """
     prefill_instances = [{"name": "b1-prefill", "role": "prefill"}] if local_prefill else []
     spec: dict[str, Any] = {
         "name": model.name,
-        "gateway": {"port": gateway_port, "threshold_tokens": threshold_tokens},
+        "gateway": {
+            "port": gateway_port,
+            "threshold_tokens": threshold_tokens,
+            "scheduling": scheduling or {"routing": {"policy": "threshold"}},
+        },
         "models": [
             {
                 "name": model.name,
@@ -52,7 +65,7 @@ def demo_region(
                 "tensor_parallel_size": tensor_parallel_size,
                 "enforce_eager": True,
                 "args": model.engine_args,
-                "env": _rank_environment(tensor_parallel_size),
+                "env": rank_environment(tensor_parallel_size),
             }
         ],
         "clusters": [

@@ -146,19 +146,20 @@ class CacheMoves:
 
     # ---- what was measured elsewhere
 
-    def prefilled(self, cluster: str, num_tokens: int, prefill_s: float) -> None:
-        """A prefill of `num_tokens` uncached tokens took that long in that cluster."""
-        self._prefill_rates[cluster].observe(num_tokens, prefill_s, self._clock())
+    def prefilled(self, target: str, num_tokens: int, prefill_s: float) -> None:
+        """A prefill of `num_tokens` uncached tokens took that long at a route's target."""
+        self._prefill_rates[target].observe(num_tokens, prefill_s, self._clock())
 
     # ---- for a request
 
-    async def before_prefill(self, cached: CachedPrompt, cluster: str) -> str | None:
-        """Bring the longest prefix that any node has to a node of `cluster`, when waiting for that
-        clearly takes less time than computing it there; the node agent's control address then, so
-        that the job can go there. None: go on as things are. Never raises but when cancelled.
+    async def before_prefill(self, cached: CachedPrompt, target: str) -> str | None:
+        """Bring the longest prefix that any node has to a node that computes for `target`, when
+        waiting for that clearly takes less time than computing it there; the node agent's control
+        address then, so that the job can go there. None: go on as things are. Never raises but when
+        cancelled.
         """
         try:
-            better = self._better(cached, cluster)
+            better = self._better(cached, target)
         except ValueError as error:
             logger.warning("no cache shape: %s", error)
             return None
@@ -170,7 +171,7 @@ class CacheMoves:
             MoveCase(
                 saved_tokens=better.saved_tokens,
                 nbytes=better.nbytes,
-                prefill_tokens_per_s=self._prefill_rates[cluster].per_s(now_s),
+                prefill_tokens_per_s=self._prefill_rates[target].per_s(now_s),
                 link_bytes_per_s=self._link_rates[link].per_s(now_s),
                 rtt_s=self._rtts.get(link, 0.0),
             ),
@@ -186,9 +187,9 @@ class CacheMoves:
             return None
         return await self._wait(better)
 
-    def _better(self, cached: CachedPrompt, cluster: str) -> _Better | None:
+    def _better(self, cached: CachedPrompt, target: str) -> _Better | None:
         """The longest prefix elsewhere, if it spares the cluster enough."""
-        nodes = cached.places.prefill_nodes.get(cluster, {})
+        cluster, nodes = cached.computing(target)
         elsewhere = [item for item in cached.coverage if item.cluster != cluster]
         if cached.keys is None or not nodes or not elsewhere:
             return None

@@ -20,8 +20,8 @@ from deploy.gateway.cache_api import (
 from deploy.gateway.caches import Order, RegionCaches
 from deploy.gateway.errors import ApiError
 from deploy.gateway.exchange import Exchange
+from deploy.gateway.planning import Planner
 from deploy.gateway.rendering import NotRendered
-from deploy.gateway.serving import Serving
 from scheduler.routing import Reason
 
 _MAX_PREFIXES = 1000
@@ -48,11 +48,11 @@ class CachePages:
         errors = {str(name): reply for name, reply in listed.items() if isinstance(reply, str)}
         return TopPrefixes(hot_prefixes(listed, order, limit), errors)
 
-    async def explain(self, serving: Serving, exchange: Exchange) -> Explanation:
+    async def explain(self, planner: Planner, exchange: Exchange) -> Explanation:
         """POST /prfaas/cache/explain: how the prompt would fare. Raises `ApiError`."""
         self._needed()
         try:
-            judged = await serving.judge(exchange)
+            judged = await planner.judge(exchange)
         except NotRendered as error:
             message = f"The prompt's tokens cannot be known ({error.reason.value})."
             status = 503 if error.reason is Reason.RENDER_UNAVAILABLE else 400

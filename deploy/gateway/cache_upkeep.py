@@ -16,7 +16,6 @@ from deploy.gateway.cached import CachedPrompt
 from deploy.gateway.caches import RegionCaches
 from deploy.gateway.rebalancing import Rebalancer, node_loads
 from kvmanager.engines.jobs import ClusterReport
-from scheduler.routing import HAND_OFF
 
 
 class CacheUpkeep:
@@ -44,11 +43,9 @@ class CacheUpkeep:
         self._rebalancer.routed(cached)
 
     async def before_prefill(self, cached: CachedPrompt, target: str) -> str | None:
-        """Bring a longer prefix to the cluster that will compute, if that pays: the node agent
+        """Bring a longer prefix to where the route's target computes, if that pays: the node agent
         that the job should go to then. Never raises but when cancelled.
         """
-        if target == HAND_OFF:
-            return None
         return await self._moves.before_prefill(cached, target)
 
     def prefilled(self, target: str, num_tokens: int, prefill_s: float) -> None:

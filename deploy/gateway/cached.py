@@ -25,7 +25,7 @@ from kvmanager.directory.messages import NodeCoverage
 from kvmanager.engines.jobs import ClusterReport, InstanceReport
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import PartKind
-from scheduler.routing import RequestShape
+from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
 
 _LONG_PROMPT_TOKENS: Final = 16384
 """Shorter ones take the event loop less time to hash than to hand to a thread and back."""
@@ -104,13 +104,28 @@ class CachedPrompt:
         """Agents of decode nodes that can resume part of it, longest first."""
         return self._best_first(self._pd, self.places.decode_nodes, _usable)
 
-    def computing_nodes(self, cluster: str | None) -> tuple[str, ...]:
-        """Agents of a prefill cluster's nodes, or with None of those of the PD cluster that prefill
-        for others, which can resume part of it, longest first.
-        """
-        if cluster is None:
-            return self._best_first(self._pd, self.places.hand_off_nodes, _usable)
-        return self._best_first(cluster, self.places.prefill_nodes.get(cluster, _NONE), _usable)
+    def computing(self, target: str) -> tuple[str, Nodes]:
+        """The cluster and the nodes that compute for a route's target (`scheduler.routing`)."""
+        places = self.places
+        if target == HAND_OFF:
+            return self._pd, places.hand_off_nodes
+        if target == ONE_ENGINE:
+            return self._pd, places.decode_nodes
+        return target, places.prefill_nodes.get(target, _NONE)
+
+    def computing_tokens(self, target: str) -> dict[str, int]:
+        """What agents of those nodes can resume, by control address."""
+        cluster, nodes = self.computing(target)
+        return {
+            nodes[item.node]: self._tokens(_usable(item))
+            for item in self._at(cluster, nodes)
+            if _usable(item) > 0
+        }
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest prefix that any node of the region has in its arena or on its SSD."""
+        return self._tokens(max((item.pool.usable_blocks for item in self.coverage), default=0))
 
     def kv_bytes(self, num_tokens: int) -> int:
         """What a transfer is spared when the KV of these tokens is at the landing already."""

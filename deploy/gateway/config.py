@@ -5,14 +5,30 @@ Unknown keys are errors. Does not know region files; the launcher turns those in
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from deploy.gateway.scheduling.config import SchedulingConfig
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 DEFAULT_MAX_BODY_BYTES = 32 << 20
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_UNNAMED: Final = re.compile(r"key-[0-9a-f]{8}")
 
 
 class _Frozen(BaseModel):
@@ -25,6 +41,52 @@ class ModelConfig(_Frozen):
     name: Annotated[str, Field(min_length=1)]
     max_model_len: Annotated[int, Field(gt=0)] | None = None
     root: str | None = None
+
+
+class ApiKey(_Frozen):
+    """A key and the tenant whose it is. Also read from a string, "KEY" or "NAME KEY".
+
+    Several keys may have one name. No error shows what was written: it may be the key.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    key: Annotated[SecretStr, Field(min_length=1)]
+    name: str = ""
+
+    @property
+    def tenant(self) -> str:
+        """Its name. A key without one is a tenant of its own, called `key-` and the first 8 digits
+        of the key's SHA-256, which identifies it and does not give it away.
+        """
+        if self.name:
+            return self.name
+        secret = self.key.get_secret_value().encode("utf-8", "surrogateescape")
+        return "key-" + hashlib.sha256(secret).hexdigest()[:8]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_line(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        words = value.split()
+        if not 1 <= len(words) <= 2:
+            raise ValueError(f"{len(words)} words; write KEY or NAME KEY")
+        return {"key": words[-1], "name": words[0] if len(words) == 2 else ""}
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if name and not _NAME.fullmatch(name):
+            raise ValueError("a name has up to 64 letters, digits, dots, dashes and underscores")
+        if not is_named(name) and name:
+            raise ValueError("names like key-0123abcd are those of keys without a name")
+        return name
+
+
+def is_named(tenant: str) -> bool:
+    """Whether an operator gave this tenant its name: not "" and not that of an unnamed key."""
+    return bool(tenant) and not _UNNAMED.fullmatch(tenant)
 
 
 class TimeoutConfig(_Frozen):
@@ -72,8 +134,11 @@ class DirectoryConfig(_Frozen):
 class GatewayConfig(_Frozen):
     """Everything a gateway needs besides its clusters.
 
-    Prompts with more than `threshold_tokens` uncached are offloaded. `api_keys` empty means no
-    authentication; with `protect_admin` /metrics and /prfaas/* ask for the same keys.
+    Prompts with more than `threshold_tokens` uncached are meant for prefill clusters, until the
+    long-term loop knows better. `api_keys` empty means no authentication; with `protect_admin`
+    /metrics, /prfaas/* and GET /v1/pd_role ask for the same keys. A client that is turned away for
+    `max_in_flight` or `max_buffered_bytes` is told to wait `retry_after_s` at least, and longer
+    where requests end more slowly than that.
     `max_buffered_bytes` bounds the bodies of all requests in flight together, `max_answer_bytes`
     one answer that is not streamed. `template_tokens` is how many tokens a chat template may add to
     what the body spells out: an estimate that saves rendering of prompts which are certainly short.
@@ -85,7 +150,7 @@ class GatewayConfig(_Frozen):
     threshold_tokens: Annotated[int, Field(ge=0)] = 1024
     hand_off_tokens: Annotated[int, Field(ge=1)] = 256
     template_tokens: Annotated[int, Field(ge=0)] = 256
-    api_keys: tuple[SecretStr, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
     protect_admin: bool = False
     max_body_bytes: Annotated[int, Field(gt=0)] = DEFAULT_MAX_BODY_BYTES
     max_buffered_bytes: Annotated[int, Field(gt=0)] = 1 << 30
@@ -96,6 +161,7 @@ class GatewayConfig(_Frozen):
     report_interval_s: Seconds = 0.5
     report_stale_s: Seconds = 5.0
     directory: DirectoryConfig = DirectoryConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")
@@ -110,13 +176,66 @@ class GatewayConfig(_Frozen):
         return self
 
 
-def load_api_keys(path: Path) -> tuple[SecretStr, ...]:
-    """Keys from a file, one a line; blank lines and lines starting with # are skipped.
+def load_api_keys(path: Path) -> tuple[ApiKey, ...]:
+    """Keys from a file, one a line: `KEY` or `NAME KEY`; blank lines and lines starting with # are
+    skipped.
 
-    Raises `ValueError` when the file holds none: an empty file must not switch authentication off.
+    Raises `ValueError` with the line's number when it is neither, and when the file holds no key:
+    an empty file must not switch authentication off.
     """
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    keys = tuple(SecretStr(line) for line in lines if line and not line.startswith("#"))
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    keys = tuple(
+        _api_key(line, f"{path}:{number}")
+        for number, line in lines
+        if line.strip() and not line.strip().startswith("#")
+    )
     if not keys:
-        raise ValueError(f"{path}: no API key in it; write one key a line")
+        raise ValueError(f"{path}: no API key in it; write one a line: KEY or NAME KEY")
     return keys
+
+
+def parse_api_keys(text: str, where: str) -> tuple[ApiKey, ...]:
+    """Keys from a variable, comma-separated: `key` or `name=key`.
+
+    What has `=` at its end alone is a key by itself, padded as base64 is. Raises `ValueError` that
+    begins with `where`, also when there is no key.
+    """
+    words = [word.strip() for word in text.split(",")]
+    keys = []
+    for number, word in enumerate(words, start=1):
+        name, _, key = word.partition("=")
+        is_pair = name.strip() and key.strip("= ")
+        pair = {"name": name.strip(), "key": key.strip()} if is_pair else {"key": word}
+        if word:
+            keys.append(_api_key(pair, f"{where}, key {number}"))
+    if not keys:
+        raise ValueError(f"{where} is not set or holds no key")
+    return tuple(keys)
+
+
+def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfig:
+    """`config` with these keys. Raises `ValueError` for a key that two tenants have, and for limits
+    of a tenant that has no key.
+    """
+    tenants: dict[str, str] = {}
+    keys = tuple(keys)
+    for key in keys:
+        tenant = tenants.setdefault(key.key.get_secret_value(), key.tenant)
+        if tenant != key.tenant:
+            raise ValueError(f"API keys: {tenant} and {key.tenant} have the same key; remove one")
+    unknown = sorted(config.scheduling.admission.tenants.keys() - tenants.values())
+    if unknown:
+        known = ", ".join(sorted(set(tenants.values()))) or "none, as there are no API keys"
+        raise ValueError(
+            f"gateway.scheduling.admission.tenants: no API key has the name "
+            f"{', '.join(map(repr, unknown))}; tenants with keys: {known}"
+        )
+    return config.model_copy(update={"api_keys": keys})
+
+
+def _api_key(value: object, where: str) -> ApiKey:
+    try:
+        return ApiKey.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_input=False, include_url=False)
+        raise ValueError(f"{where}: {'; '.join(item['msg'] for item in found)}") from None

@@ -7,7 +7,7 @@ is settled exactly once.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +19,9 @@ from deploy.gateway.tracing import (
     usable_request_id,
     usable_traceparent,
 )
+from scheduler.prediction import Prediction
 from scheduler.routing import Decision
+from scheduler.short_term import RouteDecision
 
 if TYPE_CHECKING:
     from deploy.gateway.metrics import GatewayMetrics
@@ -42,6 +44,11 @@ class Exchange:
     record: RequestRecord
     metrics: GatewayMetrics
     started_s: float
+    predicted: Prediction | None = None
+    """Of the route that is being taken; None once it turned out otherwise."""
+    tenant: str = ""
+    admitted: Callable[[], None] | None = None
+    """To be called when the request no longer counts towards its tenant's limits."""
     _num_open: int = field(default=1)
 
     @property
@@ -59,9 +66,21 @@ class Exchange:
         return time.monotonic() - self.started_s
 
     def decided(self, decision: Decision) -> None:
-        """A route is taken now."""
+        """A route is taken now. Only the first one's prediction counts from arrival, and only of a
+        prompt that was counted: what rests on an upper bound is no prediction.
+        """
+        self.predicted = None
+        is_counted = self.record.num_prompt_tokens is not None
+        if isinstance(decision, RouteDecision) and is_counted and not self.record.first_route:
+            self.predicted = decision.predicted
         self.record.decided(decision)
         self.metrics.decided(decision)
+
+    def release_admission(self) -> None:
+        """The answer is over. Idempotent."""
+        admitted, self.admitted = self.admitted, None
+        if admitted is not None:
+            admitted()
 
     def hold(self) -> None:
         """Someone else will still change the record; to be paired with `let_go`."""
@@ -81,8 +100,9 @@ def open_exchange(
     *,
     metrics: GatewayMetrics,
     started_s: float,
+    tenant: str = "",
 ) -> Exchange:
-    """Start the life of a parsed request that arrived at `started_s` (time.monotonic)."""
+    """Start the life of a tenant's parsed request that arrived at `started_s` (time.monotonic)."""
     request_id = (
         usable_request_id(headers.get("X-Request-Id"))
         or usable_request_id(inbound.request_id)
@@ -107,6 +127,7 @@ def open_exchange(
         endpoint=inbound.kind,
         model=inbound.model,
         trace_id=traceparent[3:35],
+        tenant=tenant,
     )
     record.parts.read_s = time.monotonic() - started_s
-    return Exchange(inbound, engine_headers, record, metrics, started_s)
+    return Exchange(inbound, engine_headers, record, metrics, started_s, tenant=tenant)

@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deploy.gateway.caches import Follow, RegionCaches
-from deploy.gateway.config import GatewayConfig, load_api_keys
+from deploy.gateway.config import (
+    ApiKey,
+    GatewayConfig,
+    load_api_keys,
+    parse_api_keys,
+    with_api_keys,
+)
 from deploy.gateway.links import RegionLinks
 from deploy.region.links import LinkedPrefillCluster
 from kvmanager.directory.embedded import EmbeddedDirectory
@@ -31,7 +37,7 @@ from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.placement import DEFAULT_AFFINITY_SLACK
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.queue import QueueConfig
+from prfaas.queue_values import QueueConfig
 from prfaas.remote import RemotePrefillCluster
 
 
@@ -83,7 +89,7 @@ class GatewayFile(_Part):
 
     gateway: GatewayConfig
     api_keys_file: Path | None = None
-    api_keys_env: Annotated[str, Field(description="variable with keys, comma-separated")] = ""
+    api_keys_env: Annotated[str, Field(description="variable with keys: [NAME=]KEY,...")] = ""
     pd: PdSource
     prefill: tuple[PrefillSource, ...] = ()
     tls: TlsSection | None = None
@@ -123,7 +129,7 @@ def load_gateway_file(path: Path, environ: Mapping[str, str] = os.environ) -> Ga
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         loaded = GatewayFile.model_validate(raw)
-        keys = _api_keys(loaded, environ)
+        gateway = with_api_keys(loaded.gateway, _api_keys(loaded, environ))
     except ValidationError as error:
         lines = [
             f"{path}: {'.'.join(str(part) for part in item['loc']) or '(file)'}: {item['msg']}"
@@ -132,9 +138,6 @@ def load_gateway_file(path: Path, environ: Mapping[str, str] = os.environ) -> Ga
         raise GatewayFileError("\n".join(lines)) from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise GatewayFileError(f"{path}: {error}") from error
-    if not keys:
-        return loaded
-    gateway = loaded.gateway.model_copy(update={"api_keys": keys})
     return loaded.model_copy(update={"gateway": gateway})
 
 
@@ -216,19 +219,20 @@ def _prefill(
     if source.front:
         return RemotePrefillCluster(source.name, source.front, tls)
     config = PrefillClusterConfig(
-        queue=QueueConfig(max_queued=source.max_queued, max_wait_s=source.max_wait_s),
+        queue=QueueConfig(
+            max_queued=source.max_queued,
+            max_wait_s=source.max_wait_s,
+            order=file.gateway.scheduling.queue.order(),
+        ),
         instances=InstancesConfig(log_dir=file.log_dir, tls=tls),
     )
     return EmbeddedPrefillCluster(source.name, source.instances, config)
 
 
-def _api_keys(file: GatewayFile, environ: Mapping[str, str]) -> tuple[SecretStr, ...]:
+def _api_keys(file: GatewayFile, environ: Mapping[str, str]) -> tuple[ApiKey, ...]:
     if file.api_keys_file is not None:
         return load_api_keys(file.api_keys_file)
     if not file.api_keys_env:
-        return ()
-    words = (word.strip() for word in environ.get(file.api_keys_env, "").split(","))
-    keys = tuple(SecretStr(word) for word in words if word)
-    if not keys:
-        raise ValueError(f"api_keys_env: {file.api_keys_env} is not set or holds no key")
-    return keys
+        return file.gateway.api_keys
+    variable = file.api_keys_env
+    return parse_api_keys(environ.get(variable, ""), f"api_keys_env: {variable}")

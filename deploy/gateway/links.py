@@ -11,7 +11,9 @@ Does not know requests, nor what is decided from a link's state.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
@@ -33,6 +35,8 @@ POLL_S: Final = 2.0
 """How long an agent without news may keep its answer back."""
 FIRST_RETRY_S: Final = 0.2
 MAX_RETRY_S: Final = 5.0
+SAME_S: Final = 0.05
+"""A link is not looked at again within this without news."""
 LEAST_BETWEEN_S: Final = 0.05
 """Between two questions to one agent."""
 PROBE_PAUSE_S: Final = 2.0
@@ -82,6 +86,8 @@ class _Agent:
         self.feed: LinkFeed | None = None
         self.heard_s = 0.0
         self.error = ""
+        self.heard = asyncio.Event()
+        """It has answered, or failed to, at least once."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -111,6 +117,7 @@ class RegionLinks:
         self._agents: dict[NodeName, _Agent] = {}
         self._nodes_at: dict[str, NodeName] = {}  # by where they receive
         self._links: dict[tuple[str, str], RegionLink] = {}
+        self._said: dict[tuple[str, str], tuple[float, LinkNow]] = {}
         self._probing: asyncio.Task[None] | None = None
         for source, target in self._names:
             self._link(source, target)
@@ -137,15 +144,42 @@ class RegionLinks:
                 agent.task = asyncio.create_task(self._follow(name, agent), name=f"links of {name}")
 
     def now(self, source: str, target: str) -> LinkNow:
-        """The link from cluster to cluster; one that nobody has used says so."""
-        return self._now(self._link(source, target))
+        """The link from cluster to cluster; one that nobody has used says so. Every request asks,
+        so what was said a moment ago is said again unless there is news.
+        """
+        now_s, key = self._clock_s(), (source, target)
+        at_s, found = self._said.get(key, (-math.inf, None))
+        if found is None or not 0 <= now_s - at_s <= SAME_S:
+            # One that was only asked for is none of the region's links yet.
+            link = self._links.get(key) or RegionLink(source, target)
+            found = self._now(link)
+            self._said[key] = now_s, found
+        return found
+
+    async def wait_heard(self, timeout_s: float) -> None:
+        """Until every agent that is followed has said something, or cannot; at most so long."""
+        waited = [agent.heard.wait() for agent in self._agents.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*waited)
+
+    def links(self) -> list[LinkNow]:
+        """All links of which anything is known, by the clusters they lead from and to."""
+        return [self._now(link) for _, link in sorted(self._links.items())]
+
+    def _with_steps(self) -> list[LinkNow]:
+        now_s = self._clock_s()
+        return [
+            msgspec.structs.replace(self._now(link), steps=link.steps(now_s))
+            for _, link in sorted(self._links.items())
+        ]
 
     def overview(self) -> LinksOverview:
         """GET /prfaas/links."""
         now_s = self._clock_s()
         paths = [path for name in self._agents for path in self._paths(name)]
         return LinksOverview(
-            links=[self._now(link) for _, link in sorted(self._links.items())],
+            links=self._with_steps(),
             paths=[
                 LinkPath(path.agent, path.to, path.view, max(0.0, now_s - path.heard_s))
                 for path in paths
@@ -187,6 +221,7 @@ class RegionLinks:
                     agent.error = repr(error)
                 else:
                     agent.error, backoff = "", Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+                agent.heard.set()
                 await asyncio.sleep(backoff.after(0.0) if agent.error else LEAST_BETWEEN_S)
         finally:
             await client.close()
@@ -194,6 +229,7 @@ class RegionLinks:
     def _take(self, name: NodeName, agent: _Agent, feed: LinkFeed) -> None:
         """Take in what an agent said."""
         agent.feed, agent.heard_s = feed, self._clock_s()
+        self._said.clear()
         self._nodes_at[feed.data_endpoint] = name
         by_link: dict[tuple[str, str], list[HeardPath]] = {}
         for other in self._agents:

@@ -5,6 +5,7 @@ Knows records, not how they come about.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
@@ -20,6 +21,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _LATENCY_BUCKETS_S: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160,
 )  # fmt: skip
+_ERROR_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2, 5, 10)
 _TOKEN_BUCKETS: Final = tuple(2**power for power in range(5, 21))
 
 
@@ -72,6 +74,12 @@ class GatewayMetrics:
         self._tokens = histogram(
             "prompt_tokens", "Counted prompt lengths.", "route", buckets=_TOKEN_BUCKETS
         )
+        self._error = histogram(
+            "ttft_prediction_error_ratio",
+            "|predicted / measured - 1| of streams that went the way they were predicted.",
+            "route",
+            buckets=_ERROR_BUCKETS,
+        )
         self._in_flight = Gauge(
             prefix + "in_flight_requests", "Requests being served.", registry=self.registry
         )
@@ -117,6 +125,11 @@ class GatewayMetrics:
         """KVCache that arrived, and what was there before."""
         self._transfer_bytes.labels(target).inc(nbytes)
         self._saved_bytes.labels(target).inc(saved_bytes)
+
+    def predicted(self, route: str, predicted_s: float, measured_s: float) -> None:
+        """A stream's TTFT, as predicted when it was routed and as measured."""
+        if measured_s > 0 and predicted_s < math.inf:
+            self._child(self._error, route).observe(abs(predicted_s / measured_s - 1))
 
     def ended(self, record: RequestRecord) -> None:
         """A request whose answer is over."""

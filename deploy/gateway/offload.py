@@ -30,25 +30,21 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from deploy.gateway.background import Background
-from deploy.gateway.cache_upkeep import CacheUpkeep
 from deploy.gateway.cached import CachedPrompt
-from deploy.gateway.caches import RegionCaches
-from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import EngineTimeout
 from deploy.gateway.exchange import Exchange
 from deploy.gateway.inbound import with_kv_transfer_params
-from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.proxy.engine import EngineAnswer, EngineDoor
+from deploy.gateway.proxy.engine import EngineAnswer
+from deploy.gateway.services import Services
 from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.jobs import PrefillJob, PrefillResult
 from kvmanager.hashing import token_digest
 from kvmanager.rpc import RpcError
-from local_pd.cluster import PdCluster
 from local_pd.errors import NoRoom, PdError
 from local_pd.messages import DecodeSlot, LandingReport
-from prfaas.cluster import PrefillCluster
-from scheduler.routing import HAND_OFF, Decision, Reason, fall_back
+from scheduler.prediction import Prediction
+from scheduler.routing import HAND_OFF, Decision, Reason, RequestShape, fall_back
+from scheduler.short_term import RouteDecision
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -72,19 +68,25 @@ class PrefillLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
-    """What every request needs and none owns. Without `caches` nothing is known to be cached, and
-    without `upkeep` nothing cached is moved.
+class CountedPrompt:
+    """A prompt's token ids, its shape, and what is `cached` of it: that is left out of transfers,
+    and says which nodes to prefer.
     """
 
-    pd: PdCluster
-    prefill_clusters: dict[str, PrefillCluster]
-    door: EngineDoor
-    metrics: GatewayMetrics
-    background: Background
-    timeouts: TimeoutConfig
-    caches: RegionCaches | None = None
-    upkeep: CacheUpkeep | None = None
+    token_ids: Sequence[int]
+    shape: RequestShape
+    cached: CachedPrompt
+
+
+async def bring_cache(
+    services: Services, cached: CachedPrompt, decision: RouteDecision
+) -> str | None:
+    """Move a longer cached prefix to where `decision` computes, where that is meant and pays: the
+    node agent that it went to. Never raises but when cancelled.
+    """
+    if services.upkeep is None or not services.scheduler.moves_caches(decision, services.pd.name):
+        return None
+    return await services.upkeep.before_prefill(cached, decision.target)
 
 
 class Offload:
@@ -97,17 +99,17 @@ class Offload:
         self,
         services: Services,
         exchange: Exchange,
-        decision: Decision,
-        prompt_token_ids: Sequence[int],
-        cached: CachedPrompt,
+        decision: RouteDecision,
+        prompt: CountedPrompt,
     ) -> None:
-        """`cached` of the prompt is left out of the transfer, and says which nodes to prefer."""
         self._services = services
         self._exchange = exchange
-        self.decision = decision
+        self.decision: Decision = decision
+        self._routed = decision
+        self._shape = prompt.shape
         # The decode engine recomputes the last token and samples from it.
-        self._prefix = prompt_token_ids[:-1]
-        self._cached = cached
+        self._prefix = prompt.token_ids[:-1]
+        self._cached = prompt.cached
         self._slot: DecodeSlot | None = None
         self._is_released = False
         self._leg: _Leg | None = None
@@ -120,13 +122,9 @@ class Offload:
         otherwise the decode engine is left to prefill by itself and `decision` changes to say so.
         Raises `NotOffloaded`, `EngineLost`, `EngineTimeout`.
         """
-        moved_to = None
-        if (upkeep := self._services.upkeep) is not None:
-            moved_to = await upkeep.before_prefill(self._cached, self.decision.target)
+        moved_to = await bring_cache(self._services, self._cached, self._routed)
         slot = await self._reserve()
-        leg = self._leg = self._services.background.spawn(
-            self._prefill(slot, moved_to), f"prefill leg {self._exchange.request_id}"
-        )
+        leg = self._leg = self._begin(slot, moved_to)
         landing = await self._await_landing(slot, leg)
         if landing.state == "failed":
             self._lost(slot, await self._verdict(leg, landing), try_elsewhere)
@@ -228,6 +226,22 @@ class Offload:
             _abandon(opening)
             raise
 
+    def _begin(self, slot: DecodeSlot, moved_to: str | None) -> _Leg:
+        """Start the prefill leg; what is predicted for others counts on it until it is over."""
+        lessons, landing = self._services.lessons, slot.landing
+        lessons.leg_begun(
+            self._exchange.inbound.model,
+            landing,
+            self._shape,
+            self._routed.target,
+            self._routed.predicted or Prediction(),
+        )
+        leg = self._services.background.spawn(
+            self._prefill(slot, moved_to), f"prefill leg {self._exchange.request_id}"
+        )
+        leg.add_done_callback(lambda _: lessons.leg_over(landing))
+        return leg
+
     async def _reserve(self) -> DecodeSlot:
         started_s = self._exchange.elapsed_s()
         try:
@@ -256,7 +270,9 @@ class Offload:
         results, since the decode leg outlives them.
         """
         target = self.decision.target
-        holding = self._cached.computing_nodes(None if target == HAND_OFF else target)
+        cached_tokens = self._cached.computing_tokens(target)
+        if moved_to is not None:
+            cached_tokens[moved_to] = self._cached.longest_tokens
         job = PrefillJob(
             request_id=self._exchange.request_id,
             prompt_token_ids=self._prefix,
@@ -265,7 +281,7 @@ class Offload:
             priority=self._exchange.inbound.priority,
             traceparent=self._exchange.headers["traceparent"],
             model=self._exchange.inbound.model,
-            prefer=(moved_to, *holding) if moved_to else holding,
+            cached_tokens=cached_tokens,
         )
         try:
             if target == HAND_OFF:
@@ -280,8 +296,10 @@ class Offload:
             logger.exception("%s: the prefill leg broke", self._exchange.request_id)
             return self._prefill_failed(target, PrefillFailed("engine_failed", repr(error)))
         self._exchange.record.prefilled(result)
+        model, num_tokens = self._exchange.inbound.model, len(self._prefix)
+        self._services.lessons.prefilled(model, target, num_tokens, result)
         if (upkeep := self._services.upkeep) is not None:
-            upkeep.prefilled(target, len(self._prefix) - result.cached_tokens, result.prefill_s)
+            upkeep.prefilled(target, num_tokens - result.cached_tokens, result.prefill_s)
         saved_bytes = self._cached.kv_bytes(slot.landing.cached_tokens)
         self._services.metrics.transferred(target, result.nbytes, saved_bytes)
         return result

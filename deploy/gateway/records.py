@@ -5,6 +5,7 @@ Does not know HTTP; times are given to it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Final, Literal
@@ -14,6 +15,7 @@ import msgspec
 from kvmanager.engines.jobs import PrefillResult
 from local_pd.messages import DecodeSlot
 from scheduler.routing import Decision, Number, RequestShape
+from scheduler.short_term import RouteDecision
 
 Outcome = Literal[
     "open",
@@ -21,6 +23,7 @@ Outcome = Literal[
     "client_gone",
     "engine_error",  # the engine answered with an error, passed on as it came
     "engine_lost",  # the engine broke off after its answer had begun
+    "refused",  # over a limit or too much load: nothing was given to an engine
     "failed",  # the gateway answered with an error of its own
 ]
 
@@ -67,6 +70,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     was known to be cached when the route was chosen, None and empty without a look-up; the latter
     becomes what the landing really built on. `saved_bytes` need not be sent because of it.
     `cached_tokens` is what the prefill engine found cached.
+
+    `first_*` is the decision that was taken at arrival; the latest one is without a prefix.
+    `predicted_ttft_s` is what was expected of the first, `predictions` its parts for the side taken
+    and for the other one ("local", "remote"); None and empty where the prompt was not counted.
+    `numbers` hold what is finite. `output_tokens` are events of a stream, or what the engine said
+    it used.
     """
 
     request_id: str
@@ -76,10 +85,16 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     trace_id: str = ""
     num_prompt_tokens: int | None = None
     first_route: str = ""
+    first_target: str = ""
+    first_reason: str = ""
     route: str = ""
     target: str = ""
     reason: str = ""
     numbers: Mapping[str, Number] = {}
+    cache_from: str = ""
+    predicted_ttft_s: float | None = None
+    predictions: dict[str, dict[str, float]] = {}
+    tenant: str = ""
     is_stream: bool = False
     status: int = 0
     outcome: Outcome = "open"
@@ -98,18 +113,40 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     landing_cached_tokens: int | None = None
     saved_bytes: int | None = None
     answer_bytes: int = 0
+    output_tokens: int = 0
+    placement: str = ""
     ttft_s: float | None = None
     total_s: float | None = None
     parts: TtftParts = msgspec.field(default_factory=TtftParts)
     is_settled: bool = False
 
     def decided(self, decision: Decision) -> None:
-        """Note the route now taken; the first one noted stays visible."""
-        self.first_route = self.first_route or decision.route
+        """Note the route now taken; the first one noted stays visible, and so does its
+        prediction: later ones begin when time has passed.
+        """
+        if not self.first_route:
+            self.first_route, self.first_target = decision.route, decision.target
+            self.first_reason = decision.reason.value
+            if self.num_prompt_tokens is not None and isinstance(decision, RouteDecision):
+                self._predicted(decision)
         self.route = decision.route
         self.target = decision.target
         self.reason = decision.reason.value
-        self.numbers = dict(decision.numbers)
+        # JSON has no infinity, which is what a place that cannot serve is predicted to take.
+        self.numbers = {
+            name: value for name, value in decision.numbers.items() if math.isfinite(value)
+        }
+
+    def _predicted(self, decision: RouteDecision) -> None:
+        self.cache_from = decision.cache_from or ""
+        sides = {"local": decision.local, "remote": decision.remote}
+        self.predictions = {
+            side: {name: round(value, 6) for name, value in found._asdict().items()}
+            for side, found in sides.items()
+            if found is not None and found.ttft_s < math.inf
+        }
+        if decision.predicted is not None and decision.predicted.ttft_s < math.inf:
+            self.predicted_ttft_s = decision.predicted.ttft_s
 
     def looked_up(self, shape: RequestShape) -> None:
         """Note what is known to be cached."""
@@ -127,6 +164,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     def prefilled(self, result: PrefillResult) -> None:
         """Note what the prefill leg reported."""
         self.prefill_instance = result.instance
+        self.placement = result.reason
         self.transfer_bytes = result.nbytes
         self.transfer_s = result.transfer_s
         self.sent_share_at_prefill_end = result.sent_share_at_prefill_end

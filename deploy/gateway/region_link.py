@@ -32,6 +32,8 @@ from scheduler.views import LinkView as RoutingView
 
 STALE_S: Final = 5.0
 """A path of which nothing was heard for so long says nothing of the link any more."""
+RATE_KEPT_S: Final = 20.0
+"""More than the time between two probes of an idle link."""
 MEASURING_S: Final = 1.5
 """A path that was full so short ago is being measured."""
 STEP_S: Final = 0.5
@@ -85,7 +87,7 @@ class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
 
     `available_bytes_per_s` None: never measured. `is_floor`: it may well be more. `rate_age_s`:
     since it was measured or confirmed. `age_s`: since any of its senders was heard of; None: none
-    has been. `steps`: oldest first.
+    has been. `steps`: its past where that was asked for, oldest first.
     """
 
     source: str
@@ -112,13 +114,21 @@ class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[LinkStep] = []
 
     def view(self) -> RoutingView:
-        """For routing. A link of which nobody was heard is as old as can be."""
+        """For routing. A link of which nobody was heard is as old as can be. What a clear link
+        carried long ago is not known any more: were it believed for ever, a link that was slow once
+        would never be tried again.
+        """
+        rate, age_s = self.available_bytes_per_s, self.rate_age_s
+        is_clear = self.condition == Condition.CLEAR.label
+        if is_clear and age_s is not None and age_s > RATE_KEPT_S:
+            rate = None
         return RoutingView(
             state=LinkCondition(self.condition),
-            available_bytes_per_s=self.available_bytes_per_s,
+            available_bytes_per_s=rate,
             rtt_s=self.rtt_s,
             backlog_bytes=self.backlog_bytes,
             age_s=MAX_BACKLOG_S if self.age_s is None else self.age_s,
+            is_floor=self.is_floor and rate is not None,
         )
 
 
@@ -192,8 +202,11 @@ class RegionLink:
             oldest_queued_s=max(oldest, default=None),
             num_paths=len(fresh),
             age_s=min(ages, default=None),
-            steps=[msgspec.structs.replace(step, age_s=now_s - s) for s, step in self._steps],
         )
+
+    def steps(self, now_s: float) -> list[LinkStep]:
+        """Its past, oldest first."""
+        return [msgspec.structs.replace(step, age_s=now_s - s) for s, step in self._steps]
 
     def _fresh(self, now_s: float) -> list[HeardPath]:
         def is_fresh(path: HeardPath) -> bool:

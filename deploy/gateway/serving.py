@@ -1,21 +1,19 @@
-"""Serves one request: decide, open an answer, try once more if that fails, relay it, note it down.
+"""Serves one request: plan, open an answer, try once more if that fails, relay it, note it down.
 
 Before the first byte has gone to the client one more try is made elsewhere; after it, a failure
-ends the connection. Does not know authentication, limits or how a landing is filled.
+ends the connection. Does not know authentication, limits, how a route is chosen or how a landing
+is filled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Final
 
 import aiohttp
 from aiohttp import web
 
-from deploy.gateway.cached import CachedPrompt, CachePlaces
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import (
     JSON_TYPE,
@@ -26,22 +24,22 @@ from deploy.gateway.errors import (
     is_openai_error,
 )
 from deploy.gateway.exchange import Exchange
-from deploy.gateway.offload import NotOffloaded, Offload, PrefillLost, Services
+from deploy.gateway.offload import (
+    CountedPrompt,
+    NotOffloaded,
+    Offload,
+    PrefillLost,
+    bring_cache,
+)
+from deploy.gateway.planning import Plan, Planner
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.stream import End, forwarded_headers, relay_stream
 from deploy.gateway.records import Outcome, RequestRecord
-from deploy.gateway.rendering import NotRendered, render
-from local_pd.messages import DirectTarget
-from scheduler.routing import (
-    Decision,
-    Reason,
-    RegionView,
-    RequestShape,
-    decide,
-    decide_early,
-    fall_back,
-    one_engine,
-)
+from deploy.gateway.scheduling.lessons import output_tokens_of
+from deploy.gateway.services import Services
+from scheduler.prediction import Prediction
+from scheduler.routing import Reason, fall_back
+from scheduler.short_term import RouteDecision
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -53,44 +51,15 @@ _OUTCOME_OF_END: Final[dict[End, Outcome]] = {
 }
 
 
-@dataclass(slots=True)
-class Plan:
-    """What one request has learnt while it was tried: its route, ids, and what not to try again."""
-
-    decision: Decision
-    shape: RequestShape
-    view: RegionView
-    token_ids: list[int] | None = None
-    cached: CachedPrompt = field(default_factory=CachedPrompt)
-    tries_left: int = 1
-    lost_clusters: set[str] = field(default_factory=set)
-    lost_instances: set[str] = field(default_factory=set)
-
-    def next_cluster(self) -> Decision | None:
-        """The route to another prefill cluster, if a try is left and there is one."""
-        if self.tries_left <= 0:
-            return None
-        decision = decide(
-            self.shape, self.view, excluded=self.lost_clusters | {self.decision.target}
-        )
-        return decision if decision.route == "prefill_cluster" else None
-
-
 class Serving:
-    """Serves parsed requests with `services`; `view` gives the region as a model sees it, `places`
-    where its prompts may be cached.
-    """
+    """Serves the parsed requests of one gateway, as `planner` plans them."""
 
-    def __init__(
-        self,
-        services: Services,
-        view: Callable[[str], RegionView],
-        places: Callable[[str], CachePlaces],
-    ) -> None:
+    def __init__(self, services: Services, planner: Planner) -> None:
         self._services = services
+        self._scheduler = services.scheduler
+        self._lessons = services.lessons
         self._timeouts: TimeoutConfig = services.timeouts
-        self._view = view
-        self._places = places
+        self.planner = planner
 
     async def serve(self, exchange: Exchange, request: web.Request) -> web.StreamResponse:
         """Answer `request`. Failures are answers too; only cancellation is raised."""
@@ -101,10 +70,12 @@ class Serving:
             record.status = answer.status
             record.decode_instance = answer.instance
             record.first_byte(exchange.elapsed_s(), is_stream=answer.is_stream)
+            self._first_token(exchange)
             headers = _response_headers(exchange)
             if not answer.is_stream:
                 record.outcome = "ok" if answer.status == 200 else "engine_error"
                 record.answer_bytes = len(answer.begun)
+                record.output_tokens = output_tokens_of(answer.begun)
                 return _whole_response(answer, exchange, headers)
             return await self._relay(exchange, request, answer, headers)
         except asyncio.CancelledError:
@@ -116,15 +87,11 @@ class Serving:
             if answer is not None:
                 answer.close()
             record.total_s = exchange.elapsed_s()
+            exchange.release_admission()
+            self._lessons.ended(exchange.inbound.model, record)
             exchange.metrics.ended(record)
             exchange.let_go()
             _log(exchange)
-
-    async def judge(self, exchange: Exchange) -> Plan:
-        """The route that a request would take now, its prompt looked up whatever its length.
-        Nothing is given to an engine but the rendering. Raises `NotRendered`.
-        """
-        return await self._look_up(exchange, await self._token_ids(exchange))
 
     async def _relay(
         self,
@@ -155,13 +122,14 @@ class Serving:
             return response
         record.outcome = _OUTCOME_OF_END[end.end]
         record.answer_bytes, record.error = end.nbytes, end.error
+        record.output_tokens = max(0, end.num_events - 1)
         return response
 
     def _failed(self, exchange: Exchange, error: Exception) -> web.Response:
         answer = api_error_for(error)
         if answer.status == 500:
             logger.error("%s failed", exchange.request_id, exc_info=error)
-        exchange.record.outcome = "failed"
+        exchange.record.outcome = "refused" if answer.status == 429 else "failed"
         exchange.record.status = answer.status
         exchange.record.error = str(error) or type(error).__name__
         return web.Response(
@@ -179,7 +147,9 @@ class Serving:
 
         Raises what ended the last try. Cancelling gives everything back.
         """
-        plan = await self._plan(exchange)
+        plan = await self.planner.plan(exchange)
+        self._admit(exchange, plan)
+        self._lessons.arrived(exchange.inbound.model, plan.shape, len(exchange.inbound.body))
         while True:
             exchange.decided(plan.decision)
             try:
@@ -189,7 +159,7 @@ class Serving:
                 plan.decision = fall_back(plan.decision, error.reason)
             except PrefillLost as error:
                 plan.lost_clusters.add(error.target)
-                plan.decision = decide(plan.shape, plan.view, excluded=plan.lost_clusters)
+                plan.decision = self.planner.route(exchange, plan, plan.lost_clusters)
                 self._count_retry(exchange, plan, Reason.PREFILL_FAILED)
             except EngineTimeout:
                 raise
@@ -202,88 +172,82 @@ class Serving:
                 self._count_retry(exchange, plan, Reason.DECODE_FAILED)
 
     async def _try(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
-        if not plan.decision.needs_landing or plan.token_ids is None:
+        decision, token_ids = plan.decision, plan.token_ids
+        if token_ids is None or not (
+            isinstance(decision, RouteDecision) and decision.needs_landing
+        ):
             return _first_answer(await self._open_direct(exchange, plan), plan)
-        offload = Offload(self._services, exchange, plan.decision, plan.token_ids, plan.cached)
+        prompt = CountedPrompt(token_ids, plan.shape, plan.cached)
+        offload = Offload(self._services, exchange, decision, prompt)
         is_answered = False
         try:
-            answer = await offload.open(lambda: plan.next_cluster() is not None)
+            answer = await offload.open(lambda: self._has_another_cluster(exchange, plan))
             answer = _first_answer(answer, plan)
             is_answered = True
             return answer
         finally:
             offload.close(is_answered=is_answered)
 
+    def _has_another_cluster(self, exchange: Exchange, plan: Plan) -> bool:
+        """Whether a try is left and another prefill cluster would take it."""
+        if plan.tries_left <= 0:
+            return False
+        excluded = plan.lost_clusters | {plan.decision.target}
+        return self.planner.route(exchange, plan, excluded).route == "prefill_cluster"
+
+    def _admit(self, exchange: Exchange, plan: Plan) -> None:
+        """Let the request in, or raise `ApiError` 429."""
+        decision, inbound = plan.decision, exchange.inbound
+        predicted = decision.predicted if isinstance(decision, RouteDecision) else None
+        num_tokens = self._lessons.num_tokens(inbound.model, plan.shape, len(inbound.body))
+        kv = self._scheduler.knowledge(inbound.model).kv
+        exchange.admitted = self._services.admission.admit(
+            exchange.tenant,
+            predicted or Prediction(),
+            plan.decode,
+            num_tokens=num_tokens,
+            kv_bytes=kv.size_bytes(num_tokens) if kv is not None else 0.0,
+        )
+
+    def _first_token(self, exchange: Exchange) -> None:
+        record, predicted = exchange.record, exchange.predicted
+        ttft_s = record.ttft_s if record.is_stream and record.status == 200 else None
+        # A prompt that nobody looked up may be cached, which no prediction knew.
+        is_looked_up = self._services.caches is None or record.local_cached_tokens is not None
+        if predicted is None or ttft_s is None or not is_looked_up:
+            return
+        # How long a client takes to send its body is no matter of a route.
+        ttft_s -= record.parts.read_s or 0.0
+        self._lessons.first_token(exchange.inbound.model, record.target, predicted, ttft_s)
+        exchange.metrics.predicted(record.route, predicted.ttft_s, ttft_s)
+
     async def _open_direct(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
-        target = await self._one_engine(exchange, plan.lost_instances, plan.cached)
+        decision, cached, moved_to = plan.decision, plan.cached, None
+        if isinstance(decision, RouteDecision):
+            moved_to = await bring_cache(self._services, cached, decision)
+        prefer_nodes = ((moved_to,) if moved_to else ()) + cached.direct_nodes()
+        target = await self.planner.one_engine(exchange, plan.lost_instances, prefer_nodes)
         exchange.record.decode_instance = target.instance
-        return await self._services.door.open(
-            target.instance,
-            target.engine_url,
-            exchange.path,
-            exchange.inbound.body,
-            exchange.headers,
-        )
-
-    async def _one_engine(
-        self, exchange: Exchange, lost: set[str], cached: CachedPrompt
-    ) -> DirectTarget:
-        # No timeout of ours: an embedded front answers at once, a remote one has a deadline.
-        return await self._services.pd.direct(
-            exchange.request_id,
-            model=exchange.inbound.model,
-            exclude=tuple(sorted(lost)),
-            prefer_nodes=cached.direct_nodes(),
-        )
-
-    async def _plan(self, exchange: Exchange) -> Plan:
-        """Decide, rendering the prompt and looking it up only if its KVCache may have to move."""
+        begun_s = self._scheduler.clock()
         inbound = exchange.inbound
-        view = self._view(inbound.model)
-        early = decide_early(inbound.shape, view)
-        if early is not None and not early.needs_landing:
-            if inbound.token_ids is not None:
-                exchange.record.num_prompt_tokens = len(inbound.token_ids)
-            return Plan(early, inbound.shape, view, inbound.token_ids)
-        try:
-            token_ids = await self._token_ids(exchange)
-        except NotRendered as error:
-            return Plan(one_engine(inbound.shape, error.reason), inbound.shape, view)
-        plan = await self._look_up(exchange, token_ids)
-        if plan.cached.keys is not None:
-            exchange.record.looked_up(plan.shape)
-            exchange.metrics.looked_up(self._services.pd.name, plan.shape)
-            if self._services.upkeep is not None:
-                self._services.upkeep.looked_up(plan.cached)
-        return plan
-
-    async def _token_ids(self, exchange: Exchange) -> list[int]:
-        """The prompt's ids, rendered unless the client sent them. Raises `NotRendered`."""
-        token_ids = exchange.inbound.token_ids
-        if token_ids is None:
-            started_s = exchange.elapsed_s()
-            target = await self._one_engine(exchange, set(), CachedPrompt())
-            token_ids = await render(
-                self._services.door, target.instance, target.engine_url, exchange
-            )
-            exchange.record.parts.render_s = exchange.elapsed_s() - started_s
-        exchange.record.num_prompt_tokens = len(token_ids)
-        return token_ids
-
-    async def _look_up(self, exchange: Exchange, token_ids: list[int]) -> Plan:
-        """The route of a counted prompt, by what is cached of it."""
-        inbound, caches = exchange.inbound, self._services.caches
-        cached = CachedPrompt()
-        if caches is not None:
-            cached = await caches.look_up(
-                self._places(inbound.model), token_ids, inbound.cache_salt or ""
-            )
-        shape = cached.shape(
-            replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True)
+        key = self._lessons.direct_begun(
+            inbound.model, target.instance, plan.shape, len(inbound.body)
         )
-        # Reports may have changed meanwhile.
-        view = self._view(inbound.model)
-        return Plan(decide(shape, view), shape, view, token_ids, cached)
+        try:
+            answer = await self._services.door.open(
+                target.instance,
+                target.engine_url,
+                exchange.path,
+                exchange.inbound.body,
+                exchange.headers,
+            )
+        finally:
+            self._lessons.direct_over(key)
+        if answer.is_stream and answer.status == 200:
+            seconds = self._lessons.direct_answered(target.instance, begun_s)
+            if self._services.caches is None or cached.keys is not None:
+                self._lessons.direct_took(inbound.model, plan.shape, seconds)
+        return answer
 
     def _count_retry(self, exchange: Exchange, plan: Plan, reason: Reason) -> None:
         plan.tries_left -= 1

@@ -1,7 +1,6 @@
 """Keeps the latest report of every cluster, so that routing needs no waiting.
 
-Reports that are too old count as unhealthy. Knows reports and turns them into the views of
-`scheduler.routing`; does not know requests.
+Reports that are too old count as none. Does not know requests, nor what reports are used for.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from deploy.gateway.cached import CachePlaces, places_of, serves
+from deploy.gateway.cached import CachePlaces, places_of
 from deploy.gateway.config import GatewayConfig
+from deploy.gateway.scheduling.snapshots import Reported
 from kvmanager.engines.jobs import ClusterReport
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
-from scheduler.routing import LocalView, PrefillClusterView, RegionView
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -48,6 +47,7 @@ class RegionWatcher:
         self._clock = clock
         self._on_report = on_report
         self._pd = _Latest(pd.report)
+        self._pd_name = pd.name
         self._prefill = {
             name: _Latest(cluster.report) for name, cluster in prefill_clusters.items()
         }
@@ -82,17 +82,13 @@ class RegionWatcher:
         report = self.pd_report()
         return report is not None and report.healthy
 
-    def view(self, model: str) -> RegionView:
-        """The region as a request for `model` sees it."""
-        return RegionView(
-            prefill_clusters=tuple(
-                _prefill_view(name, report, model)
-                for name, report in self.prefill_reports().items()
-            ),
-            local=_local_view(self.pd_report(), model),
-            threshold_tokens=self._config.threshold_tokens,
-            hand_off_tokens=self._config.hand_off_tokens,
-        )
+    def reported_pd(self) -> Reported:
+        """The PD cluster's report and its time, on the clock given."""
+        return self._reported(self._pd_name, self._pd)
+
+    def reported_prefill(self) -> list[Reported]:
+        """The same of every prefill cluster."""
+        return [self._reported(name, latest) for name, latest in self._prefill.items()]
 
     def cache_places(self, model: str) -> CachePlaces:
         """Where prompts for `model` may be cached."""
@@ -101,15 +97,20 @@ class RegionWatcher:
             self.pd_report(), self.prefill_reports(), model, is_only_model=is_only_model
         )
 
+    def _reported(self, name: str, latest: _Latest) -> Reported:
+        return Reported(name, self._fresh(latest), latest.at_s)
+
     def _fresh(self, latest: _Latest) -> ClusterReport | None:
         is_fresh = self._clock() - latest.at_s <= self._config.report_stale_s
         return latest.report if is_fresh else None
 
     async def _poll(self, latest: _Latest) -> None:
         try:
+            # A report surely holds what was there when it was asked for, not what came meanwhile.
+            asked_s = self._clock()
             async with asyncio.timeout(self._config.timeouts.cluster_s):
                 latest.report = await latest.source()
-            latest.at_s = self._clock()
+            latest.at_s = asked_s
             if self._on_report is not None:
                 await self._on_report(latest.report)
         except Exception as error:
@@ -120,28 +121,3 @@ class RegionWatcher:
         while True:
             await asyncio.sleep(self._config.report_interval_s)
             await self._poll(latest)
-
-
-def _prefill_view(name: str, report: ClusterReport | None, model: str) -> PrefillClusterView:
-    if report is None:
-        return PrefillClusterView(name=name, is_healthy=False, num_instances=0)
-    num_usable = sum(serves(instance, model) for instance in report.instances)
-    return PrefillClusterView(
-        name=name,
-        is_healthy=report.healthy and num_usable > 0,
-        queue_depth=report.queue_depth,
-        num_running=report.running,
-        num_instances=num_usable,
-        max_queue_depth=report.max_queued or None,
-    )
-
-
-def _local_view(report: ClusterReport | None, model: str) -> LocalView:
-    if report is None:
-        return LocalView(is_healthy=False)
-    return LocalView(
-        is_healthy=report.healthy,
-        has_prefill_instances=any(
-            instance.role == "prefill" and serves(instance, model) for instance in report.instances
-        ),
-    )

@@ -109,6 +109,7 @@ class Planner:
             "arena_dir": str(agent.arena_dir),
             "arena_gib": agent.arena_gib,
             "landing_gib": agent.landing_gib,
+            "link_probes": agent.link_probes,
             "trusted_network": security.trusted_network,
             "transport": agent.transport,
         }
@@ -223,6 +224,7 @@ def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
             threshold_tokens=gateway.threshold_tokens,
             max_body_bytes=gateway.max_body_bytes,
             directory=gateway.directory,
+            scheduling=gateway.scheduling,
         ),
         api_keys_file=gateway.api_keys_file,
         api_keys_env=gateway.api_keys_env or "",
@@ -257,6 +259,7 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
             model=region.model_of(item).name,
             role=role_of(item, cluster),
             max_concurrent=item.max_concurrent,
+            decode_slots=item.decode_slots,
         )
         for node in cluster.nodes
         for item in node.instances

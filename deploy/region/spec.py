@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from deploy.gateway.config import DirectoryConfig
+from deploy.gateway.scheduling.config import SchedulingConfig
 from deploy.units import parse_duration, parse_rate, parse_size
 from kvmanager.pool.placement import StatePlacement
 from transport import TransportConfig
@@ -114,6 +115,10 @@ class RegionInstance(_Part):
     max_concurrent: Annotated[
         int, Field(ge=1, description="prefill jobs given to it at a time")
     ] = 4
+    decode_slots: Annotated[
+        int,
+        Field(ge=1, description="requests that its engine decodes at a time: vLLM's max_num_seqs"),
+    ] = 256
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
 
@@ -152,6 +157,9 @@ class AgentSpec(_Part):
         | None
     ) = None
     ssd_gib: Annotated[float, Field(gt=0, description="of that at most")] | None = None
+    link_probes: Annotated[
+        bool, Field(description="measure idle links now and then with up to 0.1% of their rate")
+    ] = True
     advertise: (
         Annotated[Address, Field(description="what senders connect to, if not host:data_port")]
         | None
@@ -244,14 +252,18 @@ class GatewaySpec(_Part):
     port: Port = 8000
     threshold_tokens: Annotated[
         int,
-        Field(ge=0, description="prompts with more than this uncached go to a prefill cluster"),
+        Field(ge=0, description="at first: prompts with more uncached go to a prefill cluster"),
     ] = 1024
     directory: Annotated[
         DirectoryConfig, Field(description="who knows what is cached where; default: the gateway")
     ] = DirectoryConfig()
-    api_keys_file: Annotated[Path, Field(description="one key a line")] | None = None
+    scheduling: Annotated[
+        SchedulingConfig,
+        Field(description="how requests are routed, queued and refused, and roles changed"),
+    ] = SchedulingConfig()
+    api_keys_file: Annotated[Path, Field(description="a line: KEY or NAME KEY")] | None = None
     api_keys_env: (
-        Annotated[str, Field(description="environment variable with keys, comma-separated")] | None
+        Annotated[str, Field(description="environment variable with keys: [NAME=]KEY,...")] | None
     ) = None
     max_body_bytes: Annotated[
         Size, Field(description="of a request; a number or 32MiB", examples=["32MiB"])

@@ -48,6 +48,8 @@ def test_help_imports_nothing_heavy() -> None:
         ["directory"],
         ["doctor", "link"],
         ["link", "top"],
+        ["role", "ls"],
+        ["role", "set"],
         ["region"],
         ["region", "check"],
         ["region", "schema"],

@@ -87,6 +87,8 @@ def test_the_example_is_right() -> None:
          "clusters[0].nodes[0].agent.placement", "ends"),
         ("port: 8000", "port: 8000\n  directory: {kind: redis}",
          "gateway.directory", "needs url"),
+        ("port: 8000", "port: 8000\n  scheduling: {admission: {tenants: {acme: {max_tokens: 1}}}}",
+         "gateway.scheduling.admission.tenants", "give api_keys_file"),
         ("arena_gib: 0.5", "arena_gib: 0.5, data_port: 8000",
          "clusters[0].nodes[0].agent.data_port", "taken by gateway.port"),
         ("to: pd-b", "to: pd-b\n    endpoints: {b2: 'h:1'}",

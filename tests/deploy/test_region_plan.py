@@ -84,6 +84,7 @@ def test_the_gateway_is_told_clusters_and_links(region: RegionSpec) -> None:
     assert file == gateway_file(plan.resolved)
     assert file.gateway.threshold_tokens == 512
     assert [item.role for item in file.pd.instances] == ["prefill", "decode"]
+    assert {item.decode_slots for item in file.pd.instances} == {256}
     (source,) = file.prefill
     (relay,) = plan.resolved.relays
     assert source.endpoints == {relay.target: relay.listen}

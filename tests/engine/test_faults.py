@@ -19,6 +19,7 @@ from engine_region import (
     ask_region,
     everything_is_given_back,
     expected_answers,
+    link_is_usable,
     model_dir,
     prompt,
     records,
@@ -44,6 +45,8 @@ from kvmanager.rpc import RpcClient, RpcError
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LONG_TOKENS = 5000
+THRESHOLD_TOKENS = 256
+"""Long prompts stay above it whatever a link that was down makes of it."""
 CASES = (
     "prefill engine killed",
     "prefill agent killed",
@@ -105,7 +108,13 @@ async def shared(
     expecting = asyncio.create_task(
         expected_answers(path, WINDOW, list(PROMPTS.values()), tmp_path_factory.mktemp("p"))
     )
-    spec = region_spec(path, WINDOW, link={"rate": "40Mbit", "rtt": "20ms"}, landing_gib=32 / 1024)
+    spec = region_spec(
+        path,
+        WINDOW,
+        threshold_tokens=THRESHOLD_TOKENS,
+        link={"rate": "40Mbit", "rtt": "20ms"},
+        landing_gib=32 / 1024,
+    )
     async with running(spec, run_dir / "region") as region:
         asked, expected = await expecting
         yield Faulty(region, {request.name: request for request in asked}, expected)
@@ -121,6 +130,7 @@ async def faulty(shared: Faulty) -> AsyncIterator[Faulty]:
         await process.wait_restarted(180)
     await shared.region.wait_settled(60)
     await everything_is_given_back(shared.region)
+    await until(lambda: link_is_usable(shared.region), "the link is usable")
 
 
 async def test_a_link_cut_for_3_s_only_delays(faulty: Faulty) -> None:
@@ -225,6 +235,7 @@ async def test_a_killed_prefill_engine_ends_in_local_prefill_and_comes_back(
     assert record["prefill_error"], record
     await faulty.region.engine("a1-prefill").wait_restarted(180)
     await faulty.region.wait_settled(60)
+    await until(lambda: link_is_usable(faulty.region), "the link is usable")
     record = await faulty.ask_while("after a fault")
     assert record["route"] == "prefill_cluster", record["reason"]
     assert not record.get("prefill_error"), record["prefill_error"]

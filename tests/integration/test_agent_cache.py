@@ -335,6 +335,7 @@ def test_a_landing_leaves_out_what_is_cached_and_is_kept(
         for key, runs in zip(keys, second.cached_runs, strict=False):
             assert consumer.scheduler.read(runs, SHAPE.parts[KV].nbytes) == content(key, KV)
         transfers.send(producer, second, keys)
+        wait_until(lambda: consumer.hit(keys) == 8, what="the second landing is kept")
         consumer.check(keys, 8)
         cache = receiver.status().cache
         assert cache is not None

@@ -318,26 +318,26 @@ TID = bytes(16)
 OTHER_LAYOUT = msgspec.structs.replace(SMALL_LAYOUT, model_id="other").encode()
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", "a frame of"),
-        (b"\x00\x00\x00\x00", "a frame of 0"),
-        (b"\xff\xff\xff\x7f", "a frame of"),
-        (b"\x01\x00\x00\x00\xc1", "bad message"),
-        (encode_frame(Welcome("x", "x", 1, 1)), "bad message"),
-        (encode_frame(Attach(TID)), "before Hello"),
-        (encode_frame(hello()) + encode_frame(hello()), "Hello twice"),
-        (encode_frame(hello(version=7)), "version 7"),
-        (encode_frame(hello(layout=b"")), "layout"),
-        (encode_frame(hello(tp_size=2)), "ranks"),
-        (encode_frame(hello(tp_rank=1)), "tp_rank 1"),
-        (encode_frame(hello("engine", layout=OTHER_LAYOUT)), "instance engine is connected"),
-        (encode_frame(hello()) + encode_frame(Ready(b"short", [])), "bad message"),
-        (encode_frame(hello()) + encode_frame(Ready(TID, [(-1, 2)])), "bad message"),
-        (encode_frame(hello()) + encode_frame(Ready(TID, [(0, 1)] * 9000)), "bad message"),
-    ],
-)
+HOSTILE = [
+    (b"GET / HTTP/1.1\r\n\r\n", "a frame of"),
+    (b"\x00\x00\x00\x00", "a frame of 0"),
+    (b"\xff\xff\xff\x7f", "a frame of"),
+    (b"\x01\x00\x00\x00\xc1", "bad message"),
+    (encode_frame(Welcome("x", "x", 1, 1)), "bad message"),
+    (encode_frame(Attach(TID)), "before Hello"),
+    (encode_frame(hello()) + encode_frame(hello()), "Hello twice"),
+    (encode_frame(hello(version=7)), "version 7"),
+    (encode_frame(hello(layout=b"")), "layout"),
+    (encode_frame(hello(tp_size=2)), "ranks"),
+    (encode_frame(hello(tp_rank=1)), "tp_rank 1"),
+    (encode_frame(hello("engine", layout=OTHER_LAYOUT)), "instance engine is connected"),
+    (encode_frame(hello()) + encode_frame(Ready(b"short", [])), "bad message"),
+    (encode_frame(hello()) + encode_frame(Ready(TID, [(-1, 2)])), "bad message"),
+    (encode_frame(hello()) + encode_frame(Ready(TID, [(0, 1)] * 9000)), "bad message"),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), HOSTILE, ids=[words for _, words in HOSTILE])
 def test_hostile_frames_cost_only_their_connection(
     one_agent: AgentProcess, data: bytes, words: str
 ) -> None:

@@ -121,7 +121,8 @@ def test_an_emulated_link(agents: tuple[AgentProcess, AgentProcess]) -> None:
         assert 9e6 < found["achieved_bytes_per_s"] < 14e6
         assert status == 1
         assert any(item["mends"] for item in found["findings"])
-        status, found, _ = doctor(sender, receiver, *options, "0.1")
+        # Half of what the link carries: a busy machine moves less than all of it.
+        status, found, _ = doctor(sender, receiver, *options, "0.05")
         assert (status, found["healthy"]) == (0, True), found
 
 

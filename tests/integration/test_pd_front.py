@@ -20,6 +20,7 @@ from kvmanager.engines.testing import (
     eventually,
     prefill_job,
 )
+from kvmanager.rpc import RpcServer
 from local_pd import (
     DecodeSlot,
     EmbeddedPdCluster,
@@ -30,10 +31,12 @@ from local_pd import (
     PdClusterConfig,
     PrefillFailed,
     RemotePdCluster,
+    RoleRefused,
     UnknownInstance,
 )
 from local_pd.metrics import PdMetrics
-from local_pd.server import PdServer
+from local_pd.server import SERVICE, PdServer
+from scheduler.conversion import RoleChange, RoleStatus
 
 ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
 
@@ -171,6 +174,14 @@ async def test_reports_say_where_and_how_prompts_are_cached(rig: Rig) -> None:
     assert reports["d0"].cache == model
     assert reports["d0"].node == rig.nodes[0].target == reports["d0"].node_name
     assert reports["d1"].cache is None
+
+
+async def test_reports_say_how_full_engines_are(rig: Rig) -> None:
+    rig.engines["d0"].waiting = 3
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 3)
+    reports = {item.name: item for item in (await rig.front.report()).instances}
+    assert (reports["d0"].num_waiting, reports["d1"].num_waiting) == (3, 0)
+    assert (reports["d0"].kv_usage, reports["d0"].decode_slots) == (0.0, 256)
 
 
 async def test_a_full_node_leads_to_the_other_and_two_to_no_room(rig: Rig) -> None:
@@ -342,6 +353,7 @@ async def test_a_local_prefill_fills_the_landing(rig: Rig) -> None:
     slot = await rig.reserve()
     result = await rig.front.prefill_locally(rig.job_for(slot))
     assert (result.instance, result.nbytes) == ("p0", 8 * BYTES_PER_TOKEN)
+    assert result.reason.startswith("least_loaded; cached_tokens=0; tokens_ahead=0")
     assert rig.engines["p0"].requests[0]["kv_transfer_params"]["prfaas"]["role"] == "producer"
     assert (await rig.front.report()).running_tokens == 0
 
@@ -351,7 +363,11 @@ async def test_cancelling_a_local_prefill_aborts_it(rig: Rig) -> None:
     rig.engines["p0"].may_answer.clear()
     task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
-    assert (await rig.front.report()).running_tokens == 8
+    report = await rig.front.report()
+    assert report.running_tokens == 8
+    (job,) = report.jobs
+    assert (job.transfer_id, job.instance) == (slot.landing.transfer_id, "p0")
+    assert (job.num_tokens, job.uncached_tokens) == (8, 8)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     async with asyncio.timeout(20):
@@ -391,6 +407,90 @@ async def test_draining_waits_for_the_engine_and_takes_nothing_new(rig: Rig) -> 
         await rig.front.drain("d9")
 
 
+async def test_draining_waits_for_slots_that_are_held(rig: Rig) -> None:
+    slot = await rig.reserve()
+    load = rig.embedded._instances.by_name["d0"].load
+    await eventually(lambda: load.num_requests == 0)  # nothing but the slot says that work comes
+    draining = asyncio.create_task(rig.front.drain("d0"))
+    await asyncio.sleep(0.15)
+    assert not draining.done()
+    await rig.front.release(slot, "answered")
+    async with asyncio.timeout(5):
+        await draining
+
+
+async def test_an_engine_that_dies_is_not_drained(rig: Rig) -> None:
+    """Nobody can tell what became of its requests."""
+    instance = rig.embedded._instances.by_name["d0"]
+    rig.engines["d0"].waiting = 1
+    await eventually(lambda: instance.load.num_requests == 1)
+    draining = asyncio.create_task(rig.front.drain("d0"))
+    await eventually(lambda: instance.draining)
+    rig.engines["d0"].healthy = False
+    async with asyncio.timeout(5):
+        with pytest.raises(NoInstance, match="d0 is not drained but gone: engine: "):
+            await draining
+    assert instance.draining
+    await rig.front.resume("d0")
+    assert not instance.draining
+
+
+async def test_an_engine_that_drains_serves_what_no_other_can(rig: Rig) -> None:
+    for instance in rig.embedded._instances.by_name.values():
+        instance.draining = True
+    assert (await rig.front.report()).healthy
+    assert (await rig.front.direct("r1")).instance == "d0"
+    with pytest.raises(NoInstance, match="is draining"):
+        await rig.reserve()
+
+
+async def test_draining_waits_for_local_prefills(rig: Rig) -> None:
+    slot = await rig.reserve()
+    rig.engines["p0"].may_answer.clear()
+    job = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
+    await rig.engines["p0"].wait_requests(1)
+    draining = asyncio.create_task(rig.front.drain("p0"))
+    await asyncio.sleep(0.1)
+    assert not draining.done()
+    rig.engines["p0"].may_answer.set()
+    assert (await job).instance == "p0"
+    async with asyncio.timeout(5):
+        await draining
+
+
+async def test_a_role_is_what_the_front_gives_an_instance_to_do(rig: Rig) -> None:
+    order = RoleChange("prefill", 1)
+    assert await rig.front.set_role("d0", order) == RoleStatus("prefill", 1)
+    assert await rig.front.set_role("d0", order) == RoleStatus("prefill", 1)
+    assert {(await rig.reserve()).instance for _ in range(3)} == {"d1"}
+    with pytest.raises(RoleRefused, match="too old; it is prefill since epoch 1"):
+        await rig.front.set_role("d0", RoleChange("decode", 1))
+    await rig.front.set_role("p0", RoleChange("decode", 1))
+    result = await rig.front.prefill_locally(rig.job_for(await rig.reserve()))
+    assert result.instance == "d0"
+    draining = asyncio.create_task(rig.front.drain("p0"))
+    await eventually(lambda: rig.embedded._instances.by_name["p0"].draining)
+    reports = {item.name: item for item in (await rig.front.report()).instances}
+    assert [(i.role, i.role_epoch, i.role_ready) for i in reports.values()] == [
+        ("prefill", 1, True),
+        ("decode", 0, True),
+        ("decode", 1, False),
+    ]
+    assert await rig.front.set_role("p0", RoleChange("prefill", 2)) == RoleStatus(
+        "prefill", 2, ready=False
+    )
+    draining.cancel()
+    for name in ("d0", "p0"):
+        await rig.front.set_role(name, RoleChange("decode", 3))
+    await rig.front.report()
+    assert not rig.front.has_prefill_instances
+    with pytest.raises(UnknownInstance, match="d9"):
+        await rig.front.set_role("d9", order)
+    rig.embedded._instances.by_name["d1"].role = "both"
+    with pytest.raises(RoleRefused, match="prefills and decodes"):
+        await rig.front.set_role("d1", order)
+
+
 async def test_closing_ends_local_prefills(rig: Rig) -> None:
     slot = await rig.reserve()
     rig.engines["p0"].may_answer.clear()
@@ -403,12 +503,36 @@ async def test_closing_ends_local_prefills(rig: Rig) -> None:
     await eventually(lambda: not rig.nodes[0].outboxes)
 
 
+async def test_a_drain_ends_with_the_gateway_that_waited_for_it() -> None:
+    async with make_rig("remote") as rig:
+        instance = rig.embedded._instances.by_name["d0"]
+        rig.engines["d0"].waiting = 1
+        await eventually(lambda: instance.load.num_requests == 1)
+        draining = asyncio.create_task(rig.front.drain("d0"))
+        await eventually(lambda: instance.draining)
+        await rig.front.close()
+        await asyncio.gather(draining, return_exceptions=True)
+        await eventually(lambda: not instance.draining)
+
+
+async def test_a_front_that_knows_no_roles_refuses_them_for_good() -> None:
+    """Otherwise its instance would stay drained for as long as somebody tries to undo the order."""
+    server = RpcServer("127.0.0.1:0", {SERVICE: {}})
+    front = RemotePdCluster("west", f"127.0.0.1:{await server.start()}", has_prefill_instances=True)
+    with pytest.raises(RoleRefused):
+        await front.set_role("d0", RoleChange("prefill", 1))
+    await front.close()
+    await server.stop(0.0)
+
+
 async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:
     front = RemotePdCluster("west", "127.0.0.1:1", has_prefill_instances=False)
     with pytest.raises(FrontUnreachable, match="west"):
         await front.reserve(8, "00" * 32, "r1")
     with pytest.raises(FrontUnreachable, match="west"):
         await front.direct("r1")
+    with pytest.raises(FrontUnreachable, match="west"):
+        await front.set_role("d0", RoleChange("prefill", 1))
     landing = prefill_job(1).landing
     slot = DecodeSlot(
         landing=landing, instance="d0", engine_url="", kv_transfer_params={}, lease_s=1.0

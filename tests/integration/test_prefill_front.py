@@ -117,6 +117,8 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
     assert result.sent_share_at_prefill_end == 0.5
     assert result.transfer_tail_s == 0.125
     assert result.num_attempts == 1
+    assert result.service_s == result.prefill_s
+    assert result.reason == "least_loaded; cached_tokens=0; tokens_ahead=0; instances=2"
     body = next(engine.requests[0] for engine in rig.engines if engine.requests)
     assert body["max_tokens"] == 1
     assert body["prompt"] == [1] * 8
@@ -142,11 +144,40 @@ async def test_jobs_spread_over_instances_and_the_rest_waits(rig: Rig) -> None:
     report = await rig.front.report()
     assert (report.running, report.queue_depth, report.healthy) == (2, 1, True)
     assert (report.queued_tokens, report.running_tokens) == (8, 16)
+    assert sorted((job.instance, job.uncached_tokens) for job in report.jobs) == [
+        ("", 8),
+        ("p0", 8),
+        ("p1", 8),
+    ]
+    assert {job.transfer_id for job in report.jobs} == {f"{n:032x}" for n in (1, 2, 3)}
+    assert all(0 <= job.for_s < 20 for job in report.jobs)
     assert [item.running for item in report.instances] == [1, 1]
     rig.let_go()
     results = await asyncio.gather(*tasks)
     assert {result.instance for result in results} == {"p0", "p1"}
     assert sorted(result.queue_s > 0 for result in results) == [False, False, True]
+
+
+async def test_a_job_goes_where_its_prompt_is_cached(rig: Rig) -> None:
+    cached_tokens = {rig.agents[1].target: 6}
+    job = msgspec.structs.replace(prefill_job(1), cached_tokens=cached_tokens)
+    result = await rig.front.submit(job)
+    assert result.instance == "p1"
+    assert result.reason == "cached; cached_tokens=6; tokens_ahead=0; instances=2"
+
+
+async def test_what_a_prefill_took_itself_begins_when_the_one_before_it_ended() -> None:
+    async with make_rig("embedded", num_instances=1, max_concurrent=2) as rig:
+        rig.hold()
+        tasks = []
+        for number in (1, 2):
+            tasks.append(asyncio.create_task(rig.front.submit(prefill_job(number))))
+            await rig.engines[0].wait_requests(number)
+        await asyncio.sleep(0.3)  # the fake agent says that the last 0.125 s were transfer
+        rig.let_go()
+        first, second = await asyncio.gather(*tasks)
+        assert first.service_s == first.prefill_s > 0
+        assert second.service_s < second.prefill_s / 2
 
 
 async def test_a_job_over_the_queue_bound_is_refused(rig: Rig) -> None:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -77,8 +78,8 @@ class HostilePeer:
 class Arena(LoopbackPair):
     """A well-behaved pair, and hostile peers of its receiver."""
 
-    def __init__(self) -> None:
-        super().__init__(CONFIG)
+    def __init__(self, config: TransportConfig = CONFIG) -> None:
+        super().__init__(config)
         self._peers: list[HostilePeer] = []
 
     def attack(self, *, greets: bool = True, window_bytes: int = 0) -> HostilePeer:
@@ -93,8 +94,8 @@ class Arena(LoopbackPair):
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    with closing(Arena()) as arena:
+def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
+    with closing(Arena(getattr(request, "param", CONFIG))) as arena:
         yield arena
 
 
@@ -118,6 +119,13 @@ def assert_transfers_work(arena: Arena, number: int) -> None:
     assert landed == data
 
 
+@pytest.mark.parametrize(
+    # Long enough for a busy machine to open 65 connections in it.
+    "arena",
+    [replace(CONFIG, handshake_timeout_s=3.0)],
+    ids=["patient"],
+    indirect=True,
+)
 def test_peers_that_never_finish_their_greeting_lose_their_places(arena: Arena) -> None:
     assert_transfers_work(arena, 1)
     before_bytes = rss_bytes()

@@ -183,7 +183,8 @@ def test_nothing_is_left_after_close() -> None:
             handle.ready(0, len(data))
             assert pair.listener.wait(handle.transfer_id) is None
             assert len(transport_threads()) > 2 * CONFIG.num_connections
-    assert transport_threads() == []
+    # A connection that its peer has closed may be on its way out by itself.
+    eventually(lambda: transport_threads() == [], 1.0, lambda: str(transport_threads()))
     assert open_files() == before
 
 

@@ -26,6 +26,8 @@ class EventGate:
         self._tail = b"\n"
         self.is_done = False
         """The stream so far ends with `data: [DONE]`: the answer is whole."""
+        self.num_events = 0
+        """Whole ones that were let through, comments and the end mark included."""
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes that may be forwarded after `chunk`; empty while an event is unfinished."""
@@ -52,6 +54,7 @@ class EventGate:
     def _passed(self, data: bytes) -> bytes:
         self._tail = (self._tail + data[-_DONE_WINDOW_BYTES:])[-_DONE_WINDOW_BYTES:]
         self.is_done = _DONE.search(self._tail) is not None
+        self.num_events += data.count(b"\n\n") + data.count(b"\r\n\r\n")
         return data
 
 

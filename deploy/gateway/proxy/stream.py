@@ -43,11 +43,12 @@ End = Literal["whole", "engine_lost", "client_gone"]
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """How a stream ended, and how many bytes of it went to the client."""
+    """How a stream ended, and how many bytes and events of it went to the client."""
 
     end: End
     nbytes: int
     error: str = ""
+    num_events: int = 0
 
 
 class ClientGone(Exception):
@@ -92,14 +93,14 @@ async def relay_stream(
         if not gate.is_done:
             error = error or "the stream ended without [DONE]"
             await _break_off(answer.instance, request, client, error)
-            return StreamEnd("engine_lost", watch.nbytes, error)
+            return StreamEnd("engine_lost", watch.nbytes, error, gate.num_events)
         if not error:
             # What follows the end mark without a blank line is noise, but it is the engine's.
             await _write(client, gate.rest())
             answer.response = None
-        return StreamEnd("whole", watch.nbytes)
+        return StreamEnd("whole", watch.nbytes, num_events=gate.num_events)
     except ClientGone as gone:
-        return StreamEnd("client_gone", watch.nbytes, str(gone))
+        return StreamEnd("client_gone", watch.nbytes, str(gone), gate.num_events)
     finally:
         watch.stop()
         answer.close()

@@ -10,15 +10,7 @@ from kvmanager.agent.messages import (
     StatusReply,
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState
-from scheduler.routing import (
-    LocalView,
-    PrefillClusterView,
-    Reason,
-    RegionView,
-    RequestShape,
-    decide,
-    one_engine,
-)
+from scheduler.routing import Decision, Reason, RequestShape, one_engine
 
 A1, B1, B2 = NodeName("far", "a1"), NodeName("home", "b1"), NodeName("home", "b2")
 MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0), (1, 6400, 128), (2, 5000, 0)])
@@ -97,12 +89,8 @@ async def test_an_explanation_says_what_each_route_would_take() -> None:
     )
     cached = CachedPrompt(keys, places, coverage)
     shape = cached.shape(RequestShape(num_prompt_tokens=1001))
-    view = RegionView(
-        prefill_clusters=(PrefillClusterView(name="far", is_healthy=True),),
-        local=LocalView(),
-        threshold_tokens=512,
-    )
-    told = explanation("tiny", shape, cached, decide(shape, view))
+    decision = Decision("prefill_cluster", "far", Reason.ABOVE_THRESHOLD)
+    told = explanation("tiny", shape, cached, decision)
     assert (told.num_blocks, told.block_tokens, told.key) == (15, 64, keys.blocks[-1].hex())
     assert (told.route, told.target, told.note) == ("prefill_cluster", "far", "")
     local, far = told.routes

@@ -10,7 +10,7 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import Hit, NodeCoverage
 from kvmanager.engines.jobs import ClusterReport, InstanceReport
 from kvmanager.hashing import block_keys, join_keys, root_key
-from scheduler.routing import RequestShape
+from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
 
 NAMESPACE = "ab" * 16
 MODEL = CacheModel(NAMESPACE, 64, [(0, 6400, 0), (1, 999, 128), (2, 5000, 0)])
@@ -88,9 +88,11 @@ async def test_each_side_is_spared_what_its_best_node_holds() -> None:
     assert known.prefill_tokens == {"far": 8 * 64, "near": 0}
     assert known.landing_nodes() == ("b1:1", "b2:1")
     assert known.direct_nodes() == ("b2:1", "b1:1")
-    assert known.computing_nodes("far") == ("a2:1",)
-    assert known.computing_nodes(None) == ("b3:1", "b2:1")
-    assert known.computing_nodes("unheard of") == ()
+    assert known.computing_tokens("far") == {"a2:1": 8 * 64}
+    assert known.computing_tokens(HAND_OFF) == {"b3:1": 12 * 64, "b2:1": 4 * 64}
+    assert known.computing_tokens(ONE_ENGINE) == {"b1:1": 2 * 64, "b2:1": 4 * 64}
+    assert known.computing_tokens("unheard of") == {}
+    assert known.longest_tokens == 15 * 64
 
 
 async def test_a_landing_cannot_build_on_what_engines_hold() -> None:

@@ -1,5 +1,6 @@
-"""Configuration errors name the key; keys are read from files and the environment."""
+"""Configuration errors name their key; API keys come from files and the environment."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,16 @@ import pytest
 import yaml
 from pydantic import SecretStr, ValidationError
 
-from deploy.gateway.config import GatewayConfig
-from deploy.gateway.file import GatewayFile, GatewayFileError, build_caches, load_gateway_file
+from deploy.gateway.config import ApiKey, GatewayConfig
+from deploy.gateway.file import (
+    GatewayFile,
+    GatewayFileError,
+    build_caches,
+    build_clusters,
+    load_gateway_file,
+)
+from prfaas import EmbeddedPrefillCluster, QueueConfig
+from scheduler.queue_order import LengthBucket, OrderConfig
 
 
 def test_configuration_errors_name_the_key() -> None:
@@ -34,6 +43,10 @@ def write(folder: Path, content: Any) -> Path:
     return path
 
 
+def api_key(key: str, name: str = "") -> ApiKey:
+    return ApiKey(key=SecretStr(key), name=name)
+
+
 def minimal(**more: Any) -> dict[str, Any]:
     return {
         "gateway": {"models": [{"name": "tiny"}]},
@@ -46,13 +59,64 @@ def test_a_gateway_file_is_read_with_its_keys(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# ours\none\n\n two \n")
     path = write(tmp_path, minimal(api_keys_file=str(tmp_path / "keys")))
     loaded = load_gateway_file(path)
-    assert loaded.gateway.api_keys == (SecretStr("one"), SecretStr("two"))
+    assert loaded.gateway.api_keys == (api_key("one"), api_key("two"))
     assert loaded.prefill[0].link == "far-to-home"
     path = write(tmp_path, minimal(api_keys_env="KEYS"))
-    assert load_gateway_file(path, {"KEYS": "a, b,"}).gateway.api_keys == (
-        SecretStr("a"),
-        SecretStr("b"),
+    assert load_gateway_file(path, {"KEYS": "a, acme=b,"}).gateway.api_keys == (
+        api_key("a"),
+        api_key("b", "acme"),
     )
+    path = write(tmp_path, minimal(gateway={"models": [{"name": "tiny"}], "api_keys": ["acme c"]}))
+    assert load_gateway_file(path, {}).gateway.api_keys == (api_key("c", "acme"),)
+
+
+async def test_the_order_of_queues_reaches_embedded_fronts(tmp_path: Path) -> None:
+    instance = {"name": "p0", "url": "http://127.0.0.1:8100", "agent": "127.0.0.1:7101"}
+    path = write(
+        tmp_path,
+        minimal(
+            gateway={
+                "models": [{"name": "tiny"}],
+                "scheduling": {"queue": {"patience_s": 9.0, "buckets": [{"share": 1.0}]}},
+            },
+            prefill=[{"name": "far", "instances": [instance], "max_queued": 7}],
+        ),
+    )
+    front = build_clusters(load_gateway_file(path, {})).prefill["far"]._cluster
+    assert isinstance(front, EmbeddedPrefillCluster)
+    assert front._config.queue == QueueConfig(
+        max_queued=7,
+        order=OrderConfig(buckets=(LengthBucket(math.inf, 1.0),), patience_s=9.0),
+    )
+
+
+def limited(folder: Path, **more: Any) -> Path:
+    scheduling = {"admission": {"tenants": {"acme": {"max_requests": 4}}}}
+    return write(
+        folder, minimal(gateway={"models": [{"name": "tiny"}], "scheduling": scheduling}, **more)
+    )
+
+
+def test_limits_of_tenants_are_read(tmp_path: Path) -> None:
+    path = limited(tmp_path, api_keys_env="KEYS")
+    admission = load_gateway_file(path, {"KEYS": "acme=b"}).gateway.scheduling.admission
+    assert admission.tenants["acme"].limit().max_requests == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "none, as there are no API keys"),
+        ({"api_keys_env": "KEYS"}, "tenants with keys: acme2, key-ca978112"),
+    ],
+)
+def test_limits_of_a_tenant_without_a_key_are_a_mistake(
+    tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(GatewayFileError) as caught:
+        load_gateway_file(limited(tmp_path, **more), {"KEYS": "a,acme2=b"})
+    assert "no API key has the name 'acme'" in str(caught.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +128,10 @@ def test_a_gateway_file_is_read_with_its_keys(tmp_path: Path) -> None:
             "pd",
         ),
         ({"gateway": {"models": [{"name": "x", "color": 1}]}}, "gateway.models.0.color"),
+        (
+            {"gateway": {"scheduling": {"long_term": {"drain_limit_s": 1200}}}},
+            "drain_limit_s 1200 must be above 0 and at most 900",
+        ),
         ({"api_keys_env": "NOT_SET"}, "NOT_SET"),
         ({"api_keys_env": "A", "api_keys_file": "b"}, "not both"),
         ({"api_keys_file": "no/such/file"}, "no/such/file"),

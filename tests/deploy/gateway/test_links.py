@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.gateway.links import RegionLinks
+from deploy.gateway.links import SAME_S, RegionLinks
 from deploy.gateway.region_link import NUM_STEPS, STALE_S, HeardPath, RegionLink
 from kvmanager.agent.link_messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
@@ -165,7 +165,7 @@ def test_the_past_is_kept_for_a_while() -> None:
     for index in range(4 * NUM_STEPS):
         now_s = index / 4
         link.observe(heard(view(achieved_bytes_per_s=float(index)), at_s=now_s), now_s)
-    steps = link.now(now_s).steps
+    steps = link.steps(now_s)
     assert len(steps) == NUM_STEPS
     assert [step.age_s for step in steps] == sorted((s.age_s for s in steps), reverse=True)
     assert steps[0].achieved_bytes_per_s < steps[-1].achieved_bytes_per_s
@@ -267,6 +267,8 @@ async def test_paths_are_joined_to_links_by_where_they_lead(region: Region) -> N
     region.now_s += 2.0
     now = links.now("far", "home")
     assert (now.name, now.available_bytes_per_s, now.age_s) == ("wan", 9.0, 2.0)
+    region.now_s += 0.5 * SAME_S
+    assert links.now("far", "home") is now
     overview = links.overview()
     assert [path.to for path in overview.paths] == ["home/b1", ""]
     assert [(link.source, link.target) for link in overview.links] == [("far", "home")]

@@ -48,7 +48,7 @@ async def test_views_follow_the_reports_and_grow_stale() -> None:
     home.instances = (instance(role="both"), instance(role="prefill"))
     far.instances = (instance(), instance("other"), instance(draining=True))
     now_s = 100.0
-    config = GatewayConfig(models=(ModelConfig(name="tiny"),), threshold_tokens=5)
+    config = GatewayConfig(models=(ModelConfig(name="tiny"),))
     pd: Any = home
     clusters: Any = {"far": far}
     watcher = RegionWatcher(config, pd, clusters, clock=lambda: now_s)
@@ -56,16 +56,13 @@ async def test_views_follow_the_reports_and_grow_stale() -> None:
     await watcher.start()
     await watcher.close()
     assert watcher.is_healthy()
-    view = watcher.view("tiny")
-    assert view.threshold_tokens == 5
-    assert view.local.has_prefill_instances
-    (cluster,) = view.prefill_clusters
-    assert (cluster.num_instances, cluster.queue_depth, cluster.max_queue_depth) == (1, 3, 4)
-    assert cluster.is_healthy
-    assert not watcher.view("third").prefill_clusters[0].is_healthy
+    home_seen, (far_seen,) = watcher.reported_pd(), watcher.reported_prefill()
+    assert (home_seen.name, far_seen.name, far_seen.at_s) == ("home", "far", now_s)
+    assert far_seen.report is not None
+    assert far_seen.report.instances == far.instances
     now_s += config.report_stale_s + 1
     assert not watcher.is_healthy()
-    assert not watcher.view("tiny").prefill_clusters[0].is_healthy
+    assert watcher.reported_pd().report is None
     assert watcher.prefill_reports() == {"far": None}
 
 
@@ -80,7 +77,7 @@ async def test_a_front_that_raises_is_not_healthy() -> None:
     await watcher.start()
     await watcher.close()
     assert watcher.is_healthy()
-    assert not watcher.view("tiny").prefill_clusters[0].is_healthy
+    assert [seen.report for seen in watcher.reported_prefill()] == [None]
 
 
 async def test_background_tasks_are_waited_for_and_then_cancelled() -> None:
@@ -104,3 +101,20 @@ async def test_background_tasks_are_waited_for_and_then_cancelled() -> None:
     await background.drain(0.0)
     assert stuck.cancelled()
     assert len(background) == 0
+
+
+async def test_a_report_counts_from_when_it_was_asked_for() -> None:
+    home, now_s = Front("home"), 100.0
+
+    async def slow() -> ClusterReport:
+        nonlocal now_s
+        now_s += 1.5
+        return await Front.report(home)
+
+    home.report = slow  # type: ignore[method-assign]
+    pd: Any = home
+    config = GatewayConfig(models=(ModelConfig(name="tiny"),))
+    watcher = RegionWatcher(config, pd, {}, clock=lambda: now_s)
+    await watcher.start()
+    await watcher.close()
+    assert watcher.reported_pd().at_s == 100.0

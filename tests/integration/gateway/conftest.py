@@ -28,8 +28,9 @@ from kvmanager.engines.jobs import (
     PrefillResult,
     consumer_params,
 )
-from local_pd.errors import NoInstance, NoRoom
+from local_pd.errors import NoInstance, NoRoom, RoleRefused
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
+from scheduler.conversion import RoleChange, RoleStatus
 
 Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -311,6 +312,9 @@ class FakePd:
 
     async def resume(self, instance: str) -> None: ...
 
+    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+        raise RoleRefused(f"{self.name}: {instance} never changes")
+
     async def close(self) -> None: ...
 
     def _usable(self) -> list[FakeEngine]:
@@ -374,7 +378,7 @@ class FakePrefill:
             queue_depth=0,
             running=self.num_running,
             instances=(report("prefill", f"{self.name}-0", self.is_healthy),),
-            max_queued=8,
+            max_queued=64,
         )
 
     async def drain(self, instance: str) -> None: ...

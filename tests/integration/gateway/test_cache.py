@@ -154,7 +154,7 @@ async def test_what_a_cluster_and_the_landing_have_is_neither_computed_nor_sent(
         assert sent_keys == join_keys([ROOT, *keys_of(body)])
         assert nodes == ("d0:1",)
         (job,) = region.prefill["near"].jobs
-        assert job.prefer == ("near-0:1",)
+        assert job.cached_tokens == {"near-0:1": 192}
         assert job.landing.cached_tokens == 64
         record = await region.record()
         assert (record.landing_cached_tokens, record.saved_bytes) == (64, 6400)

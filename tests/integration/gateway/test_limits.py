@@ -185,6 +185,46 @@ async def test_more_than_the_limit_is_turned_away(open_region: Any) -> None:
         assert (await region.post(SHORT))[0] == 200
 
 
+async def test_a_tenant_has_no_more_than_its_share(open_region: Any) -> None:
+    limits = {"admission": {"tenants": {"acme": {"max_requests": 1}}}}
+    keys = ("acme one", "acme two", "three")
+    async with open_region(api_keys=keys, scheduling=limits) as region:
+
+        async def ask(key: str) -> tuple[int, Any, bytes]:
+            answer: tuple[int, Any, bytes] = await region.post(
+                SHORT, headers={"Authorization": f"Bearer {key}"}
+            )
+            return answer
+
+        region.engine.first_token.clear()
+        first = asyncio.create_task(ask("one"))
+        await region.until(lambda: len(region.engine.requests) == 1)
+        status, headers, answer = await ask("two")
+        assert status == 429
+        assert int(headers["retry-after"]) >= 1
+        assert error_of(answer)["code"] == "tenant_requests"
+        assert "Tenant acme has 1 of at most 1 requests in flight" in error_of(answer)["message"]
+        assert len(region.engine.requests) == 1
+        other = asyncio.create_task(ask("three"))
+        await region.until(lambda: len(region.engine.requests) == 2)
+        region.engine.first_token.set()
+        assert [(await task)[0] for task in (first, other)] == [200, 200]
+        assert (await ask("two"))[0] == 200
+
+
+async def test_a_client_that_leaves_gives_its_tenants_place_back(open_region: Any) -> None:
+    limits = {"admission": {"default_tenant": {"max_requests": 1}}}
+    async with open_region(scheduling=limits) as region:
+        region.engine.first_token.clear()
+        leaving = asyncio.create_task(region.post(SHORT))
+        await region.until(lambda: len(region.engine.requests) == 1)
+        assert (await region.post(SHORT))[0] == 429
+        leaving.cancel()
+        await region.until(lambda: region.gateway.num_in_flight == 0)
+        region.engine.first_token.set()
+        assert (await region.post(SHORT))[0] == 200
+
+
 async def test_bodies_together_are_bounded(open_region: Any) -> None:
     async with open_region(max_body_bytes=2000, max_buffered_bytes=3000) as region:
         region.engine.first_token.clear()

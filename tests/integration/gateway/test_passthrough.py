@@ -69,7 +69,8 @@ async def test_an_offloaded_request_says_so(region: Any) -> None:
     status, headers, _ = await region.post(region.long_body())
     assert status == 200
     assert headers["x-prfaas-route"] == "prefill_cluster"
-    assert "prompt_tokens=300; threshold_tokens=100" in headers["x-prfaas-reason"]
+    assert headers["x-prfaas-reason"].startswith("above_threshold; prompt_tokens=300; ")
+    assert "; threshold_tokens=100; " in headers["x-prfaas-reason"]
     assert headers["x-prfaas-transfer-bytes"] == str(299 * 512)
     parts = dict(part.split("=") for part in headers["x-prfaas-ttft"].split(", "))
     assert {"render", "reserve", "queue", "prefill", "transfer_tail"} <= set(parts)

@@ -1,0 +1,1 @@
+"""`prfaas explain`: why one request went where it did."""

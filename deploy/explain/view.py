@@ -1,0 +1,237 @@
+"""What `prfaas explain` prints of a record. Knows records, not how they were had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deploy.explain.words import OUTCOMES, placement_words, reason_words, target_words
+from deploy.gateway.records import RequestRecord
+from deploy.table_style import TABLE_STYLE
+from deploy.units import format_age, format_bytes, format_rate
+from scheduler.routing import HAND_OFF, Number
+
+_ROWS: Final = (
+    ("read", "", "read_s"),
+    ("turn into tokens", "", "render_s"),
+    ("reserve", "", "reserve_s"),
+    ("queue", "queue_s", "queue_s"),
+    ("move cache", "move_s", ""),
+    ("prefill", "prefill_s", "prefill_s"),
+    ("transfer tail", "tail_s", "transfer_tail_s"),
+    ("decode slot", "slot_s", ""),
+    ("first step", "step_s", ""),
+    ("overhead", "overhead_s", ""),
+)
+"""Of the table of parts: title, name in a prediction, name in `TtftParts`."""
+
+
+def print_records(console: Console, records: Sequence[RequestRecord], now_s: float) -> None:
+    """All records of one id, which come newest first. `now_s` is wall-clock."""
+    if len(records) > 1:
+        _say(console, f"{len(records)} requests had this id, the newest first")
+    for record in records:
+        _print_record(console, record, now_s)
+
+
+def went_as_routed(record: RequestRecord) -> bool:
+    """Whether it took the route of its predictions, at the first try."""
+    first = record.first_route, record.first_target, record.first_reason
+    return first == (record.route, record.target, record.reason) and not record.num_retries
+
+
+def ttft_error(record: RequestRecord) -> float | None:
+    """Predicted over measured TTFT less 1; None where they are not of the same thing."""
+    if record.predicted_ttft_s is None or not record.ttft_s:
+        return None
+    if not (record.is_stream and record.status == 200 and went_as_routed(record)):
+        return None
+    return record.predicted_ttft_s / record.ttft_s - 1
+
+
+def _print_record(console: Console, record: RequestRecord, now_s: float) -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, text in _facts(record, now_s):
+        grid.add_row(title, Text(text))
+    console.print(grid)
+    if record.predictions or record.ttft_s is not None:
+        console.print(_parts_table(record))
+    for note in _notes(record):
+        _say(console, note)
+
+
+def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
+    model, tenant = record.model or "the only model", record.tenant
+    age = format_age(max(0.0, now_s - record.started_s))
+    yield "request", f"{record.request_id}: {record.endpoint} for {model}, {age} ago"
+    if tenant:
+        yield "tenant", tenant
+    yield "outcome", _outcome(record)
+    yield from _route(record)
+    yield "prompt", _prompt(record)
+    if cached := _cached(record):
+        yield "cached", cached
+    numbers = record.numbers
+    if "threshold_tokens" in numbers:
+        yield "threshold", f"{_tokens(numbers['threshold_tokens'])} uncached"
+    if "link_bytes_per_s" in numbers:
+        yield "link", _link(numbers)
+    if record.transfer_bytes is not None:
+        yield "sent", _sent(record)
+    yield from _places(record)
+
+
+def _outcome(record: RequestRecord) -> str:
+    status = f" (HTTP {record.status})" if record.status else ""
+    retries = f", at try {record.num_retries + 1}" if record.num_retries else ""
+    error = f": {record.error}" if record.error else ""
+    return f"{OUTCOMES[record.outcome]}{status}{retries}{error}"
+
+
+def _route(record: RequestRecord) -> Iterator[tuple[str, str]]:
+    if not record.route:
+        yield "route", "none was taken"
+        return
+    is_first = went_as_routed(record) or not record.first_reason
+    if not is_first:
+        first = f"{target_words(record.first_target)} ({record.first_reason})"
+        yield "first", f"{first}: {reason_words(record.first_reason)}"
+    yield "route" if is_first else "then", f"{target_words(record.target)} ({record.reason})"
+    yield "reason", reason_words(record.reason)
+    if record.prefill_error:
+        yield "prefill", f"failed: {record.prefill_error}"
+
+
+def _prompt(record: RequestRecord) -> str:
+    numbers = record.numbers
+    if record.num_prompt_tokens is None:
+        bound = numbers.get("prompt_tokens_at_most")
+        most = "" if bound is None else f": at most {_tokens(bound)}"
+        return f"not counted{most}"
+    text = _tokens(record.num_prompt_tokens)
+    if "uncached_tokens" in numbers:
+        text += f", {numbers['uncached_tokens']:,} of them uncached where it is computed"
+    if "local_uncached_tokens" in numbers:
+        text += f", {numbers['local_uncached_tokens']:,} at the PD cluster"
+    return text
+
+
+def _cached(record: RequestRecord) -> str:
+    if record.local_cached_tokens is None:
+        return ""
+    at = {"PD cluster": record.local_cached_tokens, **record.prefill_cached_tokens}
+    if record.landing_cached_tokens is not None:
+        at["landing"] = record.landing_cached_tokens
+    known = ", ".join(f"{where} {num:,}" for where, num in at.items())
+    moved = f"; the longer prefix of {record.cache_from} was to be moved first"
+    return known + (moved if record.cache_from else "")
+
+
+def _link(numbers: Mapping[str, Number]) -> str:
+    rate = numbers["link_bytes_per_s"]
+    backlog = round(numbers.get("link_backlog_bytes", 0))
+    shown = format_rate(rate) + "/s" if rate else "carries nothing"
+    return f"{shown}, {format_bytes(backlog)} waiting" if backlog else shown
+
+
+def _sent(record: RequestRecord) -> str:
+    assert record.transfer_bytes is not None
+    text = format_bytes(record.transfer_bytes)
+    if record.transfer_s:
+        text += f" in {_seconds(record.transfer_s)} s"
+    if record.sent_share_at_prefill_end is not None:
+        text += f", {record.sent_share_at_prefill_end:.0%} of it before the prefill ended"
+    if record.saved_bytes:
+        text += f"; {format_bytes(record.saved_bytes)} were there already"
+    return text
+
+
+def _places(record: RequestRecord) -> Iterator[tuple[str, str]]:
+    if record.prefill_instance:
+        why = f": {placement_words(record.placement)}" if record.placement else ""
+        yield "prefilled by", record.prefill_instance + why
+    if record.decode_instance:
+        is_apart = record.route == "prefill_cluster" or record.target == HAND_OFF
+        yield "decoded by" if is_apart else "served by", record.decode_instance
+
+
+def _parts_table(record: RequestRecord) -> Table:
+    """Parts of the time to first token, predicted and measured, in the order in which they pass."""
+    table = Table(**TABLE_STYLE, title="time to first token, s")
+    table.add_column("", no_wrap=True)
+    taken = "remote" if record.first_route == "prefill_cluster" else "local"
+    for side in ("local", "remote"):
+        table.add_column(f"{side}\n(taken)" if side == taken else f"{side}\n", justify="right")
+    table.add_column("measured\n", justify="right")
+    table.add_column("error\n", justify="right")
+    compared = record.predictions.get(taken, {}) if went_as_routed(record) else {}
+    for title, predicted, part in _ROWS:
+        measured = getattr(record.parts, part) if part else None
+        sides = [_side(record, side).get(predicted) for side in ("local", "remote")]
+        if measured is not None or any(value is not None for value in sides):
+            error = _error(compared.get(predicted), measured)
+            table.add_row(title, *map(_seconds, (*sides, measured)), error)
+    if (rest := _rest(record)) is not None:
+        table.add_row(rest[0], "", "", _seconds(rest[1]), "")
+    table.add_section()
+    totals = [
+        sum(parts.values()) if (parts := _side(record, side)) else None
+        for side in ("local", "remote")
+    ]
+    first_s = record.ttft_s if record.is_stream else None
+    error_share = ttft_error(record)
+    error = "" if error_share is None else f"{error_share:+.0%}"
+    table.add_row("first token", *map(_seconds, (*totals, first_s)), error, style="bold")
+    return table
+
+
+def _rest(record: RequestRecord) -> tuple[str, float] | None:
+    """What the known parts leave of the time, and what it holds."""
+    parts = record.parts
+    first_s, decode_s = parts.load_and_first_step_s, parts.load_and_decode_s
+    word = "engine" if parts.prefill_s is None else "load"
+    if first_s is not None:
+        return f"{word}, first step", first_s
+    return None if decode_s is None else (f"{word}, all steps", decode_s)
+
+
+def _side(record: RequestRecord, side: str) -> Mapping[str, float]:
+    return record.predictions.get(side, {})
+
+
+def _notes(record: RequestRecord) -> Iterator[str]:
+    if not record.predictions and record.route:
+        yield "nothing was predicted: the prompt was not counted, or one engine had to serve it"
+    elif record.predictions and not went_as_routed(record):
+        yield "the predictions are of the route first taken"
+    if record.ttft_s is not None and not record.is_stream:
+        yield (
+            f"not streamed: the whole answer was there after {_seconds(record.ttft_s)} s, "
+            "its first token is not seen"
+        )
+    if not record.is_settled:
+        yield "it is not over yet; numbers may still change"
+
+
+def _error(predicted_s: float | None, measured_s: float | None) -> str:
+    if predicted_s is None or not measured_s:
+        return ""
+    return f"{predicted_s / measured_s - 1:+.0%}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _tokens(num: Number) -> str:
+    return f"{num:,} token" if num == 1 else f"{num:,} tokens"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

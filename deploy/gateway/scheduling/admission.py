@@ -1,0 +1,244 @@
+"""Requests let in or answered with 429 before anything is reserved for them.
+
+The shell around `scheduler.admission` and `scheduler.tenants`: keeps what each tenant has in flight
+and turns a refusal into an OpenAI error that says what was predicted, what may be, and when to come
+back. Does not know routes, engines or how a load was measured; both come as values.
+
+Where no decode slot is known, load is no reason: whether there is an engine at all is for the PD
+cluster to say. Limits of tenants hold all the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter as Tally
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from deploy.gateway.config import is_named
+from deploy.gateway.errors import ApiError
+from deploy.gateway.scheduling.config import AdmissionSection
+from scheduler.admission import (
+    AdmissionConfig,
+    AdmissionReason,
+    AdmissionRequest,
+    Verdict,
+    admit,
+    decode_load_at,
+    tenant_refusal,
+)
+from scheduler.prediction import Prediction
+from scheduler.tenants import TenantLedger
+from scheduler.views import DecodeView
+
+UNNAMED: Final = "(unnamed)"
+"""The label of all tenants without a name together. No name can be this."""
+
+_LOAD_BUCKETS: Final = (0.1, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
+
+_LET_IN: Final = (
+    AdmissionReason.ADMITTED,
+    AdmissionReason.EMPTY,
+    AdmissionReason.NO_DECODE_SLOTS,
+)
+_MESSAGES: Final = {
+    AdmissionReason.PREFILL_LOAD: (
+        "The first token is predicted in {ttft_s:.1f} s, of which {queue_s:.1f} s are a queue; the "
+        "objective is {ttft_slo_s:g} s."
+    ),
+    AdmissionReason.DECODE_LOAD: (
+        "When this request would begin to decode, in {at_s:.1f} s, {occupied} requests are "
+        "predicted to take or want the {slots} decode slots."
+    ),
+    AdmissionReason.DECODE_MEMORY: (
+        "When this request would begin to decode, in {at_s:.1f} s, {kv_bytes:.3g} bytes of KVCache "
+        "are predicted for {kv_total_bytes:.3g}, this request's included."
+    ),
+    AdmissionReason.TENANT_REQUESTS: (
+        "{who} has {requests} of at most {max_requests} requests in flight. Wait for one to end."
+    ),
+    AdmissionReason.TENANT_TOKENS: (
+        "{who} has {tokens} prompt tokens in flight and may have {max_tokens}; this request brings "
+        "{new_tokens}. Wait for others to end."
+    ),
+    AdmissionReason.TENANT_RATE: (
+        "{who} brings more than {per_s:g} prompt tokens per second; this request brings "
+        "{new_tokens}, and {level_tokens:.0f} are left. Send less at a time."
+    ),
+}
+"""Of every refusal: what was predicted or counted, and the bound."""
+
+
+class TenantNow(msgspec.Struct, frozen=True):
+    """What a tenant has in flight."""
+
+    requests: int
+    tokens: int
+
+
+class AdmissionOverview(msgspec.Struct, frozen=True):
+    """What was decided so far: `refused` by reason; `tenants` that have something in flight."""
+
+    policy: str
+    admitted: int
+    refused: dict[str, int]
+    tenants: dict[str, TenantNow]
+
+
+class Admission:
+    """Of one gateway. Single-threaded; `clock` gives seconds that never go back."""
+
+    def __init__(
+        self,
+        config: AdmissionSection,
+        registry: CollectorRegistry,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy = config.policy
+        self._config = config.admission() or AdmissionConfig(
+            min_retry_s=config.min_retry_s, max_retry_s=config.max_retry_s
+        )
+        self._tenants = TenantLedger(
+            config.default_tenant.limit(),
+            {name: tenant.limit() for name, tenant in config.tenants.items()},
+        )
+        self._clock = clock
+        self._num_by_tenant: Tally[str] = Tally()
+        self._num_admitted = 0
+        self._refused: Tally[str] = Tally()
+        self._metrics = _Metrics(registry, config)
+
+    def admit(
+        self,
+        tenant: str,
+        prediction: Prediction,
+        decode: DecodeView,
+        *,
+        num_tokens: int,
+        kv_bytes: float,
+    ) -> Callable[[], None]:
+        """Let a request in that would take the route of `prediction`.
+
+        `num_tokens` is its prompt's length, `kv_bytes` its KVCache while it decodes. The handle is
+        to be called when the request is over; more calls do nothing. Raises `ApiError` 429, whose
+        code is the reason; nothing is held then.
+        """
+        request = AdmissionRequest(prediction, kv_bytes, num_tokens, tenant)
+        verdict = self._verdict(request, decode)
+        self._metrics.judged(verdict, _predicted_load(prediction, decode))
+        if not verdict.admitted:
+            self._refused[verdict.reason.value] += 1
+            raise _error(tenant, verdict)
+        self._num_admitted += 1
+        self._tenants.started(tenant, num_tokens, self._clock())
+        self._count(tenant, +1)
+        return _Once(lambda: self._ended(tenant, num_tokens))
+
+    def overview(self) -> AdmissionOverview:
+        """GET /prfaas/region: the policy, what it did, and who has something in flight."""
+        return AdmissionOverview(
+            policy=self._policy,
+            admitted=self._num_admitted,
+            refused=dict(self._refused),
+            tenants={
+                tenant: TenantNow(*self._tenants.in_flight(tenant))
+                for tenant in sorted(self._num_by_tenant)
+            },
+        )
+
+    def _verdict(self, request: AdmissionRequest, decode: DecodeView) -> Verdict:
+        now_s, config = self._clock(), self._config
+        if self._policy != "off" and decode.slots_total > 0:
+            return admit(request, decode, config, now_s, self._tenants)
+        refusal = tenant_refusal(request, decode, config, now_s, self._tenants)
+        is_off = self._policy == "off"
+        reason = AdmissionReason.ADMITTED if is_off else AdmissionReason.NO_DECODE_SLOTS
+        return refusal or Verdict(True, reason)
+
+    def _ended(self, tenant: str, num_tokens: int) -> None:
+        self._tenants.ended(tenant, num_tokens)
+        self._count(tenant, -1)
+
+    def _count(self, tenant: str, change: int) -> None:
+        self._num_by_tenant[tenant] += change
+        if not self._num_by_tenant[tenant]:
+            del self._num_by_tenant[tenant]
+        self._metrics.in_flight(tenant, change)
+
+
+class _Once:
+    """Calls what it was given the first time it is called."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+
+    def __call__(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+
+
+class _Metrics:
+    """Every series exists from the start but those of named tenants without limits of their own."""
+
+    def __init__(self, registry: CollectorRegistry, config: AdmissionSection) -> None:
+        prefix = "prfaas_gateway_"
+        self._verdicts = Counter(
+            prefix + "admission_total",
+            "Requests let in or refused before prefill.",
+            ("verdict", "reason"),
+            registry=registry,
+        )
+        self._load = Histogram(
+            prefix + "predicted_decode_load",
+            "Requests over decode slots when a request would begin to decode, itself included.",
+            buckets=_LOAD_BUCKETS,
+            registry=registry,
+        )
+        self._in_flight = Gauge(
+            prefix + "tenant_in_flight", "Requests let in.", ("tenant",), registry=registry
+        )
+        for reason in _LET_IN:
+            self._verdicts.labels("admitted", reason.value)
+        for reason in _MESSAGES:
+            self._verdicts.labels("refused", reason.value)
+        for tenant in (UNNAMED, *config.tenants):
+            self._in_flight.labels(_label(tenant))
+
+    def judged(self, verdict: Verdict, load: float | None) -> None:
+        """One request, and the load it would meet if that can be said."""
+        word = "admitted" if verdict.admitted else "refused"
+        self._verdicts.labels(word, verdict.reason.value).inc()
+        if load is not None:
+            self._load.observe(load)
+
+    def in_flight(self, tenant: str, change: int) -> None:
+        """So many more of a tenant."""
+        self._in_flight.labels(_label(tenant)).inc(change)
+
+
+def _label(tenant: str) -> str:
+    return tenant if is_named(tenant) else UNNAMED
+
+
+def _predicted_load(prediction: Prediction, decode: DecodeView) -> float | None:
+    if decode.slots_total <= 0 or prediction.landed_s == math.inf:
+        return None
+    load = decode_load_at(decode, prediction.landed_s)
+    return (load.occupied + 1) / decode.slots_total
+
+
+def _error(tenant: str, verdict: Verdict) -> ApiError:
+    who = f"Tenant {tenant}" if tenant else "Everybody together"
+    message = _MESSAGES[verdict.reason].format_map({**verdict.numbers, "who": who})
+    retry_s = verdict.retry_after_s
+    return ApiError(
+        429, verdict.reason.value, f"{message} Try again in {retry_s} s.", retry_after_s=retry_s
+    )

@@ -1,0 +1,210 @@
+"""What the region's requests have taught of one model: how long things take and how big they are.
+
+Places are a prefill cluster's name, `HAND_OFF` and `ONE_ENGINE` (`scheduler.routing`). A place of
+which too little was seen borrows the profile of the place that was seen most: the model is the
+same, and a route must compare sides before both were tried. Pure; time is an argument. Does not
+know requests, reports or routes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from scheduler.learned_profile import MIN_SEEN, LearnedProfile
+from scheduler.measured_traffic import TrafficMeter
+from scheduler.prediction import OverheadMeter, Prediction
+from scheduler.profiles import KvProfile, PrefillProfile
+
+MEAN_GAIN: Final = 0.05
+NUM_ERRORS: Final = 64
+NUM_SIZES: Final = 64
+OVERHEAD_KEPT_S: Final = 300.0
+"""An overhead that nobody has seen for so long is not believed any more: a place that a bad moment
+made look slow would never be tried again."""
+BYTES_PER_TOKEN: Final = 4.0
+"""Of a request's body, before any prompt was counted."""
+
+
+class Mean:
+    """An exponential average that weighs its first values alike; None before them."""
+
+    def __init__(self, gain: float = MEAN_GAIN) -> None:
+        self._gain = gain
+        self._num_seen = 0
+        self.value: float | None = None
+
+    def observe(self, value: float) -> None:
+        """What is not finite is passed over."""
+        if not math.isfinite(value):
+            return
+        self._num_seen += 1
+        gain = max(self._gain, 1 / self._num_seen)
+        self.value = value if self.value is None else self.value + gain * (value - self.value)
+
+
+class KvMeter:
+    """Fixed and per-token bytes of a prompt's KVCache, as the line through what landings took."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[tuple[float, float]] = deque(maxlen=NUM_SIZES)
+        self.profile: KvProfile | None = None
+        """None before a landing was reserved. Of one length only it is all per token."""
+
+    def observe(self, sent_tokens: int, nbytes: int) -> None:
+        """A landing of `nbytes` for so many tokens, those it builds on left out."""
+        if sent_tokens > 0 and nbytes > 0:
+            self._sizes.append((float(sent_tokens), float(nbytes)))
+            self.profile = self._line()
+
+    def _line(self) -> KvProfile:
+        num = len(self._sizes)
+        mean_x = sum(x for x, _ in self._sizes) / num
+        mean_y = sum(y for _, y in self._sizes) / num
+        spread = sum((x - mean_x) ** 2 for x, _ in self._sizes)
+        if not spread:
+            return KvProfile(0.0, mean_y / mean_x)
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in self._sizes) / spread
+        slope = min(max(slope, 0.0), mean_y / mean_x)
+        return KvProfile(max(0.0, mean_y - slope * mean_x), slope)
+
+
+@dataclass(slots=True)
+class _Overhead:
+    """Of one place, and when it was seen last."""
+
+    meter: OverheadMeter
+    at_s: float
+
+
+class ModelKnowledge:
+    """See the module text. One for each served model."""
+
+    def __init__(self) -> None:
+        self.traffic = TrafficMeter()
+        self._profiles: dict[str, LearnedProfile] = {}
+        self._overheads: dict[str, _Overhead] = {}
+        self._tried_s: dict[str, float] = {}
+        self._errors: dict[str, deque[float]] = {}
+        self._kv = KvMeter()
+        self._decode = Mean()
+        self._step = Mean()
+        self._bytes_per_token = Mean()
+
+    def profile(self, place: str) -> LearnedProfile:
+        """What was learnt at this place itself."""
+        found = self._profiles.get(place)
+        if found is None:
+            found = self._profiles[place] = LearnedProfile()
+        return found
+
+    def prefill(self, place: str) -> PrefillProfile:
+        """The best belief about a place."""
+        found = self.profile(place)
+        if found.is_known:
+            return found.profile
+        best = max(self._profiles.values(), key=lambda learned: learned.num_seen)
+        return (best if best.is_known else found).profile
+
+    def prefilled(
+        self, place: str, num_tokens: int, cached_tokens: int, seconds: float, now_s: float
+    ) -> None:
+        """A prefill of a prompt took so long by itself."""
+        self.tried(place, now_s)
+        self.profile(place).observe(num_tokens, cached_tokens, seconds)
+
+    def tried(self, place: str, now_s: float) -> None:
+        """Something was given to a place, from which it will be known how fast it is."""
+        self._tried_s[place] = now_s
+
+    def untried_s(self, place: str, now_s: float) -> float:
+        """How long nothing was learnt of a place; infinite for one never tried."""
+        return now_s - self._tried_s.get(place, -math.inf)
+
+    @property
+    def places(self) -> list[str]:
+        """All that prefilled or answered for this model."""
+        return sorted(self._profiles.keys() | self._overheads.keys())
+
+    @property
+    def is_known(self) -> bool:
+        """Whether predictions rest on anything that was measured."""
+        return any(learned.is_known for learned in self._profiles.values())
+
+    @property
+    def kv(self) -> KvProfile | None:
+        """The KVCache of a prompt by length."""
+        return self._kv.profile
+
+    @property
+    def decode_s(self) -> float | None:
+        """From first to last token."""
+        return self._decode.value
+
+    @property
+    def step_s(self) -> float | None:
+        """From token to token."""
+        return self._step.value
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of requests' bodies."""
+        return self._bytes_per_token.value or BYTES_PER_TOKEN
+
+    def overhead_s(self, place: str, now_s: float) -> float:
+        """What TTFTs take there beyond what is predicted."""
+        return self.overheads(now_s).get(place, 0.0)
+
+    def overheads(self, now_s: float) -> dict[str, float]:
+        """`overhead_s` of all places where any was seen lately."""
+        return {
+            place: found.meter.seconds
+            for place, found in self._overheads.items()
+            if now_s - found.at_s <= OVERHEAD_KEPT_S
+        }
+
+    def error(self, place: str) -> float | None:
+        """Median of |predicted / measured - 1| of the latest TTFTs; None before the first."""
+        errors = self._errors.get(place)
+        return median(errors) if errors else None
+
+    def num_tokens(self, nbytes: int) -> int:
+        """About how many tokens a body of this size holds."""
+        return max(1, round(nbytes / self.bytes_per_token))
+
+    def counted(self, num_tokens: int, nbytes: int) -> None:
+        """A body of this size held so many tokens."""
+        if num_tokens > 0:
+            self._bytes_per_token.observe(nbytes / num_tokens)
+
+    def reserved(self, num_tokens: int, cached_tokens: int, nbytes: int) -> None:
+        """A landing for so many tokens, of which it has some already, took `nbytes`."""
+        self._kv.observe(num_tokens - cached_tokens, nbytes)
+
+    def answered(self, place: str, predicted: Prediction, measured_s: float, now_s: float) -> None:
+        """A first token, as predicted when it was routed and as measured from arrival. What was
+        predicted with another place's profile says nothing of the overhead.
+        """
+        predicted_s = predicted.ttft_s
+        if not (0 < measured_s < math.inf and 0 <= predicted_s < math.inf):
+            return
+        errors = self._errors.setdefault(place, deque(maxlen=NUM_ERRORS))
+        errors.append(abs(predicted_s / measured_s - 1))
+        # The last one that was needed to know a profile was this request's own.
+        if self.profile(place).num_seen <= MIN_SEEN:
+            return
+        found = self._overheads.get(place)
+        if found is None or now_s - found.at_s > OVERHEAD_KEPT_S:
+            found = self._overheads[place] = _Overhead(OverheadMeter(), now_s)
+        found.at_s = now_s
+        found.meter.observe(predicted_s - predicted.overhead_s, measured_s)
+
+    def decoded(self, num_tokens: int, seconds: float, now_s: float) -> None:
+        """An answer of so many tokens took so long after its first one."""
+        self.traffic.finished(num_tokens, now_s)
+        self._decode.observe(seconds)
+        if num_tokens > 1:
+            self._step.observe(seconds / (num_tokens - 1))

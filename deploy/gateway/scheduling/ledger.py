@@ -1,0 +1,129 @@
+"""What this gateway has under way: prefill legs and prompts that one engine computes by itself.
+
+Clusters report twice a second; a route must know of what was sent since. A leg is known by its
+transfer's id, which reports use, too, so that nothing is counted twice. Prefills of one instance
+run one after the other (vLLM fills its token budget first come, first served): the last end of one
+says since when the next has had the instance for itself.
+
+Pure; time is an argument. Does not know profiles, so nothing about how long anything will take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+KEEP_ENDED_S = 30.0
+"""Ended legs are remembered for so long: older reports are not used any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLeg:
+    """A prompt computed at `place` (a prefill cluster's name, or the hand-off inside of the PD
+    cluster) for decoding elsewhere. `lands_at_s` is when its KVCache is expected to be there.
+    `model` is the served name.
+    """
+
+    place: str
+    num_tokens: int
+    uncached_tokens: int
+    begun_s: float
+    lands_at_s: float
+    kv_bytes: float = 0.0
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectPrompt:
+    """A prompt given to one engine, which has not begun to answer."""
+
+    instance: str
+    num_tokens: int
+    uncached_tokens: int
+    begun_s: float
+
+
+class Ledger:
+    """Of one gateway; single-threaded."""
+
+    def __init__(self) -> None:
+        self._legs: dict[str, PrefillLeg] = {}  # under way
+        self._ended_s: dict[str, float] = {}  # when others were over, the earliest first
+        self._direct: dict[int, DirectPrompt] = {}
+        self._num_direct = 0
+        self._last_end_s: dict[tuple[str, str], float] = {}
+
+    # ---- legs
+
+    def leg_begun(self, transfer_id: str, leg: PrefillLeg) -> None:
+        """A landing is reserved and the job is on its way."""
+        self._legs[transfer_id] = leg
+
+    def leg_over(self, transfer_id: str, now_s: float) -> None:
+        """Nothing of it waits or runs any more. Idempotent."""
+        if self._legs.pop(transfer_id, None) is not None:
+            self._ended_s[transfer_id] = now_s
+        self._forget(now_s)
+
+    def is_over(self, transfer_id: str) -> bool:
+        """Whether it was ours and has ended: a report that still has it is older."""
+        return transfer_id in self._ended_s
+
+    def legs_since(self, place: str, since_s: float) -> Iterator[tuple[str, PrefillLeg]]:
+        """Those under way at a place that began at `since_s` or later, with their ids."""
+        for transfer_id, leg in self._legs.items():
+            if leg.place == place and leg.begun_s >= since_s:
+                yield transfer_id, leg
+
+    def landing(self, model: str) -> list[PrefillLeg]:
+        """All that will decode for a model in the PD cluster once they have landed."""
+        return [leg for leg in self._legs.values() if leg.model == model]
+
+    # ---- prompts of one engine
+
+    def direct_begun(self, prompt: DirectPrompt) -> int:
+        """A prompt was given to an engine; the key to say that it is over."""
+        self._num_direct += 1
+        self._direct[self._num_direct] = prompt
+        return self._num_direct
+
+    def direct_over(self, key: int) -> DirectPrompt | None:
+        """The engine answers, or never will. None for one that was over before."""
+        return self._direct.pop(key, None)
+
+    def direct_computed(self, instance: str, begun_s: float) -> None:
+        """A prompt given at `begun_s` has its first token, so those given earlier have theirs: an
+        answer in one piece does not say so itself.
+        """
+        for key, prompt in list(self._direct.items()):
+            if prompt.instance == instance and prompt.begun_s < begun_s:
+                del self._direct[key]
+
+    def direct(self) -> dict[str, list[DirectPrompt]]:
+        """Prompts that have no answer yet by their engine, the earliest first."""
+        found: dict[str, list[DirectPrompt]] = {}
+        for prompt in self._direct.values():
+            found.setdefault(prompt.instance, []).append(prompt)
+        return found
+
+    # ---- who had an instance for itself since when
+
+    def prefill_ended(self, place: str, instance: str, at_s: float) -> None:
+        """A prefill ended on an instance."""
+        known = self._last_end_s.get((place, instance), at_s)
+        self._last_end_s[place, instance] = max(known, at_s)
+
+    def alone_s(self, place: str, instance: str, begun_s: float, now_s: float) -> float:
+        """How much of the time since `begun_s` no earlier prefill took, as far as known."""
+        last_s = self._last_end_s.get((place, instance), begun_s)
+        return max(0.0, now_s - max(begun_s, last_s))
+
+    def __len__(self) -> int:
+        return len(self._legs) + len(self._direct)
+
+    def _forget(self, now_s: float) -> None:
+        while self._ended_s:
+            transfer_id, ended_s = next(iter(self._ended_s.items()))
+            if now_s - ended_s <= KEEP_ENDED_S:
+                return
+            del self._ended_s[transfer_id]

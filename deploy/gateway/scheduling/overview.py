@@ -1,0 +1,124 @@
+"""What scheduling rests on now, for operators: what was learnt, thresholds, links.
+
+Values for GET /prfaas/scheduling. Does not know HTTP, requests or how anything was learnt.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from deploy.gateway.scheduling.knowledge import ModelKnowledge
+from deploy.gateway.scheduling.router import RegionScheduler
+from deploy.gateway.scheduling.thresholds import ThresholdNow
+from scheduler.profiles import KvProfile
+from scheduler.views import LinkView
+
+
+class LearnedPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill at one place: T(n) = constant + linear n + square n^2 from each of `starts` on.
+
+    A place that is not `is_known` is predicted by the profile of the one seen most. `error` is the
+    median of |predicted / measured - 1| of its latest prefills, `ttft_error` of its latest TTFTs,
+    `overhead_s` what those take beyond what is predicted.
+    """
+
+    place: str
+    num_seen: int
+    is_known: bool
+    starts: tuple[float, ...]
+    coefficients: tuple[tuple[float, float, float], ...]
+    error: float | None = None
+    overhead_s: float = 0.0
+    ttft_error: float | None = None
+
+
+class TrafficNow(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured traffic of one model; means are in tokens."""
+
+    rate_rps: float
+    input_tokens: float
+    uncached_tokens: float
+    output_tokens: float
+    hit_ratio: float
+    num_requests: float
+
+
+class LearnedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What was learnt of one served model; None: nothing yet."""
+
+    model: str
+    places: list[LearnedPlace]
+    bytes_per_token: float
+    kv: KvProfile | None = None
+    decode_s: float | None = None
+    step_s: float | None = None
+    traffic: TrafficNow | None = None
+
+
+class LinkSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction between two clusters as routing sees it."""
+
+    source: str
+    target: str
+    view: LinkView
+
+
+class SchedulingOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /prfaas/scheduling."""
+
+    models: list[LearnedModel]
+    thresholds: list[ThresholdNow]
+    links: list[LinkSeen]
+
+
+def scheduling_overview(scheduler: RegionScheduler) -> SchedulingOverview:
+    """As of now."""
+    now_s = scheduler.clock()
+    return SchedulingOverview(
+        models=[_model(name, known, now_s) for name, known in sorted(scheduler.models().items())],
+        thresholds=scheduler.thresholds_now(),
+        links=[
+            LinkSeen(source=source, target=target, view=view)
+            for (source, target), view in scheduler.links().items()
+        ],
+    )
+
+
+def _model(name: str, known: ModelKnowledge, now_s: float) -> LearnedModel:
+    return LearnedModel(
+        model=name,
+        places=[_place(place, known, now_s) for place in known.places],
+        bytes_per_token=known.bytes_per_token,
+        kv=known.kv,
+        decode_s=known.decode_s,
+        step_s=known.step_s,
+        traffic=_traffic(known, now_s),
+    )
+
+
+def _place(place: str, known: ModelKnowledge, now_s: float) -> LearnedPlace:
+    learned = known.profile(place)
+    return LearnedPlace(
+        place=place,
+        num_seen=learned.num_seen,
+        is_known=learned.is_known,
+        starts=learned.profile.starts,
+        coefficients=learned.profile.coefficients,
+        error=learned.error,
+        overhead_s=known.overhead_s(place, now_s),
+        ttft_error=known.error(place),
+    )
+
+
+def _traffic(known: ModelKnowledge, now_s: float) -> TrafficNow | None:
+    found = known.traffic.measured(now_s)
+    if found is None:
+        return None
+    return TrafficNow(
+        rate_rps=found.rate_rps,
+        input_tokens=found.input_tokens,
+        uncached_tokens=found.uncached.mean_tokens,
+        output_tokens=found.output.mean_tokens,
+        hit_ratio=found.hit_ratio,
+        num_requests=found.num_requests,
+    )

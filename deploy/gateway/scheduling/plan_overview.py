@@ -1,0 +1,203 @@
+"""What `GET /prfaas/plan` answers: the plan in force, what it rests on, and the last decisions.
+
+Values for people and programs, made from the scheduler's own. Does not know how they came about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from deploy.gateway.scheduling.knowledge import ModelKnowledge
+from deploy.gateway.scheduling.region_model import pd_profile
+from scheduler.division_search import thresholds_of
+from scheduler.long_term import LongTermDecision
+from scheduler.measured_traffic import MeasuredTraffic
+from scheduler.plan import Plan
+from scheduler.region_model import Cluster, PdCluster, Region
+from scheduler.throughput import Mode
+
+_SHOWN_TOKENS = (1024, 8192, 32_768, 131_072)
+
+
+class TrafficNow(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured traffic. Lengths are tokens; `num_requests` is what they rest on, and `window_s` how
+    far back that reaches.
+    """
+
+    num_requests: float
+    rate_rps: float
+    window_s: float
+    input_tokens: float
+    uncached_tokens: float
+    uncached_p90_tokens: float
+    output_tokens: float
+    hit_ratio: float
+
+
+class ClusterModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster as it is planned with. `prefill` is the learnt curve: constant, per token and per
+    token squared, s; `prefill_s` its value at some lengths. `error` is the median of |predicted /
+    measured - 1|, of `num_seen` prefills. Decode slots are one instance's; 0: it does not decode.
+    """
+
+    name: str
+    num_instances: int
+    prefill: tuple[float, float, float]
+    prefill_s: list[tuple[int, float]]
+    num_seen: int
+    error: float | None = None
+    decode_slots: int = 0
+    step_s: float = 0.0
+
+
+class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A link as it is planned with: its mean rate over the last period."""
+
+    source: str
+    target: str
+    bytes_per_s: float
+    rtt_s: float
+
+
+class RegionModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The region as it is planned with, as of the last step."""
+
+    clusters: list[ClusterModel]
+    links: list[LinkModel]
+    kv_fixed_bytes: float
+    kv_token_bytes: float
+    notes: list[str] = []
+
+
+class PlanGoal(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plan that was found, towards which steps are taken. Rates are requests/s."""
+
+    num_prefill: dict[str, int]
+    num_decode: dict[str, int]
+    thresholds: dict[str, float]
+    max_rps: float
+    bottlenecks: list[str]
+
+
+class PlanDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. `at_s` is Unix time, `numbers` what the reason rests on (requests/s for `*_rps`),
+    `done` what was done in so many words, or why nothing was.
+    """
+
+    at_s: float
+    age_s: float
+    reason: str
+    done: list[str]
+    numbers: dict[str, float] = {}
+    thresholds: dict[str, float] = {}
+    thresholds_after: dict[str, float] = {}
+    conversions: list[str] = []
+    goal: PlanGoal | None = None
+
+
+class PlanOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """The long-term loop of one gateway. `thresholds` are the plan's: what a link's state adds is
+    the router's. `num_prefill` and `num_decode` count instances of the PD cluster that can be had,
+    as they will be once the conversion that runs is done. `decisions`: newest first.
+    """
+
+    mode: str
+    model: str
+    period_s: float
+    next_step_s: float | None
+    thresholds: dict[str, float]
+    num_prefill: dict[str, int]
+    num_decode: dict[str, int]
+    conversion: str = ""
+    traffic: TrafficNow | None = None
+    region: RegionModel | None = None
+    unknown: str = ""
+    decisions: list[PlanDecision] = []
+
+
+def traffic_now(measured: MeasuredTraffic) -> TrafficNow:
+    """As people want to see it."""
+    uncached = measured.uncached
+    return TrafficNow(
+        num_requests=measured.num_requests,
+        rate_rps=measured.rate_rps,
+        window_s=uncached.window_s,
+        input_tokens=measured.input_tokens,
+        uncached_tokens=uncached.mean_tokens,
+        uncached_p90_tokens=float(uncached.lengths.quantile([0.9])[0]),
+        output_tokens=measured.output.mean_tokens,
+        hit_ratio=measured.hit_ratio,
+    )
+
+
+def region_now(region: Region, knowledge: ModelKnowledge, notes: tuple[str, ...]) -> RegionModel:
+    """As people want to see it. Learnt curves have one piece."""
+    return RegionModel(
+        clusters=[_cluster_model(cluster, knowledge) for cluster in region.clusters],
+        links=[
+            LinkModel(
+                source=link.source,
+                target=link.target,
+                bytes_per_s=link.bytes_per_s,
+                rtt_s=link.rtt_s,
+            )
+            for link in region.links
+        ],
+        kv_fixed_bytes=region.kv.fixed_bytes,
+        kv_token_bytes=float(region.kv.size.coefficients[0][1]),
+        notes=list(notes),
+    )
+
+
+def plan_goal(plan: Plan) -> PlanGoal:
+    """What a plan aims at."""
+    num_prefill = {name: round(num) for name, num in plan.num_prefill.items()}
+    return PlanGoal(
+        num_prefill=num_prefill,
+        num_decode={
+            cluster.name: cluster.num_instances - num_prefill[cluster.name]
+            for cluster in plan.region.pd_clusters
+        },
+        thresholds=thresholds_of(plan),
+        max_rps=plan.system_rps(Mode.EXACT),
+        bottlenecks=[f"{part.kind} of {part.name}" for part in plan.bottlenecks(Mode.EXACT)],
+    )
+
+
+def finite(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Those that JSON can say."""
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+
+
+def decision_now(decision: LongTermDecision, done: list[str], at_s: float) -> PlanDecision:
+    """A decision and what became of it, just now."""
+    return PlanDecision(
+        at_s=at_s,
+        age_s=0.0,
+        reason=decision.reason.value,
+        done=done,
+        numbers=finite(decision.numbers),
+        thresholds=finite(decision.thresholds),
+        thresholds_after=finite(decision.thresholds_after),
+        conversions=[f"{w.cluster}: {w.from_role} to {w.to_role}" for w in decision.conversions],
+        goal=None if decision.plan is None else plan_goal(decision.plan),
+    )
+
+
+def _cluster_model(cluster: Cluster, knowledge: ModelKnowledge) -> ClusterModel:
+    is_pd = isinstance(cluster, PdCluster)
+    learned = pd_profile(knowledge) if is_pd else knowledge.profile(cluster.name)
+    constant, linear, square = (float(value) for value in cluster.prefill.coefficients[0])
+    return ClusterModel(
+        name=cluster.name,
+        num_instances=cluster.num_instances,
+        prefill=(constant, linear, square),
+        prefill_s=[(tokens, float(cluster.prefill(tokens))) for tokens in _SHOWN_TOKENS],
+        num_seen=learned.num_seen,
+        error=learned.error,
+        decode_slots=cluster.batch_size if isinstance(cluster, PdCluster) else 0,
+        step_s=cluster.step_s if isinstance(cluster, PdCluster) else 0.0,
+    )

@@ -1,0 +1,282 @@
+"""The running region as the planner takes it: from reports, links and what requests have taught.
+
+What lasts for seconds must not move instances. So rates and health are means over a period, and an
+instance counts that was healthy for half of it. Pure; does not know the plan, nor requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from deploy.gateway.scheduling.knowledge import ModelKnowledge
+from deploy.gateway.scheduling.snapshots import Reported
+from kvmanager.engines.jobs import InstanceReport, Role
+from scheduler.allocation import Allocation
+from scheduler.conversion import Conversion
+from scheduler.curves import Curve
+from scheduler.learned_profile import MIN_SEEN, LearnedProfile
+from scheduler.profiles import KvProfile
+from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.routing import HAND_OFF, ONE_ENGINE
+from scheduler.views import LinkCondition, LinkView
+
+HEALTHY_SHARE: Final = 0.5
+"""Of a period, from which on an instance counts."""
+
+UNFILLED_BYTES_PER_S: Final = 12.5e9
+"""What a link is planned with that nobody filled: it is not what limits the region now. Should a
+plan fill it, the next period knows what it carries."""
+
+LinkPair = tuple[str, str]
+"""The clusters that a link leads from and to."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMean:
+    """A link over a period. `bytes_per_s` is None where nobody measured it; the round trip is the
+    last one seen.
+    """
+
+    bytes_per_s: float | None
+    rtt_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodMeans:
+    """What a period was like. `healthy`: by cluster and instance, the share of it."""
+
+    links: Mapping[LinkPair, LinkMean] = field(default_factory=dict)
+    healthy: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def lasting(self, cluster: str) -> list[str]:
+        """The instances of a cluster that were healthy for long enough, by name."""
+        shares = self.healthy.get(cluster, {})
+        return [name for name, share in shares.items() if share >= HEALTHY_SHARE]
+
+
+class PeriodMeter:
+    """Makes the means of a period out of looks at even intervals."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._once_measured: set[LinkPair] = set()
+        self._clear()
+
+    def see(self, reports: Iterable[Reported], links: Mapping[LinkPair, LinkView]) -> None:
+        """One look. A cluster without a report has no healthy instance now."""
+        self._num_looks += 1
+        for source in reports:
+            counts = self._healthy.setdefault(source.name, {})
+            for item in source.report.instances if source.report is not None else ():
+                if item.healthy and item.model in ("", self._model):
+                    counts[item.name] = counts.get(item.name, 0) + 1
+        for pair, link in links.items():
+            self._see_link(pair, link)
+
+    def take(self) -> PeriodMeans:
+        """The means since the last call."""
+        links = {pair: LinkMean(self._rate(pair), rtt_s) for pair, rtt_s in self._rtts.items()}
+        healthy = {
+            cluster: {name: num / self._num_looks for name, num in counts.items()}
+            for cluster, counts in self._healthy.items()
+        }
+        self._clear()
+        return PeriodMeans(links, healthy)
+
+    def _see_link(self, pair: LinkPair, link: LinkView) -> None:
+        self._rtts[pair] = link.rtt_s
+        rate = link.available_bytes_per_s
+        if rate is None:
+            if self._is_forgotten(pair, link):
+                self._floors.setdefault(pair, [])
+        elif link.is_floor:
+            self._floors.setdefault(pair, []).append(rate)
+        else:
+            self._rates.setdefault(pair, []).append(rate)
+            self._once_measured.add(pair)
+
+    def _is_forgotten(self, pair: LinkPair, link: LinkView) -> bool:
+        """Whether a rate was known and is too old now. Were such a link not planned with, one that
+        no prompt is long enough for would never be used again.
+        """
+        return link.state is LinkCondition.CLEAR and pair in self._once_measured
+
+    def _rate(self, pair: LinkPair) -> float | None:
+        """While nobody filled it, a link carried at least the most that was measured: else seconds
+        of congestion would stand for a period in which it had nothing to carry.
+        """
+        rates, floors = self._rates.get(pair, []), self._floors.get(pair, [])
+        if not rates:
+            return UNFILLED_BYTES_PER_S if pair in self._floors else None
+        most = max(rates)
+        seen = [*rates, *(max(most, floor) for floor in floors)]
+        return math.fsum(seen) / len(seen)
+
+    def _clear(self) -> None:
+        self._num_looks = 0
+        self._floors: dict[LinkPair, list[float]] = {}
+        """Also of links that nobody filled and of which no rate is known."""
+        self._healthy: dict[str, dict[str, int]] = {}
+        self._rates: dict[LinkPair, list[float]] = {}
+        self._rtts: dict[LinkPair, float] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionFacts:
+    """All that the model is made from. `conversion`: the one that the PD cluster is busy with."""
+
+    model: str
+    pd: Reported
+    prefill_clusters: Sequence[Reported]
+    knowledge: ModelKnowledge
+    means: PeriodMeans
+    thresholds: Mapping[str, float]
+    traffic: Traffic
+    conversion: Conversion | None = None
+    converting: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Modelled:
+    """The region, what it is set to, and what was left out of it and why."""
+
+    region: Region
+    current: Allocation
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NotModelled:
+    """Why there is nothing to plan with yet."""
+
+    reason: str
+
+
+def model_region(facts: RegionFacts) -> Modelled | NotModelled:
+    """The region for the planner, or everything that is missing for one.
+
+    A prefill cluster that was away for the period is left out. Decode steps are taken as measured:
+    those of a full batch may be longer.
+    """
+    missing: list[str] = []
+    notes: list[str] = []
+    pd = _pd_cluster(facts, missing)
+    prefill_clusters = list(_prefill_clusters(facts, missing, notes))
+    links = list(_links(facts, prefill_clusters, missing))
+    kv = facts.knowledge.kv
+    if kv is None:
+        missing.append("the size of a prompt's KVCache is not known: none was transferred")
+    if pd is None or kv is None or missing:
+        return NotModelled("; ".join(missing))
+    num_prefill, num_decode = division(facts.pd, facts.means, facts.conversion)
+    region = Region(tuple(prefill_clusters), (pd,), tuple(links), _kv_size(kv), facts.traffic)
+    current = Allocation(
+        thresholds={c.name: facts.thresholds[c.name] for c in prefill_clusters},
+        num_prefill={pd.name: num_prefill},
+        num_decode={pd.name: num_decode},
+        converting=facts.converting,
+    )
+    return Modelled(region, current, tuple(notes))
+
+
+def division(pd: Reported, means: PeriodMeans, conversion: Conversion | None) -> tuple[int, int]:
+    """Instances of the PD cluster that prefill and that decode, now or once the conversion that
+    runs is done. Those that do both count as decode.
+    """
+    roles = [role for _, role in _counted(pd, means, conversion)]
+    num_prefill = sum(role == "prefill" for role in roles)
+    return num_prefill, len(roles) - num_prefill
+
+
+def pd_profile(knowledge: ModelKnowledge) -> LearnedProfile:
+    """Prefill times in the PD cluster. Its engines are alike: what those that serve requests whole
+    have shown holds for all, until some prefill for others.
+    """
+    own, whole = knowledge.profile(HAND_OFF), knowledge.profile(ONE_ENGINE)
+    return own if own.is_known or not whole.is_known else whole
+
+
+def _counted(
+    pd: Reported, means: PeriodMeans, conversion: Conversion | None
+) -> Iterator[tuple[InstanceReport, Role]]:
+    """The PD cluster's instances that can be had, and the role that each will have."""
+    lasting = set(means.lasting(pd.name))
+    for item in pd.report.instances if pd.report is not None else ():
+        role: Role = item.role
+        if item.name not in lasting:
+            continue
+        if conversion is not None and conversion.instance == item.name:
+            # It will be back in work, whichever role it is seen with now.
+            role = conversion.wish.to_role
+        elif item.draining or not item.role_ready:
+            continue
+        yield item, role
+
+
+def _pd_cluster(facts: RegionFacts, missing: list[str]) -> PdCluster | None:
+    """None, and why in `missing`, where it cannot be divided or not all is known of it."""
+    name, known = facts.pd.name, facts.knowledge
+    if facts.pd.report is None:
+        missing.append(f"{name} has sent no report lately")
+        return None
+    counted = list(_counted(facts.pd, facts.means, facts.conversion))
+    num_prefill = sum(role == "prefill" for _, role in counted)
+    num_decode = len(counted) - num_prefill
+    if not (num_prefill and num_decode):
+        missing.append(
+            f"{name} has {num_prefill} usable instances that prefill and {num_decode} that decode: "
+            "without one of each there is nothing to divide"
+        )
+        return None
+    learned = pd_profile(known)
+    if not learned.is_known:
+        missing.append(_unknown_profile(name, learned))
+    slots = [item.decode_slots for item, role in counted if role != "prefill"]
+    slots = [num for num in slots if num > 0]
+    if not slots:
+        missing.append(f"how many requests an instance of {name} decodes at a time is not known")
+    if not known.step_s:
+        missing.append(f"the time of a decode step in {name} is not known")
+    if not (learned.is_known and slots and known.step_s):
+        return None
+    batch_size = round(sum(slots) / len(slots))
+    curve = learned.profile.curve()
+    return PdCluster(name, num_prefill + num_decode, curve, batch_size, known.step_s)
+
+
+def _prefill_clusters(
+    facts: RegionFacts, missing: list[str], notes: list[str]
+) -> Iterator[PrefillCluster]:
+    for source in facts.prefill_clusters:
+        lasting = set(facts.means.lasting(source.name))
+        if source.report is not None:
+            lasting -= {item.name for item in source.report.instances if item.draining}
+        if not lasting:
+            notes.append(f"{source.name} is left out: it had no usable instance")
+            continue
+        learned = facts.knowledge.profile(source.name)
+        if not learned.is_known:
+            missing.append(_unknown_profile(source.name, learned))
+        yield PrefillCluster(source.name, len(lasting), learned.profile.curve())
+
+
+def _links(
+    facts: RegionFacts, sources: Iterable[PrefillCluster], missing: list[str]
+) -> Iterator[Link]:
+    for source in sources:
+        mean = facts.means.links.get((source.name, facts.pd.name), LinkMean(None))
+        if mean.bytes_per_s is None:
+            missing.append(f"the rate of the link {source.name} to {facts.pd.name} is not known")
+        else:
+            yield Link(source.name, facts.pd.name, mean.bytes_per_s, mean.rtt_s)
+
+
+def _kv_size(kv: KvProfile) -> KvSize:
+    return KvSize(Curve.quadratic(kv.fixed_bytes, kv.token_bytes), kv.fixed_bytes)
+
+
+def _unknown_profile(name: str, learned: LearnedProfile) -> str:
+    return f"prefill times of {name} are not known ({learned.num_seen} of {MIN_SEEN} prefills seen)"

@@ -1,0 +1,262 @@
+"""`GET` and `POST /v1/pd_role`: the roles of the PD cluster's instances, and orders to change them.
+
+Words and course follow vLLM's draft (vllm-project/vllm issue 56133): role, epoch, phase,
+`expected_epoch`; 202 at once, and the operation outlives its caller. What differs: this is the
+region's entry and not one engine's, so an order names its instance, and all are listed. Engines
+stay as they are: a role is what the cluster's front gives an instance to do. Hence no request
+carries an epoch, and what is under way when an order comes ends where it is.
+
+Reads arguments and answers with JSON-ready values; authentication is the application's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from deploy.gateway.errors import ApiError
+from deploy.gateway.scheduling.roles import RoleKeeper, is_usable
+from kvmanager.engines.jobs import ClusterReport, InstanceReport, Role
+from kvmanager.rpc import RpcError
+from local_pd.cluster import PdCluster
+from local_pd.errors import PdError, UnknownInstance
+from scheduler.conversion import Conversion, ConversionWish, Ended, Outcome, PdRole, Phase
+
+_BODY: Final = (
+    '{"instance": NAME, "role": "prefill" or "decode"}; "expected_epoch": N and "wait": true may be'
+    " added"
+)
+_TRUE: Final = ("1", "true")
+
+
+class RoleOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a POST. `expected_epoch` is the one that the caller saw; left out: any."""
+
+    instance: str
+    role: PdRole
+    expected_epoch: int | None = None
+    wait: bool = False
+
+
+class InstanceRole(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance's role since the order of `epoch` (0: its configuration).
+
+    `phase`: "ready", "draining" (also for other reasons than a change) or "relabelling". `ready`:
+    it is given work of its role. `requests` is what its engine has to do.
+    """
+
+    instance: str
+    role: Role
+    epoch: int
+    phase: str
+    ready: bool
+    healthy: bool
+    requests: int
+    model: str = ""
+    reason: str = ""
+
+
+class RoleChangeNow(msgspec.Struct, frozen=True, kw_only=True):
+    """The conversion under way; while it dwells it is done, and no other may begin."""
+
+    instance: str
+    from_role: PdRole
+    to_role: PdRole
+    epoch: int
+    phase: str
+    for_s: float
+
+
+class RoleChangeEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """The last conversion."""
+
+    instance: str
+    from_role: PdRole
+    to_role: PdRole
+    outcome: str
+    detail: str
+    ago_s: float
+
+
+class RolesOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to GET. `busy_with`: why no conversion can begin now. Without a `conversion` an
+    instance is being given back then, and `last` is of an earlier one.
+    """
+
+    cluster: str
+    instances: list[InstanceRole]
+    conversion: RoleChangeNow | None = None
+    busy_with: str = ""
+    last: RoleChangeEnded | None = None
+
+
+class RolePages:
+    """What `keeper` and the cluster answer to operators."""
+
+    def __init__(self, keeper: RoleKeeper, pd: PdCluster, timeout_s: float) -> None:
+        self._keeper = keeper
+        self._pd = pd
+        self._timeout_s = timeout_s
+
+    async def overview(self) -> RolesOverview:
+        """GET /v1/pd_role. Raises `ApiError`."""
+        keeper = self._keeper
+        now, for_s, last = keeper.current, keeper.current_s, keeper.last
+        busy_with = keeper.busy_with
+        # Asked after them: a conversion that is over here shows in its instance's role.
+        report = await self._report()
+        return RolesOverview(
+            cluster=report.name,
+            instances=[_role(item, now) for item in report.instances],
+            conversion=None if now is None else _change(now, for_s),
+            busy_with=busy_with,
+            last=None if last is None else _ended(*last),
+        )
+
+    async def change(self, body: bytes, query: Mapping[str, str]) -> tuple[int, InstanceRole]:
+        """POST /v1/pd_role: 202 and the instance as it drains; 200 when it has the role, with
+        `wait` or from the start. Raises `ApiError`.
+        """
+        order = _order(body)
+        report = await self._report()
+        instance = _named(report, order.instance)
+        if instance.role == "both":
+            message = f"{order.instance} has the role both: it prefills and decodes at any time."
+            raise ApiError(409, "role_both", message, param="instance")
+        if instance.role == order.role:
+            return 200, await self._kept(instance, order)
+        self._begin(report, instance, order)
+        if not (order.wait or query.get("wait") in _TRUE):
+            return 202, _role(instance, self._keeper.current)
+        ended = await self._keeper.ended()
+        if ended.outcome is not Outcome.CONVERTED:
+            message = f"{order.instance} is {instance.role} still, and serves: {ended.detail}."
+            raise ApiError(409, "not_converted", message)
+        return 200, await self._role_of(order.instance)
+
+    def _begin(self, report: ClusterReport, instance: InstanceReport, order: RoleOrder) -> None:
+        _check_epoch(instance, order)
+        assert instance.role != "both"
+        wish = ConversionWish(report.name, instance.role, order.role)
+        start = self._keeper.ask(wish, report, only=order.instance)
+        if start.effects:
+            return
+        if self._keeper.busy_with:
+            message = f"{start.reason}; one conversion at a time. Try again later."
+            raise ApiError(409, "conversion_runs", message)
+        if not is_usable(instance):
+            message = f"{order.instance} is not usable now ({instance.reason}); wait until it is."
+            if instance.draining:
+                message = (
+                    f"{order.instance} drains, and not to change its role. Order the role that it "
+                    f"has ({instance.role}): that gives it work again."
+                )
+            raise ApiError(409, "not_usable", message, param="instance")
+        message = f"{order.instance} stays {instance.role}: {start.reason}."
+        raise ApiError(409, "last_of_its_role", message, param="instance")
+
+    async def _kept(self, instance: InstanceReport, order: RoleOrder) -> InstanceRole:
+        """The instance has the role; one that somebody left draining is given work again."""
+        _check_epoch(instance, order, repeated=True)
+        now = self._keeper.current
+        if now and now.instance == instance.name and now.phase is not Phase.DWELLING:
+            message = f"{self._keeper.busy_with}, to become {now.wish.to_role}; wait for its end."
+            raise ApiError(409, "conversion_runs", message)
+        if instance.draining:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._pd.resume(instance.name)
+            except (PdError, UnknownInstance, RpcError, TimeoutError) as error:
+                raise _unreachable(str(error) or "no answer in time") from error
+        return await self._role_of(instance.name)
+
+    async def _role_of(self, name: str) -> InstanceRole:
+        return _role(_named(await self._report(), name), self._keeper.current)
+
+    async def _report(self) -> ClusterReport:
+        """As it is now: the watcher's may not know of the last change yet."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                report = await self._pd.report()
+        except TimeoutError as error:
+            raise _unreachable("no report in time") from error
+        if not report.instances:
+            raise _unreachable(report.reason or "it reports no instances")
+        return report
+
+
+def _order(body: bytes) -> RoleOrder:
+    try:
+        return msgspec.json.decode(body, type=RoleOrder)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, "invalid_body", f"{error}. Send {_BODY}.") from error
+
+
+def _named(report: ClusterReport, name: str) -> InstanceReport:
+    for instance in report.instances:
+        if instance.name == name:
+            return instance
+    names = ", ".join(item.name for item in report.instances)
+    message = f"{report.name} has no instance `{name[:200]}`. There: {names}."
+    raise ApiError(404, "unknown_instance", message, param="instance")
+
+
+def _check_epoch(instance: InstanceReport, order: RoleOrder, *, repeated: bool = False) -> None:
+    """An order that was carried out already (`repeated`) was given one epoch ago."""
+    expected = order.expected_epoch
+    known = {instance.role_epoch, instance.role_epoch - 1 if repeated else instance.role_epoch}
+    if expected is None or expected in known:
+        return
+    message = (
+        f"{instance.name} is {instance.role} since epoch {instance.role_epoch}, not {expected}: "
+        "somebody changed it. Look again (GET /v1/pd_role) before you order."
+    )
+    raise ApiError(409, "stale_epoch", message, param="expected_epoch")
+
+
+def _unreachable(reason: str) -> ApiError:
+    message = f"The PD cluster's front does not answer: {reason}"
+    return ApiError(503, "cluster_unavailable", message, retry_after_s=1)
+
+
+def _role(instance: InstanceReport, now: Conversion | None) -> InstanceRole:
+    phase = "ready" if instance.role_ready else "draining"
+    is_changing = now is not None and now.instance == instance.name
+    if now is not None and is_changing and now.phase is not Phase.DWELLING:
+        phase = now.phase.value
+    return InstanceRole(
+        instance=instance.name,
+        role=instance.role,
+        epoch=instance.role_epoch,
+        phase=phase,
+        ready=phase == "ready" and instance.healthy,
+        healthy=instance.healthy,
+        requests=instance.running,
+        model=instance.model,
+        reason=instance.reason,
+    )
+
+
+def _change(now: Conversion, for_s: float) -> RoleChangeNow:
+    return RoleChangeNow(
+        instance=now.instance,
+        from_role=now.wish.from_role,
+        to_role=now.wish.to_role,
+        epoch=now.epoch,
+        phase=now.phase.value,
+        for_s=for_s,
+    )
+
+
+def _ended(ended: Ended, ago_s: float) -> RoleChangeEnded:
+    return RoleChangeEnded(
+        instance=ended.instance,
+        from_role=ended.wish.from_role,
+        to_role=ended.wish.to_role,
+        outcome=ended.outcome.value,
+        detail=ended.detail,
+        ago_s=ago_s,
+    )

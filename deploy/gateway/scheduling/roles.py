@@ -1,0 +1,341 @@
+"""Converts instances of the region's PD cluster: performs what `scheduler.conversion` orders.
+
+One conversion at a time, asked for by the long-term loop or by an operator (role_pages.py):
+
+    ask -> drain at the front -> set_role there -> resume -> dwell
+
+Effects are performed in order, and what came of them is reported back. Whatever gives an instance
+back (the old role, `resume`) is tried until the front has answered, before anything else is begun:
+an instance that stays drained is lost to both roles. So is it when the gateway ends meanwhile.
+
+A conversion that would leave a role without a usable instance does not begin; one that comes to,
+because others died while its instance drained, is given up.
+
+Does not know why an instance should change, nor HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from kvmanager.engines.jobs import ClusterReport, InstanceReport
+from kvmanager.rpc import RpcError
+from local_pd.cluster import PdCluster
+from local_pd.errors import PdError, RoleRefused, UnknownInstance
+from scheduler.conversion import (
+    Conversion,
+    ConversionConfig,
+    ConversionWish,
+    Converter,
+    Drain,
+    Effect,
+    Ended,
+    Outcome,
+    PdRole,
+    Phase,
+    Resume,
+    RoleView,
+    SetRole,
+    Start,
+)
+
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+TICK_S: Final = 1.0
+CALL_S: Final = 10.0
+"""Bound on one order to the front, or the dwell: no order is late for the next conversion."""
+CLOSE_S: Final = 3.0
+"""For giving an instance back when the gateway ends."""
+
+_ROLES: Final = ("prefill", "decode", "both")
+_REFUSALS: Final = (RoleRefused, UnknownInstance)
+_FAILURES: Final = (PdError, UnknownInstance, RpcError, OSError, TimeoutError)
+
+
+class RoleKeeper:
+    """See the module text. Use it on one event loop."""
+
+    def __init__(
+        self,
+        pd: PdCluster,
+        report: Callable[[], ClusterReport | None],
+        config: ConversionConfig,
+        registry: CollectorRegistry,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`report`: the cluster's latest report, None while there is none or it is too old."""
+        self._pd = pd
+        self._report = report
+        self._clock = clock
+        self._converter = Converter(config)
+        self._call_s = min(CALL_S, config.relabel_limit_s, config.dwell_s or CALL_S)
+        self._effects: deque[Effect] = deque()
+        self._draining: asyncio.Task[None] | None = None
+        self._ended: asyncio.Future[Ended] | None = None
+        self._listeners: list[Callable[[Ended], None]] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._last: tuple[Ended, float] | None = None
+        self._changes = Counter(
+            "prfaas_gateway_role_changes_total",
+            "Conversions of instances that ended.",
+            ["cluster", "to", "outcome"],
+            registry=registry,
+        )
+        self._instances = Gauge(
+            "prfaas_gateway_instances",
+            "Instances of the PD cluster by the role they have.",
+            ["cluster", "role"],
+            registry=registry,
+        )
+
+    @property
+    def current(self) -> Conversion | None:
+        """The conversion under way, dwelling included."""
+        return self._converter.current
+
+    @property
+    def current_s(self) -> float:
+        """Seconds since the present phase of `current` began; 0 without one."""
+        current = self._converter.current
+        return 0.0 if current is None else max(0.0, self._clock() - current.since_s)
+
+    @property
+    def converting(self) -> frozenset[str]:
+        """The cluster while it may not convert: a conversion of it runs, dwells or is undone."""
+        return frozenset({self._pd.name} if self.busy_with else ())
+
+    @property
+    def busy_with(self) -> str:
+        """Why no conversion can begin now; "": one can."""
+        if (current := self._converter.current) is not None:
+            return f"{current.instance} is {current.phase}"
+        owed = next((effect.instance for effect in self._effects), "")
+        return f"{owed} is still being given back" if owed else ""
+
+    @property
+    def last(self) -> tuple[Ended, float] | None:
+        """How the last conversion ended, and how many seconds ago."""
+        return None if self._last is None else (self._last[0], self._clock() - self._last[1])
+
+    def on_ended(self, listener: Callable[[Ended], None]) -> None:
+        """Call `listener` whenever a conversion ended, well or not."""
+        self._listeners.append(listener)
+
+    def ask(
+        self, wish: ConversionWish, report: ClusterReport | None = None, *, only: str = ""
+    ) -> Start:
+        """Begin to convert the least loaded instance, or `only`, or say why not. Never waits.
+
+        `report`: a newer one than the latest that this was made with.
+        """
+        self._effects.extend(self._converter.tick(self._clock()))
+        if self.busy_with:
+            return Start((), self.busy_with)
+        report = report or self._report()
+        if report is None or wish.cluster != report.name:
+            return Start((), f"no report of a PD cluster {wish.cluster}")
+        start = self._converter.start(
+            wish, _candidates(report, wish.from_role, only), self._clock(), only=only
+        )
+        if start.effects:
+            logger.info("%s: a %s instance becomes %s: %s", *_words(wish), start.reason)
+            self._ended = asyncio.get_running_loop().create_future()
+            self._effects.extend(start.effects)
+            self._wake.set()
+        return start
+
+    async def ended(self) -> Ended:
+        """How the conversion under way ends; it must not dwell. Cancelling does not end it."""
+        assert self._ended is not None
+        return await asyncio.shield(self._ended)
+
+    def start(self) -> None:
+        """Perform what is asked for from now on."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="roles")
+
+    async def close(self) -> None:
+        """Give back an instance that is being converted. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if (current := self._converter.current) is not None and current.phase is not Phase.DWELLING:
+            # What had not been done yet is undone by what follows.
+            self._effects.clear()
+            self._effects.extend(self._converter.failed(current.instance, "the gateway ended"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._perform()
+        await self._stop_draining()
+
+    async def step(self) -> None:
+        """Take what happened since the last step, and perform what follows."""
+        report = self._report()
+        if report is not None:
+            self._count(report)
+        self._effects.extend(self._drain_ended(report))
+        self._effects.extend(self._converter.tick(self._clock()))
+        await self._perform()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.step()
+            except Exception:
+                # Requests are served in any role; nothing here may end the gateway.
+                logger.exception("converting instances failed")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    def _drain_ended(self, report: ClusterReport | None) -> tuple[Effect, ...]:
+        """What follows from the drain under way, if anything."""
+        current, task = self._converter.current, self._draining
+        if current is None or task is None:
+            return ()
+        if report is not None and (lost := _lost_role(report, current)):
+            return self._converter.failed(current.instance, lost)
+        if not task.done():
+            return ()
+        self._draining = None
+        if task.cancelled():
+            return self._converter.failed(current.instance, "the drain was cut off")
+        if (error := task.exception()) is not None:
+            return self._converter.failed(current.instance, _said(error))
+        return self._converter.drained(current.instance, self._clock())
+
+    async def _perform(self) -> None:
+        """All effects in order; one that nobody answered to stays first, for the next step."""
+        while self._effects:
+            effect = self._effects[0]
+            try:
+                following = await self._do(effect)
+            except _FAILURES as error:
+                logger.warning("%s: tried again soon: %s", effect, _said(error))
+                return
+            self._effects.popleft()
+            self._effects.extend(following)
+
+    async def _do(self, effect: Effect) -> tuple[Effect, ...]:
+        match effect:
+            case Drain(instance):
+                self._draining = asyncio.get_running_loop().create_task(
+                    self._pd.drain(instance), name=f"drain {instance}"
+                )
+                self._draining.add_done_callback(lambda _: self._wake.set())
+            case SetRole():
+                return await self._set_role(effect)
+            case Resume(instance):
+                await self._stop_draining()
+                with contextlib.suppress(UnknownInstance):
+                    async with asyncio.timeout(self._call_s):
+                        await self._pd.resume(instance)
+            case Ended():
+                self._note(effect)
+        return ()
+
+    async def _set_role(self, effect: SetRole) -> tuple[Effect, ...]:
+        """The order of a conversion, which may fail, or the undoing of one, which must not."""
+        is_order = self._converter.current is not None
+        try:
+            async with asyncio.timeout(self._call_s):
+                status = await self._pd.set_role(effect.instance, effect.change)
+        except _FAILURES as error:
+            if is_order:
+                return self._converter.failed(effect.instance, _said(error))
+            if not isinstance(error, _REFUSALS):
+                raise
+            # A later order than ours holds, or there is nothing to give back.
+            logger.warning("%s keeps its role: %s", effect.instance, error)
+            return ()
+        if not is_order:
+            return ()
+        return self._converter.relabelled(effect.instance, status.epoch, self._clock())
+
+    async def _stop_draining(self) -> None:
+        task, self._draining = self._draining, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _note(self, ended: Ended) -> None:
+        wish, is_converted = ended.wish, ended.outcome is Outcome.CONVERTED
+        level = logging.INFO if is_converted else logging.WARNING
+        words = (ended.instance, wish.from_role, wish.to_role, ended.outcome, ended.detail)
+        logger.log(level, "%s from %s to %s: %s: %s", *words)
+        self._changes.labels(wish.cluster, wish.to_role, ended.outcome.value).inc()
+        self._last = ended, self._clock()
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(ended)
+        for listener in self._listeners:
+            try:
+                listener(ended)
+            except Exception:
+                logger.exception("a listener to conversions failed")
+
+    def _count(self, report: ClusterReport) -> None:
+        for role in _ROLES:
+            num = sum(item.role == role for item in report.instances)
+            self._instances.labels(report.name, role).set(num)
+
+
+def is_usable(instance: InstanceReport) -> bool:
+    """Whether it serves its role now."""
+    return instance.healthy and not instance.draining
+
+
+def _candidates(report: ClusterReport, role: PdRole, only: str) -> Sequence[RoleView]:
+    """The instances of one model: of `only`'s, or of the one with the most usable in `role`."""
+    by_model: dict[str, list[InstanceReport]] = {}
+    for item in report.instances:
+        by_model.setdefault(item.model, []).append(item)
+    if only:
+        groups = [g for g in by_model.values() if any(item.name == only for item in g)]
+    else:
+        groups = list(by_model.values())
+    best = max(groups, key=lambda group: _num_usable(group, role), default=[])
+    return [_view(report, item) for item in best]
+
+
+def _num_usable(instances: Iterable[InstanceReport], role: PdRole) -> int:
+    return sum(item.role == role and is_usable(item) for item in instances)
+
+
+def _view(report: ClusterReport, instance: InstanceReport) -> RoleView:
+    return RoleView(
+        name=instance.name,
+        role=instance.role,
+        epoch=instance.role_epoch,
+        is_usable=is_usable(instance),
+        num_requests=instance.running,
+        num_tokens=sum(j.uncached_tokens for j in report.jobs if j.instance == instance.name),
+    )
+
+
+def _lost_role(report: ClusterReport, current: Conversion) -> str:
+    """Why the instance may not leave its role any more; "": others hold it up."""
+    role = current.wish.from_role
+    own = next((item for item in report.instances if item.name == current.instance), None)
+    if own is None:
+        return f"{report.name} has no instance {current.instance} any more"
+    others = [i for i in report.instances if i.model == own.model and i.name != own.name]
+    return "" if _num_usable(others, role) else f"no other usable {role} instance is left"
+
+
+def _words(wish: ConversionWish) -> tuple[str, str, str]:
+    return wish.cluster, wish.from_role, wish.to_role
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,289 @@
+"""The region as routing sees it, out of reports, links, what is under way and what was learnt.
+
+Reports are up to a second old, so jobs that began or ended since are added and taken away. Work is
+turned into seconds with the learnt profile of its place. Pure; time is an argument. Does not
+decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from deploy.gateway.cached import serves
+from deploy.gateway.scheduling.knowledge import ModelKnowledge
+from deploy.gateway.scheduling.ledger import DirectPrompt, Ledger, PrefillLeg
+from deploy.gateway.scheduling.thresholds import Thresholds
+from kvmanager.engines.jobs import ClusterReport, InstanceReport, JobReport
+from scheduler.profiles import PrefillProfile
+from scheduler.routing import HAND_OFF, ONE_ENGINE
+from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+
+SEEN_S: Final = 0.05
+"""A job that was sent so shortly before a report may be missing in it."""
+LATE_FACTOR: Final = 2.0
+LATE_S: Final = 1.0
+"""An engine that answers in one piece does so with the last token. A prompt counts as computed when
+it is later than predicted by this factor and these seconds."""
+UNTOLD_SLOTS: Final = 1 << 20
+"""Of an instance whose front does not say how many requests it decodes at a time."""
+NO_LINK_KNOWN: Final = LinkView()
+"""For a gateway that does not follow links: nothing speaks against using one."""
+
+LinkNow = Callable[[str, str], LinkView]
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A cluster's latest report (None: none, or too old) and when it was asked for."""
+
+    name: str
+    report: ClusterReport | None
+    at_s: float
+
+
+class _Job(NamedTuple):
+    """A prefill as it is now: on `instance` for `for_s`, or waiting ("")."""
+
+    instance: str
+    model: str
+    uncached_tokens: int
+    for_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMaker:
+    """Makes snapshots for one model. `link` gives the link from cluster to cluster as it is now."""
+
+    model: str
+    knowledge: ModelKnowledge
+    ledger: Ledger
+    thresholds: Thresholds
+    link: LinkNow
+
+    def make(
+        self, pd: Reported, prefill_clusters: Sequence[Reported], now_s: float
+    ) -> RegionSnapshot:
+        """The region at `now_s`."""
+        return RegionSnapshot(
+            taken_s=now_s,
+            local=self._hand_off(pd, now_s),
+            engines=self._engines(pd, now_s),
+            decode=self._decode(pd, now_s),
+            prefill_clusters=tuple(
+                self._prefill_cluster(source, pd.name, now_s) for source in prefill_clusters
+            ),
+        )
+
+    def _prefill_cluster(self, source: Reported, pd: str, now_s: float) -> ClusterView:
+        name, report = source.name, source.report
+        link, profile = self.link(name, pd), self.knowledge.prefill(name)
+        threshold = self.thresholds.update(name, link, now_s)
+        if report is None:
+            return ClusterView(
+                name=name,
+                prefill=profile,
+                instances=(),
+                is_healthy=False,
+                link=link,
+                threshold_tokens=threshold,
+                plan_threshold_tokens=self.thresholds.plan_tokens(name),
+            )
+        jobs = self._jobs(source, name, profile, now_s)
+        waiting = [job for job in jobs if not job.instance]
+        ahead = self._ahead(report, jobs)
+        instances = self._instances(report.instances, name, jobs, now_s)
+        return ClusterView(
+            name=name,
+            prefill=profile,
+            instances=instances,
+            is_healthy=report.healthy and any(item.is_usable for item in instances),
+            num_queued=max(0, len(waiting) - self._num_places(report, len(jobs) - len(waiting))),
+            max_queued=report.max_queued or None,
+            queued_tokens=sum(job.uncached_tokens for job in ahead),
+            queued_s=sum(job.prefill_s for job in ahead),
+            link=self._filled(link, jobs),
+            link_back=self.link(pd, name),
+            threshold_tokens=threshold,
+            plan_threshold_tokens=self.thresholds.plan_tokens(name),
+        )
+
+    def _num_places(self, report: ClusterReport, num_running: int) -> int:
+        """How many more jobs the instances would take at once."""
+        serving = [item for item in report.instances if serves(item, self.model)]
+        return max(0, sum(item.max_concurrent for item in serving) - num_running)
+
+    def _hand_off(self, pd: Reported, now_s: float) -> ClusterView:
+        """The instances of the PD cluster that prefill for others. They have no common queue: a
+        job that finds them all full is refused.
+        """
+        profile, report = self.knowledge.prefill(HAND_OFF), pd.report
+        if report is None:
+            return ClusterView(name=pd.name, prefill=profile, instances=(), is_healthy=False)
+        jobs = self._jobs(pd, HAND_OFF, profile, now_s)
+        own = [item for item in report.instances if item.role == "prefill"]
+        instances = self._instances(own, HAND_OFF, jobs, now_s)
+        ahead = self._ahead(report, jobs)
+        room = sum(item.max_concurrent for item in own if serves(item, self.model))
+        return ClusterView(
+            name=pd.name,
+            prefill=profile,
+            instances=instances,
+            is_healthy=report.healthy and any(item.is_usable for item in instances),
+            num_queued=len(jobs),
+            max_queued=room,
+            queued_tokens=sum(job.uncached_tokens for job in ahead),
+            queued_s=sum(job.prefill_s for job in ahead),
+        )
+
+    def _engines(self, pd: Reported, now_s: float) -> ClusterView:
+        """Those that serve a request whole."""
+        profile, report = self.knowledge.prefill(ONE_ENGINE), pd.report
+        if report is None:
+            return ClusterView(name=pd.name, prefill=profile, instances=(), is_healthy=False)
+        serving = [item for item in report.instances if serves(item, self.model)]
+        whole = [item for item in serving if item.role != "prefill"] or serving
+        direct = self.ledger.direct()
+        instances = tuple(
+            self._engine(item, direct.get(item.name, ()), profile, now_s) for item in whole
+        )
+        return ClusterView(
+            name=pd.name, prefill=profile, instances=instances, is_healthy=report.healthy
+        )
+
+    def _engine(
+        self,
+        item: InstanceReport,
+        given: Sequence[DirectPrompt],
+        profile: PrefillProfile,
+        now_s: float,
+    ) -> InstanceView:
+        left: list[DirectPrompt] = []
+        ahead_s = 0.0
+        for prompt in given:
+            cached_tokens = prompt.num_tokens - prompt.uncached_tokens
+            prefill_s = profile.prefill_s(prompt.num_tokens, cached_tokens)
+            spent_s = self.ledger.alone_s(ONE_ENGINE, item.name, prompt.begun_s, now_s)
+            if spent_s > LATE_FACTOR * (ahead_s + prefill_s) + LATE_S:
+                continue
+            # However late the first one is, the others are still to be computed.
+            ahead_s += max(0.0, prefill_s - spent_s) if not left else prefill_s
+            left.append(prompt)
+        return InstanceView(
+            name=item.name,
+            node=item.node,
+            running_tokens=sum(prompt.uncached_tokens for prompt in left),
+            running_s=ahead_s,
+            num_requests=item.running,
+        )
+
+    def _instances(
+        self, items: Sequence[InstanceReport], place: str, jobs: Iterable[_Job], now_s: float
+    ) -> tuple[InstanceView, ...]:
+        by_instance: dict[str, list[_Job]] = {}
+        for job in jobs:
+            by_instance.setdefault(job.instance, []).append(job)
+        return tuple(
+            self._instance(item, place, by_instance.get(item.name, ()), now_s) for item in items
+        )
+
+    def _instance(
+        self, item: InstanceReport, place: str, jobs: Sequence[_Job], now_s: float
+    ) -> InstanceView:
+        running_s = 0.0
+        if jobs:
+            first = max(jobs, key=_age_s)
+            spent_s = self.ledger.alone_s(place, item.name, now_s - first.for_s, now_s)
+            # However late the first one is, the others are still to be computed.
+            running_s = sum(job.prefill_s for job in jobs) - min(spent_s, first.prefill_s)
+        return InstanceView(
+            name=item.name,
+            node=item.node,
+            is_usable=serves(item, self.model) and item.role_ready,
+            running_tokens=sum(job.uncached_tokens for job in jobs),
+            running_s=max(0.0, running_s),
+            num_requests=item.running,
+        )
+
+    def _ahead(self, report: ClusterReport, jobs: Iterable[_Job]) -> list[_Job]:
+        """What waits for the same instances as a request for this model."""
+        others = {item.model for item in report.instances} - {"", self.model}
+        return [job for job in jobs if not job.instance and job.model not in others]
+
+    def _jobs(
+        self, source: Reported, place: str, profile: PrefillProfile, now_s: float
+    ) -> list[_Job]:
+        """The cluster's jobs now; those that no report has yet count as waiting."""
+        assert source.report is not None
+        since_s = max(0.0, now_s - source.at_s)
+        reported = {job.transfer_id: job for job in source.report.jobs}
+        jobs = [
+            _Job(
+                job.instance,
+                job.model,
+                job.uncached_tokens,
+                job.for_s + since_s,
+                _prefill_s(job, profile),
+            )
+            for transfer_id, job in reported.items()
+            if not self.ledger.is_over(transfer_id)
+        ]
+        for transfer_id, leg in self.ledger.legs_since(place, source.at_s - SEEN_S):
+            if transfer_id not in reported:
+                age_s, prefill_s = now_s - leg.begun_s, _prefill_s(leg, profile)
+                jobs.append(_Job("", leg.model, leg.uncached_tokens, age_s, prefill_s))
+        return jobs
+
+    def _filled(self, link: LinkView, jobs: Iterable[_Job]) -> LinkView:
+        """The link with what running prefills will go on to emit. One that nobody has filled yet is
+        not known to be too slow for that: a backlog would have shown it.
+        """
+        kv = self.knowledge.kv
+        if kv is None or link.is_floor:
+            return link
+        heads: dict[str, _Job] = {}
+        for job in jobs:
+            head = heads.get(job.instance)
+            if job.instance and (head is None or job.for_s > head.for_s):
+                heads[job.instance] = job
+        rate = sum(
+            kv.token_part_bytes(job.uncached_tokens) / max(job.prefill_s, 1e-3)
+            for job in heads.values()
+        )
+        return replace(link, inflow_bytes_per_s=rate)
+
+    def _decode(self, pd: Reported, now_s: float) -> DecodeView:
+        report, known = pd.report, self.knowledge
+        if report is None:
+            return DecodeView(slots_total=0)
+        decoding = [
+            item for item in report.instances if item.role != "prefill" and serves(item, self.model)
+        ]
+        landing, direct = self.ledger.landing(self.model), self.ledger.direct()
+        slots = sum(item.decode_slots or UNTOLD_SLOTS for item in decoding)
+        # Reported requests include those that waited for a landing then.
+        num_reported = sum(leg.begun_s <= pd.at_s for leg in landing)
+        num_given = sum(
+            prompt.begun_s > pd.at_s for item in decoding for prompt in direct.get(item.name, ())
+        )
+        num_running = max(0, sum(item.running for item in decoding) - num_reported)
+        num_decoding = num_running + num_given
+        return DecodeView(
+            slots_total=slots,
+            slots_used=min(num_decoding, slots),
+            num_waiting=max(0, num_decoding - slots),
+            decode_s=known.decode_s or 0.0,
+            step_s=known.step_s or 0.0,
+            landing_s=tuple(sorted(max(0.0, leg.lands_at_s - now_s) for leg in landing)),
+            landing_kv_bytes=sum(leg.kv_bytes for leg in landing),
+        )
+
+
+def _prefill_s(job: JobReport | PrefillLeg, profile: PrefillProfile) -> float:
+    return profile.prefill_s(job.num_tokens, job.num_tokens - job.uncached_tokens)
+
+
+def _age_s(job: _Job) -> float:
+    return job.for_s

@@ -1,0 +1,40 @@
+"""What every request needs and none owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deploy.gateway.background import Background
+from deploy.gateway.cache_upkeep import CacheUpkeep
+from deploy.gateway.caches import RegionCaches
+from deploy.gateway.config import TimeoutConfig
+from deploy.gateway.metrics import GatewayMetrics
+from deploy.gateway.proxy.engine import EngineDoor
+from deploy.gateway.scheduling.admission import Admission
+from deploy.gateway.scheduling.lessons import Lessons
+from deploy.gateway.scheduling.router import RegionScheduler
+from local_pd.cluster import PdCluster
+from prfaas.cluster import PrefillCluster
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Without `caches` nothing is known to be cached, and without `upkeep` nothing cached is
+    moved.
+    """
+
+    pd: PdCluster
+    prefill_clusters: dict[str, PrefillCluster]
+    door: EngineDoor
+    metrics: GatewayMetrics
+    background: Background
+    timeouts: TimeoutConfig
+    scheduler: RegionScheduler
+    admission: Admission
+    caches: RegionCaches | None = None
+    upkeep: CacheUpkeep | None = None
+
+    @property
+    def lessons(self) -> Lessons:
+        """To be told how requests go."""
+        return Lessons(self.scheduler)

@@ -1,0 +1,1 @@
+"""`prfaas role`: which instances prefill and which decode, and changing it."""

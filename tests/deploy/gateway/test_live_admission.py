@@ -1,0 +1,197 @@
+"""Requests let in and turned away: answers, what tenants hold, series, what operators see."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from deploy.gateway.errors import ApiError
+from deploy.gateway.scheduling.admission import UNNAMED, Admission, TenantNow
+from deploy.gateway.scheduling.config import AdmissionSection
+from scheduler.prediction import Prediction
+from scheduler.views import DecodeView
+
+IDLE = DecodeView(slots_total=4, decode_s=10.0)
+FULL = DecodeView(slots_total=4, slots_used=4, decode_s=10.0, left_s=(6.0, 7.0, 8.0, 9.0))
+IN_5_S = Prediction(queue_s=1.0, prefill_s=4.0)
+
+
+class Door:
+    """An `Admission` whose clock is `now_s`."""
+
+    def __init__(self, **section: Any) -> None:
+        self.now_s = 0.0
+        self.registry = CollectorRegistry()
+        config = AdmissionSection.model_validate(section)
+        self.admission = Admission(config, self.registry, clock=lambda: self.now_s)
+
+    def admit(
+        self,
+        tenant: str = "",
+        *,
+        prediction: Prediction = IN_5_S,
+        decode: DecodeView = IDLE,
+        num_tokens: int = 100,
+        kv_bytes: float = 0.0,
+    ) -> Any:
+        return self.admission.admit(
+            tenant, prediction, decode, num_tokens=num_tokens, kv_bytes=kv_bytes
+        )
+
+    def refused(self, *args: Any, **kwargs: Any) -> ApiError:
+        with pytest.raises(ApiError) as caught:
+            self.admit(*args, **kwargs)
+        return caught.value
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value("prfaas_gateway_" + name, labels)
+
+
+def test_a_refusal_for_load_is_an_openai_error_with_its_numbers() -> None:
+    door = Door()
+    error = door.refused(decode=FULL)
+    assert (error.status, error.code) == (429, "decode_load")
+    assert error.headers == {"Retry-After": "6"}
+    body = json.loads(error.body())["error"]
+    assert body == {
+        "message": "When this request would begin to decode, in 5.0 s, 4 requests are predicted to "
+        "take or want the 4 decode slots. Try again in 6 s.",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "decode_load",
+    }
+    assert door.admission.overview().tenants == {}
+
+
+def test_what_will_have_room_by_then_is_let_in() -> None:
+    late = Prediction(prefill_s=7.5)
+    Door().admit(decode=FULL, prediction=late)
+    assert Door(policy="present").refused(decode=FULL, prediction=late).code == "decode_load"
+
+
+def test_a_queue_that_makes_the_first_token_late_is_a_reason_if_asked() -> None:
+    slow = Prediction(queue_s=9.0, prefill_s=4.0)
+    Door().admit(prediction=slow)
+    error = Door(ttft_slo_s=10).refused(prediction=slow)
+    assert (error.code, error.retry_after_s) == ("prefill_load", 5)
+    assert "predicted in 13.0 s, of which 9.0 s are a queue; the objective is 10 s" in error.message
+    never = Door(ttft_slo_s=10).refused(prediction=Prediction(queue_s=math.inf))
+    assert never.retry_after_s == 60
+
+
+def test_memory_is_a_reason() -> None:
+    view = DecodeView(slots_total=8, slots_used=2, decode_s=10.0, kv_bytes=9e9, kv_total_bytes=10e9)
+    error = Door().refused(decode=view, prediction=Prediction(), kv_bytes=2e9)
+    assert error.code == "decode_memory"
+    assert "1.1e+10 bytes of KVCache are predicted for 1e+10" in error.message
+
+
+def test_a_tenant_has_so_many_requests_until_one_is_over() -> None:
+    door = Door(tenants={"acme": {"max_requests": 2}})
+    first, _ = door.admit("acme"), door.admit("acme")
+    error = door.refused("acme")
+    assert (error.status, error.code) == (429, "tenant_requests")
+    assert error.message.startswith("Tenant acme has 2 of at most 2 requests in flight.")
+    # One of two that take 5 s and 10 s ends within 7.5 s.
+    assert error.retry_after_s == 8
+    door.admit("other")
+    first()
+    door.admit("acme")
+    first()
+    assert door.refused("acme").code == "tenant_requests"
+
+
+def test_a_tenant_has_so_many_tokens() -> None:
+    door = Door(default_tenant={"max_tokens": 500})
+    handle = door.admit("acme", num_tokens=400)
+    error = door.refused("acme", num_tokens=101)
+    assert error.code == "tenant_tokens"
+    assert "400 prompt tokens in flight and may have 500; this request brings 101" in error.message
+    door.admit("acme", num_tokens=100)
+    handle()
+    door.admit("acme", num_tokens=400)
+
+
+def test_a_tenant_brings_so_many_tokens_a_second() -> None:
+    door = Door(default_tenant={"tokens_per_s": 10, "burst_tokens": 100})
+    door.admit(num_tokens=80)()
+    error = door.refused(num_tokens=70)
+    assert (error.code, error.retry_after_s) == ("tenant_rate", 5)
+    assert error.message.startswith("Everybody together brings more than 10 prompt tokens")
+    door.now_s = 5.0
+    door.admit(num_tokens=70)
+
+
+def test_limits_of_tenants_hold_without_a_policy_and_load_does_not() -> None:
+    door = Door(policy="off", ttft_slo_s=1, default_tenant={"max_requests": 1}, max_retry_s=3)
+    door.admit("acme", decode=FULL, prediction=Prediction(queue_s=100))
+    error = door.refused("acme")
+    assert (error.code, error.retry_after_s) == ("tenant_requests", 3)
+
+
+def test_without_known_slots_load_is_no_reason() -> None:
+    door = Door(default_tenant={"max_requests": 1}, ttft_slo_s=1)
+    nothing = DecodeView(slots_total=0)
+    door.admit(decode=nothing, prediction=Prediction(slot_s=math.inf))
+    assert door.value("admission_total", verdict="admitted", reason="no_decode_slots") == 1
+    assert door.refused(decode=nothing).code == "tenant_requests"
+
+
+def test_every_reason_for_a_refusal_has_a_series_and_a_text() -> None:
+    door = Door()
+    reasons = {
+        (sample.labels["verdict"], sample.labels["reason"])
+        for family in door.registry.collect()
+        for sample in family.samples
+        if sample.name == "prfaas_gateway_admission_total"
+    }
+    assert {reason for verdict, reason in reasons if verdict == "admitted"} == {
+        "admitted",
+        "empty",
+        "no_decode_slots",
+    }
+    assert len(reasons) == 9
+
+
+def test_verdicts_and_loads_are_counted() -> None:
+    door = Door()
+    door.admit()
+    door.refused(decode=FULL)
+    assert door.value("admission_total", verdict="admitted", reason="admitted") == 1
+    assert door.value("admission_total", verdict="refused", reason="decode_load") == 1
+    assert door.value("predicted_decode_load_count") == 2
+    assert door.value("predicted_decode_load_sum") == pytest.approx(1 / 4 + 5 / 4)
+    door.admit(prediction=Prediction(tail_s=math.inf))
+    assert door.value("predicted_decode_load_count") == 2
+
+
+def test_only_named_tenants_have_a_series_of_their_own() -> None:
+    door = Door(tenants={"acme": {"max_requests": 9}})
+    handles = [door.admit(name) for name in ("", "acme", "acme", "other")]
+    handles += [door.admit(f"key-{number:08x}") for number in range(50)]
+    assert door.value("tenant_in_flight", tenant="acme") == 2
+    assert door.value("tenant_in_flight", tenant="other") == 1
+    assert door.value("tenant_in_flight", tenant=UNNAMED) == 51
+    assert door.value("tenant_in_flight", tenant="key-00000001") is None
+    for handle in handles:
+        handle()
+        handle()
+    for tenant in ("acme", "other", UNNAMED):
+        assert door.value("tenant_in_flight", tenant=tenant) == 0
+
+
+def test_operators_see_who_has_what() -> None:
+    door = Door(default_tenant={"max_requests": 2})
+    handle = door.admit("acme", num_tokens=70)
+    door.admit("acme", num_tokens=30)
+    door.admit("key-00000001")()
+    door.refused("acme")
+    door.refused(decode=FULL)
+    seen = door.admission.overview()
+    assert (seen.policy, seen.admitted) == ("predicted", 3)
+    assert seen.refused == {"tenant_requests": 1, "decode_load": 1}
+    assert seen.tenants == {"acme": TenantNow(2, 100)}
+    handle()
+    assert door.admission.overview().tenants == {"acme": TenantNow(1, 30)}

@@ -1,0 +1,357 @@
+"""The long-term loop's shell in fake time: what it does with decisions, and what it says."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from live_plan_cases import LiveRegion, near, teach
+from prometheus_client import CollectorRegistry
+
+from deploy.gateway.scheduling.config import LongTermSection
+from deploy.gateway.scheduling.long_term import (
+    NUM_DECISIONS,
+    LongTermService,
+    LongTermSources,
+    PlanMetrics,
+)
+from deploy.gateway.scheduling.plan_overview import PlanOverview
+from scheduler.conversion import ConversionWish, Outcome
+from scheduler.views import LinkCondition, LinkView
+
+Make = Callable[..., LongTermService]
+
+
+@pytest.fixture
+def live() -> LiveRegion:
+    """Twice as many decoders as its traffic needs."""
+    live = LiveRegion()
+    teach(live.knowledge, 600, now_s=live.now_s, output_tokens=128)
+    return live
+
+
+class Metrics:
+    """Those of the service that was made last."""
+
+    registry: CollectorRegistry
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"prfaas_gateway_plan_{name}", labels)
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def make(live: LiveRegion, metrics: Metrics) -> Make:
+    def service(models: tuple[str, ...] = ("tiny",), **section: object) -> LongTermService:
+        registry = metrics.registry = CollectorRegistry()
+        sources = LongTermSources(
+            models=models,
+            reports=live,
+            knowledge=lambda _: live.knowledge,
+            thresholds=live.thresholds,
+            roles=live.roles,
+            links=live.links,
+        )
+        return LongTermService(
+            LongTermSection.model_validate(section),
+            sources,
+            PlanMetrics(registry),
+            clock=live.clock,
+            wall_clock=lambda: 1e9 + live.now_s,
+        )
+
+    return service
+
+
+async def test_it_sets_t_and_converts_and_sets_t_again(
+    live: LiveRegion, make: Make, metrics: Metrics
+) -> None:
+    service = make()
+    decision = await service.step()
+    assert decision.reason == "convert"
+    assert live.roles.asked == [ConversionWish("near", "decode", "prefill")]
+    assert decision.done[0] == (
+        "began to convert d-0 of near from decode to prefill: it is the first"
+    )
+    assert decision.done[1].startswith("t of far from 8000 to ")
+    meanwhile = decision.thresholds["far"]
+    assert live.thresholds.base_tokens() == {"far": meanwhile}
+    assert decision.goal is not None
+    assert decision.goal.num_prefill["near"] > 4
+    assert decision.goal.num_prefill["near"] + decision.goal.num_decode["near"] == 8
+    live.roles.end()
+    assert live.thresholds.base_tokens() == {"far": decision.thresholds_after["far"]}
+    assert decision.thresholds_after["far"] > meanwhile  # more of them prefill at home now
+    assert metrics.value("threshold_tokens", cluster="far") == decision.thresholds_after["far"]
+    wanted = decision.goal.num_prefill["near"]
+    assert metrics.value("instances", cluster="near", role="prefill") == wanted
+    assert metrics.value("steps_total", reason="convert") == 1
+    assert metrics.value("gain_ratio") == pytest.approx(decision.numbers["gain"])
+
+
+async def test_it_goes_on_until_the_best_division_and_then_rests(
+    live: LiveRegion, make: Make
+) -> None:
+    service = make()
+    reasons = []
+    for _ in range(8):
+        decision = await service.step()
+        reasons.append(decision.reason)
+        if live.roles.current:
+            live.roles.end()
+            live.roles.dwelt()
+        live.now_s += 300.0
+        teach(live.knowledge, 600, now_s=live.now_s, output_tokens=128, seed=len(reasons))
+    assert reasons[0] == "convert"
+    assert reasons[-1] in ("best_already", "small_gain")
+    found = service.overview()
+    assert found.decisions[0].goal is not None
+    assert found.num_prefill == found.decisions[0].goal.num_prefill
+    assert found.num_decode["near"] >= 1
+    assert (await service.step()).done[0].startswith("did nothing because ")
+
+
+async def test_the_model_is_that_of_the_time_when_the_conversion_is_done(
+    live: LiveRegion, make: Make
+) -> None:
+    service = make()
+    await service.step()
+    live.now_s += 300.0
+    decision = await service.step()
+    assert decision.reason in ("converting", "best_already", "small_gain")
+    assert live.roles.asked == [ConversionWish("near", "decode", "prefill")]
+    found = service.overview()
+    assert (found.num_prefill, found.num_decode) == ({"near": 5}, {"near": 3})
+    assert found.conversion == "d-0 of near from decode to prefill: draining"
+
+
+async def test_a_conversion_that_fails_leaves_t_as_it_is(live: LiveRegion, make: Make) -> None:
+    service = make()
+    decision = await service.step()
+    live.roles.end(Outcome.TOO_SLOW)
+    assert live.thresholds.base_tokens() == {"far": decision.thresholds["far"]}
+
+
+async def test_a_conversion_that_failed_is_not_tried_again_soon(
+    live: LiveRegion, make: Make
+) -> None:
+    service = make()
+    await service.step()
+    live.now_s += 600.0
+    live.roles.end(Outcome.TOO_SLOW)
+    live.now_s += 1700.0
+    decision = await service.step()
+    assert (decision.reason, len(live.roles.asked)) == ("dwelling", 1)
+    live.now_s += 100.0
+    assert (await service.step()).reason == "convert"
+
+
+async def test_a_conversion_that_is_refused_is_said_and_t_is_that_of_the_present_division(
+    live: LiveRegion, make: Make
+) -> None:
+    live.roles.refusal = "near has 1 usable decode instances; one must stay"
+    decision = await make().step()
+    assert decision.done[0] == (
+        f"did not convert an instance of near from decode to prefill: {live.roles.refusal}"
+    )
+    assert decision.done[1].startswith("t of far from 8000 to ")
+    assert live.thresholds.base_tokens() == {"far": decision.thresholds["far"]}
+
+
+async def test_t_for_fewer_prefill_instances_is_not_set_when_all_of_them_stay(
+    live: LiveRegion, make: Make
+) -> None:
+    live.pd = near(6, 2)
+    teach(live.knowledge, 600, now_s=live.now_s, output_tokens=8192)
+    live.roles.refusal = "busy"
+    decision = await make().step()
+    assert live.roles.asked == [ConversionWish("near", "prefill", "decode")]
+    assert decision.done == ["did not convert an instance of near from prefill to decode: busy"]
+    assert live.thresholds.base_tokens() == {"far": 8000}
+
+
+async def test_advice_changes_nothing(live: LiveRegion, make: Make) -> None:
+    decision = await make(mode="advise").step()
+    assert decision.done[0] == "advice: convert an instance of near from decode to prefill"
+    assert decision.done[1].startswith("advice: t of far from 8000 to ")
+    assert live.roles.asked == []
+    assert live.thresholds.base_tokens() == {"far": 8000}
+
+
+async def test_advice_is_given_at_every_step(live: LiveRegion, make: Make) -> None:
+    """Nothing was converted, so there is nothing that the next advice has to wait for."""
+    service = make(mode="advise")
+    decisions = [await service.step() for _ in range(2)]
+    assert [decision.reason for decision in decisions] == ["convert", "convert"]
+
+
+async def test_the_router_is_told_what_the_plan_sends(live: LiveRegion, make: Make) -> None:
+    live.link = LinkView(available_bytes_per_s=1e8)
+    await make().step()
+    clear = live.thresholds.update("far", LinkView(available_bytes_per_s=1e8), live.now_s)
+    assert clear == pytest.approx(live.thresholds.base_tokens()["far"], rel=0.02)
+    scarce = live.thresholds.update("far", LinkView(available_bytes_per_s=1e7), live.now_s)
+    assert scarce > 2 * clear
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"min_requests": 5000}, "600 requests were measured; 5000 are needed"),
+        ({"min_gain": 20.0}, "%, which is too little"),
+    ],
+)
+async def test_it_says_why_it_did_nothing(
+    make: Make, live: LiveRegion, section: dict[str, object], told: str
+) -> None:
+    service = make(**section)
+    await service.step()  # t alone may change
+    (done,) = (await service.step()).done
+    assert done.startswith("did nothing because ")
+    assert told in done
+    assert live.roles.asked == []
+
+
+async def test_a_conversion_that_runs_or_was_not_long_ago_is_why(
+    make: Make, live: LiveRegion
+) -> None:
+    live.pd = near(2, 6)
+    service = make()
+    assert (await service.step()).reason == "convert"
+    meanwhile = live.thresholds.base_tokens()
+    later = await service.step()
+    assert later.done[0].startswith("once d-0 has its new role: t of far from ")
+    assert live.thresholds.base_tokens() == meanwhile
+    live.roles.end()
+    assert live.thresholds.base_tokens() == later.thresholds
+    assert (await service.step()).done == ["did nothing because a conversion runs already"]
+    live.roles.dwelt()
+    decision = await service.step()
+    assert decision.done == [
+        "did nothing because the last conversion, or an attempt at one, was not long ago"
+    ]
+
+
+async def test_what_is_not_known_is_said(live: LiveRegion, make: Make) -> None:
+    live.link = LinkView()
+    service = make()
+    decision = await service.step()
+    assert decision.reason == "not_known"
+    assert "the rate of the link far to near is not known" in decision.done[0]
+    found = service.overview()
+    assert found.region is None
+    assert found.unknown in decision.done[0]
+    assert found.traffic is not None
+    several = await make(models=("one", "two")).step()
+    assert several.done[0].startswith("did nothing because 2 models are served")
+    assert make(models=("one", "two")).overview().traffic is None
+
+
+async def test_a_region_without_traffic(make: Make) -> None:
+    idle = LiveRegion()
+    sources = LongTermSources(
+        models=("tiny",),
+        reports=idle,
+        knowledge=lambda _: idle.knowledge,
+        thresholds=idle.thresholds,
+        roles=idle.roles,
+        links=idle.links,
+    )
+    service = LongTermService(
+        LongTermSection(), sources, PlanMetrics(CollectorRegistry()), clock=idle.clock
+    )
+    found = service.overview()
+    assert (found.thresholds, found.decisions, found.next_step_s) == ({"far": 8000}, [], None)
+    assert (found.num_prefill, found.num_decode) == ({"near": 4}, {"near": 4})
+    assert "no request has ended yet" in (await service.step()).done[0]
+
+
+async def test_the_overview_is_json_and_keeps_the_last_decisions(
+    live: LiveRegion, make: Make
+) -> None:
+    service = make(mode="advise")
+    await service.step()
+    live.link = LinkView(state=LinkCondition.CONGESTED)
+    live.now_s += 10.0
+    for _ in range(NUM_DECISIONS):
+        live.now_s += 1.0
+        await service.step()
+    live.now_s += 5.0
+    found = msgspec.json.decode(msgspec.json.encode(service.overview()), type=PlanOverview)
+    assert len(found.decisions) == NUM_DECISIONS
+    assert [found.decisions[i].age_s for i in (0, 1)] == pytest.approx([5.0, 6.0])
+    assert {item.reason for item in found.decisions} == {"not_known"}
+
+
+async def test_the_region_is_shown_as_it_is_planned_with(live: LiveRegion, make: Make) -> None:
+    service = make(mode="advise")
+    await service.step()
+    region = service.overview().region
+    assert region is not None
+    far, pd = region.clusters
+    assert (far.name, far.num_instances, far.decode_slots, far.num_seen) == ("far", 4, 0, 30)
+    assert (pd.name, pd.num_instances, pd.decode_slots) == ("near", 8, 20)
+    assert far.error == pytest.approx(0.0, abs=0.02)
+    assert region.links[0].bytes_per_s == 1.25e10
+
+
+async def test_it_runs_by_itself_and_an_error_does_not_end_it(live: LiveRegion, make: Make) -> None:
+    def clock() -> float:
+        live.now_s += 0.005
+        return live.now_s
+
+    live.clock = clock  # type: ignore[method-assign]
+    service = make(mode="advise", period_s=0.01)
+
+    async def decided(reason: str) -> None:
+        async with asyncio.timeout(5):
+            while (last := service.overview().decisions[:1]) == [] or last[0].reason != reason:
+                await asyncio.sleep(0.005)
+
+    service.start()
+    await decided("convert")
+    live.error = RuntimeError("no links")
+    await decided("error")
+    assert "no links" in service.overview().decisions[0].done[0]
+    live.error = None
+    await decided("convert")
+    await service.close()
+    await service.close()
+
+
+async def test_looks_that_fail_leave_the_decisions_alone(
+    live: LiveRegion, make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.gateway.scheduling.long_term.LOOK_S", 0.001)
+    service = make(mode="advise")
+    num_looks = 0
+
+    def links() -> object:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks in (3, 4, 5, 9):
+            raise RuntimeError("no links")
+        return {}
+
+    live.links = links  # type: ignore[method-assign,assignment]
+    decision = await service.step()
+    service = make(mode="advise")
+    service._remember(decision)
+    service.start()
+    async with asyncio.timeout(5):
+        while num_looks < 12:
+            await asyncio.sleep(0.001)
+    await service.close()
+    assert [item.reason for item in service.overview().decisions] == [decision.reason]
+    assert caplog.text.count("reports and links could not be looked at") == 2  # once a failure
+
+
+async def test_off_means_off(make: Make) -> None:
+    service = make(mode="off")
+    service.start()
+    assert service.overview().next_step_s is None
+    await service.close()

@@ -1,0 +1,253 @@
+"""The region that is planned with: what counts, what is a mean, and what is missing."""
+
+import msgspec
+import pytest
+from live_plan_cases import (
+    FAST,
+    KV_FIXED_BYTES,
+    KV_TOKEN_BYTES,
+    SLOTS,
+    SLOW,
+    STEP_S,
+    LiveRegion,
+    cluster,
+    instance,
+    near,
+    numbered,
+    teach,
+)
+
+from deploy.gateway.scheduling.knowledge import ModelKnowledge
+from deploy.gateway.scheduling.region_model import (
+    UNFILLED_BYTES_PER_S,
+    Modelled,
+    NotModelled,
+    PeriodMeter,
+    RegionFacts,
+    model_region,
+)
+from kvmanager.engines.jobs import InstanceReport
+from scheduler.conversion import Conversion, ConversionWish, Phase
+from scheduler.lengths import EmpiricalLengths
+from scheduler.region_model import Traffic
+from scheduler.routing import HAND_OFF, ONE_ENGINE
+from scheduler.views import LinkCondition, LinkView
+
+TRAFFIC = Traffic(EmpiricalLengths.of([1000.0, 30_000.0]), 500.0, 20_000.0)
+
+
+@pytest.fixture
+def live() -> LiveRegion:
+    live = LiveRegion()
+    teach(live.knowledge, 40, now_s=live.now_s)
+    return live
+
+
+def modelled(
+    live: LiveRegion, meter: PeriodMeter | None = None, conversion: Conversion | None = None
+) -> Modelled | NotModelled:
+    if meter is None:
+        meter = PeriodMeter("tiny")
+        look(live, meter)
+    facts = RegionFacts(
+        model="tiny",
+        pd=live.reported_pd(),
+        prefill_clusters=live.reported_prefill(),
+        knowledge=live.knowledge,
+        means=meter.take(),
+        thresholds=live.thresholds.base_tokens(),
+        traffic=TRAFFIC,
+        conversion=conversion,
+        converting=frozenset({"near"} if conversion else ()),
+    )
+    return model_region(facts)
+
+
+def look(live: LiveRegion, meter: PeriodMeter) -> None:
+    meter.see([live.reported_pd(), *live.reported_prefill()], live.links())
+
+
+def region_of(found: Modelled | NotModelled) -> Modelled:
+    assert isinstance(found, Modelled), found
+    return found
+
+
+def reason_of(found: Modelled | NotModelled) -> str:
+    assert isinstance(found, NotModelled)
+    return found.reason
+
+
+def division_of(found: Modelled | NotModelled) -> tuple[int, int]:
+    current = region_of(found).current
+    return current.num_prefill["near"], current.num_decode["near"]
+
+
+def test_everything_that_was_learnt_is_in_it(live: LiveRegion) -> None:
+    found = region_of(modelled(live))
+    region, current = found.region, found.current
+    (far,), (pd,), (link,) = region.prefill_clusters, region.pd_clusters, region.links
+    assert (far.name, far.num_instances) == ("far", 4)
+    assert float(far.prefill(20_000)) == pytest.approx(FAST.prefill_s(20_000), rel=0.02)
+    assert (pd.name, pd.num_instances, pd.batch_size) == ("near", 8, SLOTS)
+    assert float(pd.prefill(20_000)) == pytest.approx(SLOW.prefill_s(20_000), rel=0.02)
+    assert pd.step_s == pytest.approx(STEP_S)
+    assert (link.name, link.bytes_per_s, link.rtt_s) == ("far to near", 1.25e10, 0.02)
+    assert region.kv.fixed_bytes == pytest.approx(KV_FIXED_BYTES, rel=0.01)
+    size = KV_FIXED_BYTES + KV_TOKEN_BYTES * 1000
+    assert float(region.kv.size(1000)) == pytest.approx(size, rel=0.01)
+    assert region.traffic is TRAFFIC
+    assert current.thresholds == {"far": 8000}
+    assert division_of(found) == (4, 4)
+    assert found.notes == ()
+
+
+def test_instances_that_do_both_decode(live: LiveRegion) -> None:
+    live.pd = cluster("near", *numbered("p", "prefill", 2), *numbered("b", "both", 3))
+    assert division_of(modelled(live)) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        instance("odd", "prefill", healthy=False),
+        instance("odd", "prefill", draining=True),
+        instance("odd", "prefill", role_ready=False),
+        instance("odd", "prefill", model="other"),
+    ],
+)
+def test_instances_that_cannot_be_had_do_not_count(live: LiveRegion, odd: InstanceReport) -> None:
+    live.pd = cluster("near", *near(2, 2).instances, odd)
+    assert division_of(modelled(live)) == (2, 2)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_an_instance_that_converts_counts_as_what_it_will_be(
+    live: LiveRegion, phase: Phase
+) -> None:
+    live.change("d-0", draining=True)
+    wish = ConversionWish("near", "decode", "prefill")
+    found = modelled(live, conversion=Conversion("d-0", wish, 1, phase, 0.0))
+    assert division_of(found) == (5, 3)
+    assert region_of(found).current.converting == {"near"}
+
+
+def test_what_lasts_for_seconds_changes_nothing(live: LiveRegion) -> None:
+    meter, pd, far = PeriodMeter("tiny"), live.pd, live.far
+    for rate in (1e9, 2e9, 3e9):
+        live.link = LinkView(available_bytes_per_s=rate)
+        look(live, meter)
+    live.link = LinkView()
+    live.pd, live.far = near(4, 3), None
+    look(live, meter)
+    live.pd, live.far = pd, far
+    found = region_of(modelled(live, meter))
+    assert division_of(found) == (4, 4)
+    assert found.region.prefill_clusters[0].num_instances == 4
+    assert found.region.links[0].bytes_per_s == pytest.approx(2e9)
+
+
+def test_seconds_of_congestion_do_not_stand_for_a_period_with_little_to_carry(
+    live: LiveRegion,
+) -> None:
+    meter = PeriodMeter("tiny")
+    for rate, is_floor in ((1e9, False), (5e7, False), (2e7, True), (3e9, True)):
+        live.link = LinkView(available_bytes_per_s=rate, is_floor=is_floor)
+        look(live, meter)
+    link = region_of(modelled(live, meter)).region.links[0]
+    assert link.bytes_per_s == pytest.approx((1e9 + 5e7 + 1e9 + 3e9) / 4)
+
+
+def test_a_link_of_which_the_rate_is_too_old_to_be_known_limits_nothing(live: LiveRegion) -> None:
+    meter = PeriodMeter("tiny")
+    live.link = LinkView()
+    look(live, meter)
+    assert "rate of the link far to near is not known" in reason_of(modelled(live, meter))
+    live.link = LinkView(available_bytes_per_s=5e7)
+    look(live, meter)
+    assert region_of(modelled(live, meter)).region.links[0].bytes_per_s == 5e7
+    live.link = LinkView(state=LinkCondition.CONGESTED)
+    look(live, meter)
+    assert "rate of the link far to near is not known" in reason_of(modelled(live, meter))
+    live.link = LinkView()
+    look(live, meter)
+    assert region_of(modelled(live, meter)).region.links[0].bytes_per_s == UNFILLED_BYTES_PER_S
+
+
+def test_what_was_there_for_moments_does_not_count(live: LiveRegion) -> None:
+    meter, pd = PeriodMeter("tiny"), live.pd
+    live.pd = near(4, 2)
+    for _ in range(3):
+        look(live, meter)
+    live.pd = pd
+    look(live, meter)
+    assert division_of(modelled(live, meter)) == (4, 2)
+
+
+def test_a_prefill_cluster_that_was_away_is_left_out(live: LiveRegion) -> None:
+    live.far = None
+    found = region_of(modelled(live))
+    assert found.region.prefill_clusters == found.region.links == ()
+    assert found.current.thresholds == {}
+    assert "far is left out" in found.notes[0]
+
+
+def test_a_prefill_cluster_that_drains_is_left_out(live: LiveRegion) -> None:
+    assert live.far is not None
+    drained = tuple(msgspec.structs.replace(i, draining=True) for i in live.far.instances)
+    live.far = cluster("far", *drained)
+    assert region_of(modelled(live)).region.prefill_clusters == ()
+
+
+def test_prefill_times_of_the_pd_cluster_may_be_those_of_whole_requests() -> None:
+    live = LiveRegion()
+    teach(live.knowledge, 40, now_s=live.now_s)
+    known = ModelKnowledge()
+    for place in ("far", ONE_ENGINE):
+        for tokens in (1000, 8000, 30_000):
+            known.profile(place).observe(tokens, 0, SLOW.prefill_s(tokens))
+    known.reserved(1000, 0, 10_000_000)
+    known.decoded(100, 2.5, live.now_s)
+    live.knowledge = known
+    pd = region_of(modelled(live)).region.pd_clusters[0]
+    assert float(pd.prefill(8000)) == pytest.approx(SLOW.prefill_s(8000), rel=0.05)
+    assert known.profile(HAND_OFF).num_seen == 0
+
+
+def test_all_that_is_missing_is_said_at_once() -> None:
+    live = LiveRegion()
+    live.link = LinkView()
+    live.knowledge.profile("far").observe(1000, 0, 0.5)
+    reason = reason_of(modelled(live))
+    for said in (
+        "prefill times of near are not known (0 of 3 prefills seen)",
+        "prefill times of far are not known (1 of 3 prefills seen)",
+        "the time of a decode step in near is not known",
+        "the rate of the link far to near is not known",
+        "the size of a prompt's KVCache is not known",
+    ):
+        assert said in reason
+
+
+@pytest.mark.parametrize(
+    "instances",
+    [numbered("b", "both", 3), numbered("p", "prefill", 3), numbered("d", "decode", 3)],
+)
+def test_without_one_of_each_role_there_is_nothing_to_divide(
+    live: LiveRegion, instances: tuple[InstanceReport, ...]
+) -> None:
+    live.pd = cluster("near", *instances)
+    assert "nothing to divide" in reason_of(modelled(live))
+
+
+def test_decode_slots_and_reports_are_needed(live: LiveRegion) -> None:
+    live.pd = cluster(
+        "near", *(msgspec.structs.replace(i, decode_slots=0) for i in near(2, 2).instances)
+    )
+    assert "decodes at a time is not known" in reason_of(modelled(live))
+    live.pd = None
+    assert "near has sent no report" in reason_of(modelled(live))
+
+
+def test_a_link_that_was_down_is_a_link_without_a_rate(live: LiveRegion) -> None:
+    live.link = LinkView(available_bytes_per_s=0.0)
+    assert region_of(modelled(live)).region.links[0].bytes_per_s == 0.0

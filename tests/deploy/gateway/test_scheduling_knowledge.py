@@ -1,0 +1,169 @@
+"""What requests teach of one model: sizes, times, overheads, errors. No clock."""
+
+import math
+
+import pytest
+
+from deploy.gateway.scheduling.knowledge import (
+    BYTES_PER_TOKEN,
+    NUM_SIZES,
+    OVERHEAD_KEPT_S,
+    KvMeter,
+    Mean,
+    ModelKnowledge,
+)
+from scheduler.learned_profile import GUESS, MIN_SEEN
+from scheduler.prediction import Prediction
+from scheduler.routing import ONE_ENGINE
+
+
+def taught(place: str = "far", per_token_s: float = 2e-4, num: int = 8) -> ModelKnowledge:
+    known = ModelKnowledge()
+    for number in range(1, num + 1):
+        known.profile(place).observe(number * 1000, 0, number * 1000 * per_token_s)
+    return known
+
+
+def test_a_mean_weighs_its_first_values_alike_and_then_forgets() -> None:
+    mean = Mean(gain=0.25)
+    assert mean.value is None
+    for value in (1.0, 3.0, math.inf, math.nan):
+        mean.observe(value)
+    assert mean.value == pytest.approx(2.0)
+    for _ in range(60):
+        mean.observe(10.0)
+    assert mean.value == pytest.approx(10.0)
+
+
+def test_sizes_of_landings_make_a_line() -> None:
+    meter = KvMeter()
+    assert meter.profile is None
+    for num_tokens in (100, 4000, 900):
+        meter.observe(num_tokens, 50_000 + 512 * num_tokens)
+    assert meter.profile is not None
+    assert meter.profile.fixed_bytes == pytest.approx(50_000)
+    assert meter.profile.token_bytes == pytest.approx(512)
+
+
+def test_one_length_only_counts_as_all_per_token() -> None:
+    meter = KvMeter()
+    for _ in range(3):
+        meter.observe(100, 51_200)
+    assert meter.profile is not None
+    assert (meter.profile.fixed_bytes, meter.profile.token_bytes) == (0.0, 512.0)
+
+
+def test_a_line_is_never_negative() -> None:
+    meter = KvMeter()
+    for num_tokens, nbytes in ((100, 90_000), (1000, 100), (0, 7), (7, 0)):
+        meter.observe(num_tokens, nbytes)
+    assert meter.profile is not None
+    assert meter.profile.token_bytes == 0
+    steep = KvMeter()
+    steep.observe(100, 10)
+    steep.observe(1000, 1_000_000)
+    assert steep.profile is not None
+    assert steep.profile.fixed_bytes == 0
+
+
+def test_old_sizes_are_forgotten() -> None:
+    meter = KvMeter()
+    for bytes_per_token in (100, 200):
+        for num_tokens in range(1, NUM_SIZES + 1):
+            meter.observe(num_tokens, bytes_per_token * num_tokens)
+    assert meter.profile is not None
+    assert meter.profile.token_bytes == pytest.approx(200)
+
+
+def test_only_what_is_sent_counts_for_sizes() -> None:
+    known = ModelKnowledge()
+    known.reserved(1000, 600, 400 * 512)
+    assert known.kv is not None
+    assert known.kv.token_bytes == pytest.approx(512)
+
+
+def test_a_place_that_nobody_saw_borrows_from_the_one_seen_most() -> None:
+    known = taught("far")
+    assert known.is_known
+    assert known.prefill("near").prefill_s(5000) == pytest.approx(1.0, rel=0.02)
+    for number in range(1, 5):
+        known.profile("near").observe(number * 1000, 0, number * 0.1)
+    assert known.prefill("near").prefill_s(5000) == pytest.approx(0.5, rel=0.05)
+    assert known.places == ["far", "near"]
+
+
+def test_before_anything_was_seen_there_is_a_guess() -> None:
+    known = ModelKnowledge()
+    assert not known.is_known
+    assert known.prefill(ONE_ENGINE) == GUESS
+    assert (known.kv, known.decode_s, known.step_s, known.error("far")) == (None, None, None, None)
+    assert known.overhead_s("far", 1.0) == 0.0
+    assert known.overheads(1.0) == {}
+
+
+def test_first_tokens_teach_overhead_and_error() -> None:
+    known = taught("far")
+    for _ in range(20):
+        overhead_s = known.overhead_s("far", 1.0)
+        known.answered("far", Prediction(prefill_s=1.0, overhead_s=overhead_s), 1.25, 1.0)
+    assert known.overheads(1.0) == {"far": pytest.approx(0.25)}
+    error = known.error("far")
+    assert error is not None
+    assert error < 1e-9
+    assert known.error("near") is None
+
+
+def test_an_error_of_a_borrowed_profile_is_no_overhead() -> None:
+    known = taught("far")
+    for number in range(1, MIN_SEEN + 1):
+        known.profile("near").observe(1000, 0, 3.0)
+        known.answered("near", Prediction(prefill_s=1.0), 3.0, float(number))
+        assert known.overheads(float(number)) == {}
+    assert known.error("near") is not None
+    known.profile("near").observe(1000, 0, 3.0)
+    known.answered("near", Prediction(prefill_s=3.0), 3.5, 4.0)
+    assert known.overhead_s("near", 4.0) == pytest.approx(0.5)
+
+
+def test_an_overhead_that_was_not_seen_lately_is_forgotten() -> None:
+    known = taught("far")
+    for _ in range(40):
+        known.answered("far", Prediction(prefill_s=1.0), 5.0, 10.0)
+    assert known.overhead_s("far", 10.0 + OVERHEAD_KEPT_S) == 4.0
+    late_s = 11.0 + OVERHEAD_KEPT_S
+    assert known.overhead_s("far", late_s) == 0.0
+    known.answered("far", Prediction(prefill_s=1.0), 1.5, late_s)
+    assert known.overhead_s("far", late_s) == pytest.approx(0.5)
+
+
+def test_what_is_no_time_teaches_nothing() -> None:
+    known = ModelKnowledge()
+    known.answered("far", Prediction(queue_s=math.inf), 1.0, 1.0)
+    known.answered("far", Prediction(prefill_s=1.0), 0.0, 1.0)
+    assert known.places == []
+    assert known.error("far") is None
+
+
+def test_errors_are_the_median_of_the_latest() -> None:
+    known = ModelKnowledge()
+    for measured_s in (1.0, 2.0, 1.25):
+        known.answered("far", Prediction(prefill_s=1.0), measured_s, 1.0)
+    assert known.error("far") == pytest.approx(0.2)
+
+
+def test_answers_teach_how_long_decoding_takes() -> None:
+    known = ModelKnowledge()
+    known.decoded(101, 2.0, now_s=1.0)
+    known.decoded(1, 0.0, now_s=2.0)
+    assert known.decode_s == pytest.approx(1.0)
+    assert known.step_s == pytest.approx(0.02)
+
+
+def test_lengths_are_estimated_from_bodies() -> None:
+    known = ModelKnowledge()
+    assert known.bytes_per_token == BYTES_PER_TOKEN
+    assert known.num_tokens(400) == 100
+    known.counted(100, 250)
+    known.counted(0, 250)
+    assert known.num_tokens(400) == 160
+    assert known.num_tokens(0) == 1

@@ -1,0 +1,84 @@
+"""What is under way: legs, prompts of one engine, who had an instance for itself. No clock."""
+
+from typing import Any
+
+import pytest
+
+from deploy.gateway.scheduling.ledger import KEEP_ENDED_S, DirectPrompt, Ledger, PrefillLeg
+
+
+def leg(begun_s: float = 0.0, place: str = "far", **fields: Any) -> PrefillLeg:
+    values: dict[str, Any] = {"num_tokens": 1000, "uncached_tokens": 800, "lands_at_s": begun_s + 2}
+    return PrefillLeg(place=place, begun_s=begun_s, **(values | fields))
+
+
+def test_legs_are_found_by_place_and_time_until_they_are_over() -> None:
+    ledger = Ledger()
+    for name, begun_s, place in (("a", 0.0, "far"), ("b", 1.0, "far"), ("c", 1.0, "near")):
+        ledger.leg_begun(name, leg(begun_s, place))
+    assert [name for name, _ in ledger.legs_since("far", 0.0)] == ["a", "b"]
+    assert [name for name, _ in ledger.legs_since("far", 1.0)] == ["b"]
+    assert len(ledger.landing("")) == len(ledger) == 3
+    ledger.leg_over("b", 2.0)
+    assert not list(ledger.legs_since("far", 1.0))
+    assert (ledger.is_over("b"), ledger.is_over("a"), ledger.is_over("unknown")) == (1, 0, 0)
+    assert len(ledger) == 2
+
+
+def test_what_lands_decodes_for_one_model() -> None:
+    ledger = Ledger()
+    ledger.leg_begun("a", leg(model="big"))
+    ledger.leg_begun("b", leg(model="small"))
+    assert [found.model for found in ledger.landing("big")] == ["big"]
+
+
+def test_a_leg_may_end_more_than_once_and_others_legs_may_too() -> None:
+    ledger = Ledger()
+    ledger.leg_begun("a", leg())
+    ledger.leg_over("a", 1.0)
+    ledger.leg_over("a", 5.0)
+    ledger.leg_over("somebody else's", 5.0)
+    assert ledger.is_over("a")
+    assert not ledger.is_over("somebody else's")
+
+
+def test_what_ended_is_forgotten_after_a_while() -> None:
+    ledger = Ledger()
+    for number in range(1000):
+        ledger.leg_begun(str(number), leg(float(number)))
+        ledger.leg_over(str(number), float(number))
+    assert [ledger.is_over(str(number)) for number in (999, 999 - int(KEEP_ENDED_S), 900)] == [
+        True,
+        True,
+        False,
+    ]
+    assert len(ledger._ended_s) == KEEP_ENDED_S + 1
+    assert len(ledger) == 0
+
+
+def test_prompts_of_one_engine_are_over_once() -> None:
+    ledger = Ledger()
+    first, second = (DirectPrompt("d0", 100, 100, float(at_s)) for at_s in (0, 1))
+    keys = [ledger.direct_begun(prompt) for prompt in (first, second)]
+    assert ledger.direct() == {"d0": [first, second]}
+    assert ledger.direct_over(keys[0]) == first
+    assert ledger.direct_over(keys[0]) is None
+    assert ledger.direct() == {"d0": [second]}
+    assert len(ledger) == 1
+
+
+def test_prefills_of_an_instance_had_it_one_after_the_other() -> None:
+    ledger = Ledger()
+    assert ledger.alone_s("far", "p0", begun_s=1.0, now_s=4.0) == 3.0
+    ledger.prefill_ended("far", "p0", 3.0)
+    ledger.prefill_ended("far", "p0", 2.5)  # told late
+    assert ledger.alone_s("far", "p0", begun_s=1.0, now_s=4.0) == 1.0
+    assert ledger.alone_s("far", "p0", begun_s=3.5, now_s=4.0) == 0.5
+    assert ledger.alone_s("far", "p1", begun_s=1.0, now_s=4.0) == 3.0
+    assert ledger.alone_s("near", "p0", begun_s=1.0, now_s=4.0) == 3.0
+
+
+def test_time_alone_is_never_negative() -> None:
+    ledger = Ledger()
+    ledger.prefill_ended("far", "p0", 10.0)
+    assert ledger.alone_s("far", "p0", begun_s=1.0, now_s=9.0) == pytest.approx(0.0)

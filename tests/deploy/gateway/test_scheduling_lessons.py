@@ -1,0 +1,206 @@
+"""What each step of a request's life teaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from live_region_cases import MODEL, Region
+
+from deploy.gateway.records import RequestRecord
+from deploy.gateway.scheduling.lessons import Lessons, output_tokens_of
+from kvmanager.engines.jobs import Landing, PrefillResult
+from scheduler.prediction import Prediction
+from scheduler.routing import ONE_ENGINE, RequestShape
+
+
+class School:
+    """Lessons of a region whose clock is `region.now_s`."""
+
+    def __init__(self) -> None:
+        self.region = Region()
+        self.scheduler = self.region.scheduler()
+        self.lessons = Lessons(self.scheduler)
+        self.known = self.scheduler.knowledge(MODEL)
+
+    def begin(self, transfer_id: str = "t", **shape: Any) -> Landing:
+        landing = Landing(
+            transfer_id=transfer_id,
+            token="",
+            nbytes=512_000,
+            num_tokens=1000,
+            host="h",
+            port=1,
+            layout_fingerprint="",
+            token_digest="",
+        )
+        self.lessons.leg_begun(
+            MODEL,
+            landing,
+            RequestShape(num_prompt_tokens=1001, **shape),
+            "far",
+            Prediction(queue_s=1.0, prefill_s=2.0, slot_s=9.0),
+        )
+        return landing
+
+    def prefilled(self, num_tokens: int = 1000, **fields: Any) -> None:
+        values: dict[str, Any] = {
+            "queue_s": 0.0,
+            "prefill_s": 2.0,
+            "transfer_tail_s": 0.5,
+            "nbytes": 1,
+            "sent_share_at_prefill_end": 1.0,
+            "service_s": 2.0,
+        }
+        result = PrefillResult(instance="p0", **(values | fields))
+        self.lessons.prefilled(MODEL, "far", num_tokens, result)
+
+
+def record(**fields: Any) -> RequestRecord:
+    values: dict[str, Any] = {"outcome": "ok", "output_tokens": 11, "total_s": 3.0}
+    return RequestRecord(request_id="r", started_s=0.0, endpoint="chat", **(values | fields))
+
+
+def test_a_leg_is_under_way_until_it_is_over() -> None:
+    school = School()
+    landing = school.begin(prefill_cached_tokens={"far": 600}, local_cached_tokens=900)
+    (leg,) = school.scheduler.ledger.landing(MODEL)
+    assert (leg.place, leg.num_tokens, leg.uncached_tokens) == ("far", 1000, 400)
+    assert (leg.begun_s, leg.lands_at_s, leg.kv_bytes) == (100.0, 103.0, 512_000)
+    assert school.known.kv is not None
+    assert school.known.kv.token_bytes == pytest.approx(512)
+    school.lessons.leg_over(landing)
+    assert school.scheduler.ledger.landing(MODEL) == []
+    assert school.scheduler.ledger.is_over("t")
+
+
+def test_a_prefill_teaches_what_it_took_by_itself() -> None:
+    school = School()
+    for _ in range(4):
+        school.prefilled(prefill_s=9.0, service_s=1.0)
+    assert school.known.prefill("far").prefill_s(1000) == pytest.approx(1.0, rel=0.01)
+    # The instance was free again when the prefill ended, before the tail was sent.
+    assert school.scheduler.ledger.alone_s("far", "p0", 0.0, 100.0) == pytest.approx(0.5)
+
+
+def test_a_prefill_that_ended_together_with_another_teaches_no_time() -> None:
+    school = School()
+    school.prefilled(prefill_s=2.0, service_s=0.0)
+    assert school.known.profile("far").num_seen == 0
+    assert school.scheduler.ledger.alone_s("far", "p0", 0.0, 100.0) == pytest.approx(0.5)
+
+
+def test_one_engine_teaches_what_was_counted() -> None:
+    school = School()
+    school.scheduler.ledger.prefill_ended(ONE_ENGINE, "d0", 98.0)
+    exact = RequestShape(num_prompt_tokens=1000, local_cached_tokens=500)
+    seconds = school.lessons.direct_answered("d0", begun_s=90.0)
+    school.lessons.direct_took(MODEL, exact, seconds)
+    assert school.known.profile(ONE_ENGINE).num_seen == 1
+    assert school.known.prefill(ONE_ENGINE).prefill_s(1000, 500) > 0
+    bound = RequestShape(num_prompt_tokens=1000, is_exact=False)
+    seconds = school.lessons.direct_answered("d0", begun_s=99.0)
+    school.lessons.direct_took(MODEL, bound, seconds)
+    assert school.known.profile(ONE_ENGINE).num_seen == 1
+    assert school.scheduler.ledger.alone_s(ONE_ENGINE, "d0", 0.0, 101.0) == 1.0
+
+
+def test_a_prompt_is_on_its_engine_until_that_answers() -> None:
+    school = School()
+    shape = RequestShape(num_prompt_tokens=4000, is_exact=False)
+    key = school.lessons.direct_begun(MODEL, "d0", shape, 400)
+    (given,) = school.scheduler.ledger.direct()["d0"]
+    assert (given.num_tokens, given.uncached_tokens, given.begun_s) == (100, 100, 100.0)
+    school.lessons.direct_over(key)
+    school.lessons.direct_over(key)
+    assert not school.scheduler.ledger.direct()
+
+
+def test_lengths_are_taken_from_bodies_until_they_are_counted() -> None:
+    school = School()
+    bound = RequestShape(num_prompt_tokens=4000, is_exact=False)
+    assert school.lessons.num_tokens(MODEL, bound, 400) == 100
+    assert school.lessons.num_tokens(MODEL, bound, 400_000) == 4000
+    school.lessons.arrived(MODEL, RequestShape(num_prompt_tokens=200), 400)
+    assert school.lessons.num_tokens(MODEL, bound, 400) == 200
+
+
+def test_arrivals_and_answers_are_measured_traffic() -> None:
+    school = School()
+    shape = RequestShape(num_prompt_tokens=1000, local_cached_tokens=750)
+    school.lessons.arrived(MODEL, shape, 4000)
+    school.lessons.ended(MODEL, record(is_stream=True, ttft_s=1.0))
+    found = school.known.traffic.measured(101.0)
+    assert found is not None
+    assert (found.input_tokens, found.hit_ratio) == (1000, 0.75)
+    assert found.output.mean_tokens == pytest.approx(11)
+    assert (school.known.decode_s, school.known.step_s) == (2.0, pytest.approx(0.2))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"outcome": "client_gone"}, {"outcome": "refused"}, {"total_s": None}, {"output_tokens": 0}],
+)
+def test_what_did_not_end_well_teaches_nothing(fields: dict[str, Any]) -> None:
+    school = School()
+    school.lessons.ended(MODEL, record(is_stream=True, ttft_s=1.0, **fields))
+    assert school.known.decode_s is None
+
+
+def test_an_answer_in_one_piece_begins_when_it_was_predicted_to() -> None:
+    school = School()
+    school.lessons.ended(MODEL, record(ttft_s=3.0, predicted_ttft_s=1.0))
+    assert school.known.decode_s == 2.0
+    other = School()
+    other.lessons.ended(MODEL, record(ttft_s=3.0))
+    assert other.known.decode_s == 3.0
+
+
+def test_first_tokens_teach_overhead_and_error() -> None:
+    school = School()
+    for _ in range(4):
+        school.prefilled()
+    school.lessons.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
+    assert school.known.overhead_s("far", 100.0) == pytest.approx(0.25)
+    assert school.known.error("far") == pytest.approx(0.2)
+
+
+def test_first_tokens_out_of_one_forward_pass_teach_no_time() -> None:
+    school = School()
+    shape = RequestShape(num_prompt_tokens=1000)
+    assert school.lessons.direct_answered("d0", begun_s=99.0) == 1.0
+    school.region.now_s += 0.001
+    assert school.lessons.direct_answered("d0", begun_s=99.0) is None
+    school.lessons.direct_took(MODEL, shape, None)
+    assert school.known.profile(ONE_ENGINE).num_seen == 0
+    # One that had the engine for itself all the time may well be that short.
+    school.region.now_s += 10.0
+    seconds = school.lessons.direct_answered("d0", begun_s=school.region.now_s - 0.001)
+    assert seconds == pytest.approx(0.001)
+
+
+def test_a_first_token_says_that_earlier_prompts_are_computed() -> None:
+    school = School()
+    shape = RequestShape(num_prompt_tokens=1000)
+    for instance in ("d0", "d1", "d0", "d0"):
+        school.lessons.direct_begun(MODEL, instance, shape, 4000)
+        school.region.now_s += 1.0
+    school.lessons.direct_answered("d0", begun_s=102.0)
+    left = school.scheduler.ledger.direct()
+    assert [prompt.begun_s for prompt in left["d0"]] == [102.0, 103.0]
+    assert len(left["d1"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "num_tokens"),
+    [
+        (b'{"usage": {"completion_tokens": 7, "prompt_tokens": 3}}', 7),
+        (b'{"usage": {"completion_tokens": -7}}', 0),
+        (b'{"usage": null}', 0),
+        (b"{}", 0),
+        (b'{"usage": 7}', 0),
+        (b"no json", 0),
+    ],
+)
+def test_what_an_answer_says_it_took(body: bytes, num_tokens: int) -> None:
+    assert output_tokens_of(body) == num_tokens

@@ -1,0 +1,319 @@
+"""The region as routing sees it: reports, what came and went since, learnt times. No clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_region_cases import MODEL, Region, instance, job, report, teach
+
+from deploy.gateway.scheduling.ledger import DirectPrompt, PrefillLeg
+from deploy.gateway.scheduling.router import RegionScheduler
+from deploy.gateway.scheduling.snapshots import UNTOLD_SLOTS
+from scheduler.prediction import PrefillTask, predict
+from scheduler.routing import HAND_OFF, ONE_ENGINE
+from scheduler.views import LinkView, RegionSnapshot
+
+S_PER_TOKEN = 1e-3
+
+
+def taught(region: Region) -> RegionScheduler:
+    scheduler = region.scheduler()
+    teach(scheduler, "far", S_PER_TOKEN)
+    return scheduler
+
+
+def leg(begun_s: float, tokens: int = 1000, place: str = "far", **fields: Any) -> PrefillLeg:
+    values: dict[str, Any] = {
+        "lands_at_s": begun_s + 2.0,
+        "uncached_tokens": tokens,
+        "model": MODEL,
+    }
+    return PrefillLeg(place=place, num_tokens=tokens, begun_s=begun_s, **(values | fields))
+
+
+def far_of(scheduler: RegionScheduler) -> Any:
+    return scheduler.snapshot(MODEL).prefill_clusters[0]
+
+
+def test_reported_jobs_are_work_by_the_learnt_profile() -> None:
+    region = Region()
+    region.far = report(
+        "far",
+        instance("p0", max_concurrent=1),
+        jobs=(job("a", 3000, 1.0, instance="p0"), job("b", 500)),
+        max_queued=8,
+    )
+    far = far_of(taught(region))
+    (p0,) = far.instances
+    assert (p0.running_tokens, p0.running_s) == (3000, pytest.approx(2.0, rel=0.01))
+    assert (far.queued_tokens, far.num_queued) == (500, 1)
+    assert far.queued_s == pytest.approx(0.5, rel=0.01)
+
+
+def test_only_uncached_tokens_are_work() -> None:
+    region = Region()
+    region.far = report("far", instance("p0"), jobs=(job("a", 3000, uncached_tokens=1000),))
+    far = far_of(taught(region))
+    assert (far.queued_tokens, far.queued_s) == (1000, pytest.approx(1.0, rel=0.02))
+
+
+def test_jobs_grow_older_than_their_report() -> None:
+    region = Region()
+    region.far = report("far", instance("p0"), jobs=(job("a", 3000, 1.0, instance="p0"),))
+    scheduler = taught(region)
+    region.now_s += 0.5
+    assert far_of(scheduler).instances[0].running_s == pytest.approx(1.5, rel=0.01)
+
+
+def test_a_job_that_is_late_leaves_the_others_their_time() -> None:
+    region = Region()
+    jobs = (job("a", 1000, 30.0, instance="p0"), job("b", 2000, 29.0, instance="p0"))
+    region.far = report("far", instance("p0"), jobs=jobs)
+    assert far_of(taught(region)).instances[0].running_s == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_prefill_counts_from_the_end_of_the_one_before() -> None:
+    region = Region()
+    region.far = report("far", instance("p0"), jobs=(job("a", 3000, 10.0, instance="p0"),))
+    scheduler = taught(region)
+    scheduler.ledger.prefill_ended("far", "p0", region.now_s - 1.0)
+    assert far_of(scheduler).instances[0].running_s == pytest.approx(2.0, rel=0.01)
+
+
+def test_legs_count_once_whether_they_are_reported_or_not() -> None:
+    region = Region()
+    scheduler = taught(region)
+    scheduler.ledger.leg_begun("a", leg(region.at_s + 0.1))
+    region.now_s += 0.2
+    assert far_of(scheduler).queued_tokens == 1000
+    region.far = report("far", instance("p0"), jobs=(job("a", instance="p0"),), max_queued=8)
+    far = far_of(scheduler)
+    assert (far.queued_tokens, far.instances[0].running_tokens) == (0, 1000)
+
+
+def test_a_leg_that_a_later_report_does_not_have_is_over_there() -> None:
+    region = Region()
+    scheduler = taught(region)
+    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.0))
+    assert far_of(scheduler).queued_tokens == 0
+
+
+def test_a_leg_that_ended_since_the_report_is_no_work() -> None:
+    region = Region()
+    region.far = report("far", instance("p0"), jobs=(job("a", instance="p0"),))
+    scheduler = taught(region)
+    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.0))
+    scheduler.ledger.leg_over("a", region.now_s)
+    assert far_of(scheduler).instances[0].running_tokens == 0
+
+
+def test_legs_of_another_place_are_not_ours() -> None:
+    region = Region()
+    scheduler = taught(region)
+    scheduler.ledger.leg_begun("a", leg(region.at_s, place=HAND_OFF))
+    assert far_of(scheduler).queued_tokens == 0
+
+
+def test_only_jobs_without_a_free_place_are_queued() -> None:
+    region = Region()
+    region.far = report(
+        "far", instance("p0"), instance("p1"), jobs=tuple(job(str(n)) for n in range(6))
+    )
+    assert far_of(taught(region)).num_queued == 2
+
+
+def test_a_full_queue_takes_no_more() -> None:
+    region = Region()
+    jobs = tuple(job(str(n)) for n in range(10))
+    region.far = report("far", instance("p0"), jobs=jobs, max_queued=8)
+    assert not far_of(taught(region)).takes_jobs
+    region.far = report("far", instance("p0"), jobs=jobs[1:], max_queued=8)
+    assert far_of(taught(region)).takes_jobs
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"healthy": False}, {"draining": True}, {"model": "other"}, {"role_ready": False}],
+)
+def test_instances_that_cannot_serve_are_not_usable(fields: dict[str, Any]) -> None:
+    region = Region()
+    region.far = report("far", instance("p0", **fields))
+    far = far_of(taught(region))
+    assert not far.instances[0].is_usable
+    assert not far.is_healthy
+
+
+def test_without_a_report_a_cluster_is_not_healthy_and_keeps_its_threshold() -> None:
+    region = Region()
+    region.far = region.home = None
+    seen = taught(region).snapshot(MODEL)
+    (far,) = seen.prefill_clusters
+    assert (far.is_healthy, far.instances, far.threshold_tokens) == (False, (), 1000)
+    assert not seen.local.is_healthy
+    assert seen.decode.slots_total == 0
+    assert seen.engines is not None
+    assert not seen.engines.is_healthy
+
+
+def test_links_are_seen_both_ways_with_what_prefills_will_emit() -> None:
+    region = Region()
+    region.links["home", "far"] = LinkView(available_bytes_per_s=5.0)
+    region.far = report("far", instance("p0"), jobs=(job("a", 4000, 1.0, instance="p0"),))
+    far = far_of(taught(region))
+    assert far.link.available_bytes_per_s == 1e9
+    assert far.link.inflow_bytes_per_s == pytest.approx(512 / S_PER_TOKEN, rel=0.01)
+    assert far.link_back.available_bytes_per_s == 5.0
+
+
+def test_a_link_that_nobody_filled_is_not_filled_by_what_runs() -> None:
+    region = Region()
+    region.links["far", "home"] = LinkView(available_bytes_per_s=1e5, is_floor=True)
+    region.far = report("far", instance("p0"), jobs=(job("a", 4000, 1.0, instance="p0"),))
+    assert far_of(taught(region)).link.inflow_bytes_per_s == 0
+
+
+def test_without_links_nothing_speaks_against_using_one() -> None:
+    scheduler = Region().scheduler(follows_links=False)
+    assert far_of(scheduler).link == LinkView()
+
+
+def test_the_hand_off_is_those_instances_that_prefill_for_others() -> None:
+    region = Region()
+    region.home = report(
+        "home",
+        instance("d0", "decode", decode_slots=4),
+        instance("p9", "prefill", max_concurrent=2),
+        jobs=(job("a", 3000, instance="p9"),),
+    )
+    scheduler = taught(region)
+    scheduler.ledger.leg_begun("b", leg(region.at_s, 500, HAND_OFF))
+    local = scheduler.snapshot(MODEL).local
+    assert [item.name for item in local.instances] == ["p9"]
+    assert (local.num_queued, local.max_queued, local.queued_tokens) == (2, 2, 500)
+    assert not local.takes_jobs
+
+
+def test_engines_have_the_prompts_that_were_given_to_them() -> None:
+    region = Region()
+    region.home = report("home", instance("d0", "both"), instance("p9", "prefill"))
+    scheduler = taught(region)
+    for begun_s in (99.0, 99.5):
+        scheduler.ledger.direct_begun(DirectPrompt("d0", 2000, 1500, begun_s))
+    engines = scheduler.snapshot(MODEL).engines
+    assert engines is not None
+    (d0,) = engines.instances
+    assert (d0.name, d0.running_tokens) == ("d0", 3000)
+    assert d0.running_s == pytest.approx(2 * 1.5 - 1.0, rel=0.02)
+
+
+def test_a_prompt_whose_answer_is_very_late_is_taken_for_computed() -> None:
+    region = Region()
+    scheduler = taught(region)
+    for begun_s in (90.0, 95.0, 99.5):
+        scheduler.ledger.direct_begun(DirectPrompt("d0", 2000, 2000, begun_s))
+    engines = scheduler.snapshot(MODEL).engines
+    assert engines is not None
+    assert engines.instances[0].running_tokens == 2000
+    assert engines.instances[0].running_s == pytest.approx(1.5, rel=0.02)
+
+
+def test_where_all_prefill_one_of_them_serves_whole_requests() -> None:
+    region = Region()
+    region.home = report("home", instance("p9", "prefill"))
+    engines = Region.scheduler(region).snapshot(MODEL).engines
+    assert engines is not None
+    assert [item.name for item in engines.instances] == ["p9"]
+
+
+def test_decode_slots_and_who_will_want_them() -> None:
+    region = Region()
+    region.home = report(
+        "home",
+        instance("d0", "decode", decode_slots=2, running=3),
+        instance("d1", "decode", decode_slots=2, running=3),
+        instance("p9", "prefill", decode_slots=7, running=7),
+    )
+    scheduler = taught(region)
+    scheduler.knowledge(MODEL).decoded(11, 5.0, region.now_s)
+    scheduler.ledger.leg_begun("old", leg(region.at_s - 1.0, kv_bytes=7.0))
+    scheduler.ledger.leg_begun("new", leg(region.at_s + 0.5, kv_bytes=5.0))
+    region.now_s += 0.5
+    decode = scheduler.snapshot(MODEL).decode
+    assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (4, 4, 1)
+    assert decode.landing_s == (pytest.approx(0.5), pytest.approx(2.0))
+    assert decode.landing_kv_bytes == 12.0
+    assert (decode.decode_s, decode.step_s) == (5.0, 0.5)
+
+
+def test_what_was_given_since_the_report_takes_slots_too() -> None:
+    region = Region()
+    region.home = report("home", instance("d0", "both", decode_slots=4, running=1))
+    scheduler = taught(region)
+    for name, begun_s in (("d0", 99.0), ("d0", 100.1), ("d0", 100.2), ("gone", 100.2)):
+        scheduler.ledger.direct_begun(DirectPrompt(name, 100, 100, begun_s))
+    region.now_s += 0.5
+    assert scheduler.snapshot(MODEL).decode.slots_used == 3
+
+
+def test_models_share_clusters_but_not_instances() -> None:
+    region = Region()
+    region.home = report("home", instance("d0", "both", decode_slots=4, running=2))
+    region.far = report(
+        "far",
+        instance("p0"),
+        instance("p1", model="other"),
+        jobs=tuple(job(name, 500, model=name) for name in ("", MODEL, "other", "adapter")),
+    )
+    scheduler = taught(region)
+    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.0, model="other"))
+    seen = scheduler.snapshot(MODEL)
+    assert seen.prefill_clusters[0].queued_tokens == 3 * 500
+    assert (seen.decode.slots_used, seen.decode.landing_s) == (2, ())
+
+
+def test_engines_that_do_not_tell_their_slots_have_enough() -> None:
+    region = Region()
+    region.home = report("home", instance("d0", "both", running=1000))
+    decode = Region.scheduler(region).snapshot(MODEL).decode
+    assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (UNTOLD_SLOTS, 1000, 0)
+
+
+def ttfts(seen: RegionSnapshot) -> list[float]:
+    """Of one prompt at every place."""
+    assert seen.engines is not None
+    places = (seen.prefill_clusters[0], seen.local, seen.engines)
+    task = PrefillTask(2000, 0, 2000 * 512.0)
+    return [predict(task, place, seen.decode).ttft_s for place in places]
+
+
+AGES_S = st.floats(-0.4, 5.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["far", HAND_OFF, ONE_ENGINE]), AGES_S), max_size=12))
+def test_more_under_way_never_shortens_a_prediction(more: list[tuple[str, float]]) -> None:
+    region = Region()
+    region.home = report(
+        "home",
+        instance("d0", "decode", decode_slots=4, running=4),
+        instance("p9", "prefill", max_concurrent=64),
+        jobs=(job("x", 3000, 2.0, instance="p9"),),
+    )
+    region.far = report("far", instance("p0"), jobs=(job("y", 3000, 2.0, instance="p0"),))
+    region.now_s += 0.5
+    scheduler = taught(region)
+    scheduler.knowledge(MODEL).decoded(11, 5.0, region.now_s)
+    before = ttfts(scheduler.snapshot(MODEL))
+    for number, (place, age_s) in enumerate(more):
+        # What began before the reports is in them, unless it has ended there.
+        begun_s = max(region.now_s - age_s, region.at_s + 0.01)
+        if place == ONE_ENGINE:
+            scheduler.ledger.direct_begun(DirectPrompt("d0", 900, 900, region.now_s - age_s))
+        else:
+            scheduler.ledger.leg_begun(str(number), leg(begun_s, 900, place))
+        after = ttfts(scheduler.snapshot(MODEL))
+        assert all(b >= a - 1e-9 for a, b in zip(before, after, strict=True)), (before, after)
+        before = after

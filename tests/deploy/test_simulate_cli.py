@@ -1,0 +1,185 @@
+"""`prfaas simulate`: files right and wrong, policies side by side, pictures, studies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from deploy.simulate.building import load_simulation
+from deploy.simulate.cli import simulate_app
+from deploy.simulate.studies import STUDIES
+
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "simulate" / "examples" / "simulation.yaml"
+
+
+def run(*words: str | Path, status: int = 0) -> str:
+    result = CliRunner().invoke(simulate_app, [str(word) for word in words])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def document() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+    return found
+
+
+def written(tmp_path: Path, whole: dict[str, Any]) -> Path:
+    path = tmp_path / "simulation.yaml"
+    path.write_text(yaml.safe_dump(whole))
+    return path
+
+
+def changed(tmp_path: Path, **changes: Any) -> Path:
+    """The example, two minutes of it, with other keys of `simulation`; None removes one."""
+    whole = document()
+    link = {"from": "compute-site", "to": "home-site"}
+    events = link | {"changes": [{"at": "60s", "rate": "5Gbit"}]}
+    simulation = whole["simulation"] | {"duration": "2min", "links": [events]} | changes
+    whole["simulation"] = {key: value for key, value in simulation.items() if value is not None}
+    return written(tmp_path, whole)
+
+
+def numbers(*words: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*words, "--json"))
+    return found
+
+
+def test_the_example_is_printed_and_reads() -> None:
+    assert run("example") == EXAMPLE.read_text()
+    found = load_simulation(EXAMPLE)
+    assert found.capacity_rps == pytest.approx(3.185, abs=0.005)
+    assert found.compared == ["static", "router", "homogeneous", "oracle", "guarded"]
+
+
+def test_a_file_is_played_with_its_policy(tmp_path: Path) -> None:
+    path = changed(tmp_path)
+    table = run(path)
+    assert "guarded" in table
+    assert "TTFT P90, s" in table
+    found = numbers(path)
+    assert list(found["policies"]) == ["guarded"]
+    row = found["policies"]["guarded"]
+    assert row["requests"] == pytest.approx(0.8 * 3.185 * 120, rel=0.15)
+    assert row["done"] + row["refused"] == row["requests"]
+    assert found == numbers(path)
+    assert found != numbers(path, "--seed", "2")
+
+
+def test_policies_are_compared(tmp_path: Path) -> None:
+    path = changed(tmp_path)
+    found = numbers(path, "--compare", "--series", "--warm-up", "0.1")["policies"]
+    assert set(found) == {"guarded", "static", "router", "homogeneous", "oracle"}
+    assert found["homogeneous"]["egress_gbps"] == 0
+    assert len(set(map(len, found["router"]["series"].values()))) == 1
+    assert list(numbers(path, "--policy", "oracle")["policies"]) == ["oracle"]
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    path = changed(tmp_path)
+    both = ("--policy", "router", "--policy", "static")
+    for name, policies in (("out.png", both), ("out.svg", both[:2])):
+        run(path, *policies, "--plot", tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 10_000
+    missing = tmp_path / "none" / "out.png"
+    assert "there is no directory" in run(path, "--plot", missing, status=2)
+    assert "must end in .png" in run(path, "--plot", tmp_path / "out.pdf", status=2)
+
+
+def test_a_trace_is_played_with_caches(tmp_path: Path) -> None:
+    lines = [
+        {
+            "timestamp": 2000 * i,
+            "input_length": 5000 + 512 * (i % 4),
+            "output_length": 50,
+            "hash_ids": list(range(9)),
+        }
+        for i in range(40)
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    whole = document()
+    whole["traffic"] = {"lengths": {"trace": {"file": "trace.jsonl"}}}
+    simulation = {"policy": "router", "trace_speed": 2.0}
+    cold = numbers(written(tmp_path, whole | {"simulation": simulation}))["policies"]["router"]
+    simulation |= {"cache_tokens": {"home-site": "100k", "compute-site": "100k"}}
+    warm = numbers(written(tmp_path, whole | {"simulation": simulation}))["policies"]["router"]
+    assert cold["requests"] == warm["requests"] == 40
+    assert warm["ttft_p50_s"] < 0.8 * cold["ttft_p50_s"]
+
+
+def test_phases_change_the_traffic(tmp_path: Path) -> None:
+    phases = [{"at": "1min", "rate_rps": 0.5, "length_factor": 0.1, "output_factor": 0.1}]
+    path = changed(tmp_path, phases=phases, links=[], policy="router", duration="4min")
+    work = load_simulation(path).workload(1)
+    late = [i for i, at in enumerate(work.arrivals_s) if at >= 60]
+    assert len(late) == pytest.approx(90, rel=0.4)
+    assert {work.output_tokens[i] for i in late} == {102}
+    assert max(work.prompt_tokens[i] for i in late) <= 13_108
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "message"),
+    [
+        ({"polcy": "router"}, "simulation.polcy", "did you mean 'policy'"),
+        ({"policy": "routr"}, "simulation.policy", "did you mean 'router'"),
+        ({"load": None}, "simulation.load", "traffic.rate_rps"),
+        ({"load": -1}, "simulation.load", "greater than 0"),
+        ({"cache_tokens": {"home-site": 5}}, "simulation.cache_tokens", "needs a trace"),
+        (
+            {"prefill_factors": {"hom-site": 2}},
+            "simulation.prefill_factors.hom-site",
+            "did you mean",
+        ),
+        ({"links": [{"from": "a", "to": "b"}]}, "simulation.links[0]", "compute-site to home-site"),
+        ({"phases": [{"at": "1min", "load": 1, "rate_rps": 1}]}, "phases[0]", "not both"),
+        ({"phases": [{"at": "3min", "load": 1}]}, "simulation.phases[0].at", "after the end"),
+        ({"duration": "soon"}, "simulation.duration", "is not a time"),
+    ],
+)
+def test_mistakes_are_named_with_their_place_and_the_fix(
+    tmp_path: Path, changes: dict[str, Any], path: str, message: str
+) -> None:
+    text = run(changed(tmp_path, **changes), status=2)
+    assert path in text
+    assert message in text
+
+
+def test_other_mistakes(tmp_path: Path) -> None:
+    path = changed(tmp_path)
+    assert "did you mean 'router'" in run(path, "--policy", "routr", status=2)
+    assert "cannot be read" in run(tmp_path / "none.yaml", status=2)
+    assert "did you mean 'overload'" in run("study", "overlode", status=2)
+    assert "--trace is for" in run("study", "shift", "--trace", path, status=2)
+    assert "not a trace line" in run("study", "overload", "--trace", path, status=2)
+    whole = document()
+    whole["pd_clusters"] = whole["pd_clusters"] * 2
+    assert "exactly one PD cluster" in run(written(tmp_path, whole), status=2)
+    crowded = changed(tmp_path, policy="all", policies={"all": {"num_prefill": 8}})
+    assert "all 8 instances of home-site prefill" in run(crowded, status=2)
+
+
+def test_studies_say_which_goals_were_met() -> None:
+    table = CliRunner().invoke(simulate_app, ["study", "congestion", "--scale", "0.03"])
+    assert table.exit_code in (0, 1)
+    assert "goodput of the router over the oracle's" in table.output
+    assert ("MISSED" in table.output) == (table.exit_code == 1)
+    found = CliRunner().invoke(simulate_app, ["study", "overload", "--scale", "0.02", "--json"])
+    report = json.loads(found.output)
+    assert {row["admission"] for row in report["rows"]} == {"predicted", "present", "at_decode"}
+    assert all(set(goal) == {"name", "wanted", "found", "met"} for goal in report["goals"])
+
+
+def test_a_short_day_without_conversions() -> None:
+    study = STUDIES["steady"](1, 0.02)
+    assert [goal.met for goal in study.goals] == [True]
+
+
+def test_the_command_is_part_of_prfaas() -> None:
+    text = CliRunner().invoke(app, ["simulate", "--help"]).output
+    assert "virtual time" in text
+    assert "study" in text

@@ -1,0 +1,163 @@
+"""A link that slows down, breaks and comes back under real engines: routes follow, nothing fails.
+
+Requests run all the time. The PD cluster's one engine can serve all of them, so that what is seen
+is the routing. Times are counted from the change of the link; the first two seconds of a phase are
+for the change to be noticed by transfers that are under way.
+"""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from engine_region import WINDOW, model_dir, region_spec, running
+
+from deploy.region.launcher import RunningRegion
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+THRESHOLD_TOKENS = 256
+PROMPT_TOKENS = 3000
+NUM_CLIENTS = 2
+NOTICED_S = 2.0
+BACK_S = 30.0
+SCHEDULING = {"routing": {"margin_s": 1.0, "margin_share": 0.1}, "long_term": {"mode": "off"}}
+"""What the far side costs on a machine that both sides share must not count as a reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request: when it was sent (seconds since the start), and its record at the gateway."""
+
+    sent_s: float
+    is_whole: bool
+    record: dict[str, Any]
+
+    @property
+    def is_remote(self) -> bool:
+        return bool(self.record["first_route"] == "prefill_cluster")
+
+
+class Traffic:
+    """Clients that ask for one long prompt after another, each for one that nobody has cached."""
+
+    def __init__(self, region: RunningRegion, session: aiohttp.ClientSession) -> None:
+        self.asked: list[Asked] = []
+        self._url = region.gateway_url
+        self._session = session
+        self._started_s = time.monotonic()
+        self._numbers = itertools.count()
+        self._tasks = [asyncio.create_task(self._ask_on()) for _ in range(NUM_CLIENTS)]
+
+    def now_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def since(self, from_s: float) -> list[Asked]:
+        return [asked for asked in self.asked if asked.sent_s >= from_s]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in ended), ended
+
+    async def _ask_on(self) -> None:
+        for number in self._numbers:
+            await self._ask(f"congestion-{number}")
+
+    async def _ask(self, request_id: str) -> None:
+        letters = random.Random(request_id)
+        body = {
+            "model": WINDOW,
+            "prompt": "".join(letters.choice("abcdefgh ") for _ in range(PROMPT_TOKENS)),
+            "max_tokens": 4,
+            "stream": True,
+        }
+        sent_s = self.now_s()
+        headers = {"X-Request-Id": request_id}
+        url = f"{self._url}/v1/completions"
+        async with self._session.post(url, json=body, headers=headers) as response:
+            answer = await response.read()
+        is_whole = response.status == 200 and answer.rstrip().endswith(b"data: [DONE]")
+        async with self._session.get(f"{self._url}/prfaas/requests/{request_id}") as response:
+            (record,) = (await response.json())["requests"]
+        self.asked.append(Asked(sent_s, is_whole, record))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def region(
+    models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RunningRegion]:
+    spec = region_spec(
+        model_dir(models_dir, WINDOW),
+        WINDOW,
+        threshold_tokens=THRESHOLD_TOKENS,
+        local_prefill=False,
+        scheduling=SCHEDULING,
+    )
+    async with running(spec, tmp_path_factory.mktemp("congestion")) as started:
+        yield started
+
+
+async def test_routes_follow_the_link(region: RunningRegion) -> None:
+    relay = region.relay()
+    async with aiohttp.ClientSession() as session:
+        traffic = Traffic(region, session)
+        try:
+            await _until_remote(traffic, 0.0, BACK_S)
+
+            relay.configure(rate="50Mbit")
+            slow_s = traffic.now_s()
+            await asyncio.sleep(8.0)
+
+            relay.cut()
+            cut_s = traffic.now_s()
+            await asyncio.sleep(5.0)
+
+            relay.configure(rate="1Gbit")
+            relay.heal()
+            healed_s = traffic.now_s()
+            back_s = await _until_remote(traffic, healed_s, BACK_S)
+        finally:
+            await traffic.stop()
+        async with session.get(f"{region.gateway_url}/metrics") as response:
+            metrics = await response.text()
+
+    assert all(asked.is_whole for asked in traffic.asked)
+    slow = [a for a in traffic.since(slow_s + NOTICED_S) if a.sent_s < cut_s]
+    assert slow
+    assert not any(asked.is_remote for asked in slow)
+    cut = [a for a in traffic.since(cut_s + NOTICED_S) if a.sent_s < healed_s]
+    assert {asked.record["reason"] for asked in cut} == {"link_down"}
+    assert back_s - healed_s <= BACK_S
+    for reason in ("above_threshold", "link_down"):
+        assert _decisions(metrics, reason) >= 1
+    assert _decisions(metrics, "local_sooner") + _decisions(metrics, "link_congested") >= 1
+    assert 'prfaas_gateway_link_condition{condition="clear",source="prefill-a"' in metrics
+
+
+async def _until_remote(traffic: Traffic, since_s: float, timeout_s: float) -> float:
+    """When a request sent after `since_s` went to the prefill cluster and came back whole."""
+    while traffic.now_s() < since_s + timeout_s:
+        for asked in traffic.since(since_s):
+            if asked.is_remote and asked.record["route"] == "prefill_cluster":
+                return asked.sent_s
+        await asyncio.sleep(0.1)
+    seen = [(round(a.sent_s, 1), a.record["reason"]) for a in traffic.since(since_s)]
+    raise AssertionError(f"no request went to the prefill cluster in {timeout_s:g} s: {seen}")
+
+
+def _decisions(metrics: str, reason: str) -> float:
+    """Routes taken for a reason."""
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in metrics.splitlines()
+        if line.startswith("prfaas_gateway_") and f'reason="{reason}"' in line
+    )

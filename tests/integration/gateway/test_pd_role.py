@@ -1,0 +1,150 @@
+"""`/v1/pd_role` over HTTP, on a PD cluster front with fake engines, while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+
+from deploy.gateway.app import Gateway
+from deploy.gateway.config import ApiKey, GatewayConfig, ModelConfig
+from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
+from deploy.gateway.server import start_server
+from kvmanager.engines.instances import InstancesConfig, InstanceSpec
+from kvmanager.engines.testing import FakeAgent, FakeEngine
+from local_pd import EmbeddedPdCluster, PdClusterConfig
+from local_pd.metrics import PdMetrics
+
+ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
+KEYS = {"Authorization": "Bearer secret"}
+
+
+class Rig:
+    """Two decode instances and a prefill instance behind a gateway."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.engines: dict[str, FakeEngine] = {}
+        self.session: aiohttp.ClientSession
+
+    async def ask(self) -> int:
+        body = {"model": "tiny", "prompt": "x"}
+        async with self.session.post(
+            f"{self.url}/v1/completions", json=body, headers=KEYS
+        ) as answer:
+            await answer.read()
+            return answer.status
+
+    async def order(self, query: str = "", **body: Any) -> tuple[int, dict[str, Any]]:
+        url = f"{self.url}/v1/pd_role{query}"
+        async with self.session.post(url, json=body, headers=KEYS) as answer:
+            return answer.status, await answer.json()
+
+    async def roles(self) -> dict[str, tuple[str, int]]:
+        async with self.session.get(f"{self.url}/v1/pd_role", headers=KEYS) as answer:
+            listed = (await answer.json())["instances"]
+        return {item["instance"]: (item["role"], item["epoch"]) for item in listed}
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
+    async with AsyncExitStack() as stack:
+        node = await FakeAgent(*ROLES).start()
+        stack.push_async_callback(node.stop)
+        for name in ROLES:
+            engine = made.engines[name] = await FakeEngine(node).start()
+            stack.push_async_callback(engine.stop)
+        specs = [
+            InstanceSpec(
+                name=name, url=made.engines[name].url, agent=node.target, role=role, model="tiny"
+            )
+            for name, role in ROLES.items()
+        ]
+        probing = InstancesConfig(
+            probe_interval_s=0.05, start_probe_interval_s=0.05, poll_load=True
+        )
+        pd = EmbeddedPdCluster(
+            "home",
+            specs,
+            PdClusterConfig(drain_poll_interval_s=0.02, instances=probing),
+            metrics=PdMetrics(CollectorRegistry()),
+        )
+        await pd.start()
+        stack.push_async_callback(pd.close)
+        config = GatewayConfig(
+            port=0,
+            models=(ModelConfig(name="tiny"),),
+            api_keys=(ApiKey(key="secret"),),
+            report_interval_s=0.02,
+            scheduling=SchedulingConfig(long_term=LongTermSection(dwell_s=0, mode="off")),
+        )
+        runner = await start_server(Gateway(config, pd, {}))
+        stack.push_async_callback(runner.cleanup)
+        host, port = runner.addresses[0][:2]
+        made.url = f"http://{host}:{port}"
+        made.session = await stack.enter_async_context(aiohttp.ClientSession())
+        yield made
+
+
+async def test_roles_change_there_and_back_while_requests_run(rig: Rig) -> None:
+    is_over = asyncio.Event()
+
+    async def keep_asking() -> list[int]:
+        statuses = []
+        while not is_over.is_set():
+            statuses.append(await rig.ask())
+        return statuses
+
+    clients = [asyncio.create_task(keep_asking()) for _ in range(4)]
+    assert await rig.roles() == {name: (role, 0) for name, role in ROLES.items()}
+    status, role = await rig.order("?wait=1", instance="d1", role="prefill", expected_epoch=0)
+    assert (status, role["role"], role["epoch"], role["phase"]) == (200, "prefill", 1, "ready")
+    assert (await rig.roles())["d1"] == ("prefill", 1)
+    num_given = len(rig.engines["d1"].requests)
+    for _ in range(20):
+        assert await rig.ask() == 200
+    assert len(rig.engines["d1"].requests) == num_given
+    status, refusal = await rig.order(instance="d0", role="prefill")
+    assert (status, refusal["error"]["code"]) == (409, "last_of_its_role")
+    assert (await rig.order(instance="d1", role="decode", wait=True))[0] == 200
+    assert (await rig.roles())["d1"] == ("decode", 2)
+    is_over.set()
+    statuses = [status for client in clients for status in await client]
+    assert set(statuses) == {200}
+    assert len(statuses) > 20
+    async with rig.session.get(f"{rig.url}/metrics", headers=KEYS) as answer:
+        text = await answer.text()
+    for to in ("prefill", "decode"):
+        labels = f'cluster="home",outcome="converted",to="{to}"'
+        assert f"prfaas_gateway_role_changes_total{{{labels}}} 1.0" in text
+
+
+async def test_orders_need_the_key_and_are_answered_at_once(rig: Rig) -> None:
+    url = f"{rig.url}/v1/pd_role"
+    async with rig.session.get(url) as answer:
+        assert answer.status == 200
+    async with rig.session.post(url, json={"instance": "d1", "role": "prefill"}) as answer:
+        assert answer.status == 401
+    rig.engines["d1"].may_answer.clear()
+    hanging = [asyncio.create_task(rig.ask()) for _ in range(2)]
+    await rig.engines["d1"].wait_requests(1)
+    status, role = await rig.order(instance="d1", role="prefill")
+    assert (status, role["role"], role["phase"], role["ready"]) == (
+        202,
+        "decode",
+        "draining",
+        False,
+    )
+    await asyncio.sleep(0.1)
+    assert (await rig.roles())["d1"] == ("decode", 0)
+    rig.engines["d1"].may_answer.set()
+    assert await asyncio.gather(*hanging) == [200, 200]
+    async with asyncio.timeout(10):
+        while (await rig.roles())["d1"] != ("prefill", 1):
+            await asyncio.sleep(0.02)

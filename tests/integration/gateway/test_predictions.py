@@ -1,0 +1,136 @@
+"""Predictions through a gateway: kept in records, learnt from answers, shown to operators."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from deploy.cache.client import CannotAsk
+from deploy.explain.client import find_records
+from deploy.explain.view import ttft_error
+from scheduler.routing import ONE_ENGINE
+
+STREAM = {"stream": True, "max_tokens": 4}
+
+
+async def page(region: Any, path: str, **headers: str) -> tuple[int, Any]:
+    async with region.session.get(region.url + path, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def series(region: Any) -> dict[str, float]:
+    async with region.session.get(region.url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+async def test_a_counted_prompt_has_predictions_in_its_record(region: Any) -> None:
+    await region.post(region.long_body(**STREAM), headers={"X-Request-Id": "one"})
+    record = await region.record()
+    assert (record.first_target, record.first_reason) == ("far", "above_threshold")
+    assert set(record.predictions) == {"local", "remote"}
+    assert record.predicted_ttft_s == pytest.approx(sum(record.predictions["remote"].values()))
+    assert record.placement == ""  # these fronts do not say why
+    assert record.output_tokens == 4
+    found = (await asyncio.to_thread(find_records, region.url, "one")).requests
+    assert [item.predictions for item in found] == [record.predictions]
+
+
+async def test_a_prompt_that_is_not_counted_has_none_and_teaches_none(region: Any) -> None:
+    await region.post({"model": "tiny", "prompt": "short"} | STREAM)
+    record = await region.record()
+    assert (record.predictions, record.predicted_ttft_s) == ({}, None)
+    assert record.num_prompt_tokens is None
+    known = region.gateway.scheduler.knowledge("tiny")
+    assert known.error(ONE_ENGINE) is None
+    assert known.step_s is not None
+
+
+async def test_answers_teach_predictions(region: Any) -> None:
+    for _ in range(12):
+        await region.post(region.long_body(**STREAM))
+        record = await region.record()
+    known = region.gateway.scheduler.knowledge("tiny")
+    assert known.profile("far").num_seen == 12
+    assert known.kv.token_bytes == pytest.approx(512)
+    assert known.error("far") is not None
+    # Of a guess at first, of what these engines do in the end.
+    assert record.predicted_ttft_s < 0.1
+    assert ttft_error(record) is not None
+    status, learnt = await page(region, "/prfaas/scheduling")
+    assert status == 200
+    (model,) = learnt["models"]
+    assert model["model"] == "tiny"
+    assert [place["place"] for place in model["places"] if place["num_seen"]] == ["far"]
+    values = await series(region)
+    assert values['prfaas_gateway_learned_prefills{model="tiny",place="far"}'] == 12
+    assert values['prfaas_gateway_threshold_tokens{cluster="far"}'] == 100
+    route = 'prfaas_gateway_ttft_prediction_error_ratio_count{route="prefill_cluster"}'
+    assert values[route] == 12
+
+
+async def test_a_client_that_names_no_model_teaches_the_only_one(region: Any) -> None:
+    body = region.long_body(**STREAM)
+    del body["model"]
+    assert (await region.post(body))[0] == 200
+    assert (await region.record()).model == "tiny"
+    assert list(region.gateway.scheduler.models()) == ["tiny"]
+
+
+async def test_a_prediction_that_came_to_nothing_teaches_nothing(region: Any) -> None:
+    region.pd.is_full = True
+    await region.post(region.long_body(**STREAM))
+    record = await region.record()
+    assert (record.first_target, record.target) == ("far", ONE_ENGINE)
+    assert (record.first_reason, record.reason) == ("above_threshold", "no_landing_room")
+    assert record.predictions
+    assert ttft_error(record) is None
+    known = region.gateway.scheduler.knowledge("tiny")
+    assert known.error("far") is known.error(ONE_ENGINE) is None
+    assert len(region.gateway.scheduler.ledger) == 0
+
+
+async def test_what_is_under_way_is_known_and_forgotten(region: Any) -> None:
+    region.far.gate.clear()
+    waiting = asyncio.create_task(region.post(region.long_body()))
+    await region.far.started.wait()
+    assert len(region.gateway.scheduler.ledger) == 1
+    region.far.gate.set()
+    await waiting
+    await region.record()
+    assert len(region.gateway.scheduler.ledger) == 0
+
+
+async def test_a_refused_request_says_so_and_leaves_nothing(open_region: Any) -> None:
+    limits = {"admission": {"default_tenant": {"max_requests": 1}}}
+    async with open_region(scheduling=limits) as region:
+        region.far.gate.clear()
+        served = asyncio.create_task(region.post(region.long_body()))
+        await region.far.started.wait()
+        status, headers, _ = await region.post(region.long_body(), headers={"X-Request-Id": "no"})
+        assert (status, headers["x-request-id"]) == (429, "no")
+        assert int(headers["retry-after"]) >= 1
+        record = await region.record()
+        assert (record.outcome, record.status, record.route) == ("refused", 429, "")
+        assert "1 of at most 1 requests in flight" in record.error
+        region.far.gate.set()
+        assert (await served)[0] == 200
+        assert len(region.far.jobs) == 1
+        await region.assert_nothing_held()
+        assert len(region.gateway.scheduler.ledger) == 0
+
+
+async def test_an_unknown_request_is_answered_with_the_newest(region: Any) -> None:
+    await region.post(region.long_body(), headers={"X-Request-Id": "kept"})
+    with pytest.raises(CannotAsk, match=r"no record of lost(.|\n)*\n  kept"):
+        await asyncio.to_thread(find_records, region.url, "lost")
+
+
+async def test_what_was_learnt_is_shown_to_those_who_may_see_it(open_region: Any) -> None:
+    async with open_region(api_keys=("one",), protect_admin=True) as region:
+        assert (await page(region, "/prfaas/scheduling"))[0] == 401
+        status, found = await page(region, "/prfaas/scheduling", Authorization="Bearer one")
+        assert status == 200
+        assert [item["cluster"] for item in found["thresholds"]] == ["far"]
+        assert found["models"] == []
