@@ -42,16 +42,21 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
 demo: setup
 	@$(BIN)/prfaas demo $(DEMO_ARGS)
 
-# Engines take every core and are timed: they have the machine for themselves, after the others.
-# What PYTEST_ARGS selects may be in one of the halves only; pytest says 5 of the other.
+# Engines take every core and are timed, as are faults of the transport: they have the machine for
+# themselves, after the others. What PYTEST_ARGS selects may be in one of the halves only; pytest
+# says 5 of the other.
+define halves
+$(PYTEST) -m "not engine and not alone" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
+case $$others in 0|5) ;; *) exit $$others;; esac; \
+$(PYTEST) -m "$(1)" $(PYTEST_ARGS); alone=$$?; \
+if [ $$alone -eq 5 ]; then exit $$others; else exit $$alone; fi
+endef
+
 test: setup
-	@$(PYTEST) -m "not engine" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
-	case $$others in 0|5) ;; *) exit $$others;; esac; \
-	$(PYTEST) -m engine $(PYTEST_ARGS); engines=$$?; \
-	if [ $$engines -eq 5 ]; then exit $$others; else exit $$engines; fi
+	@$(call halves,engine or alone)
 
 test-fast: setup
-	@$(PYTEST) -m "not engine" $(PARALLEL) $(PYTEST_ARGS)
+	@$(call halves,alone and not engine)
 
 test-engine: setup
 	@$(PYTEST) -m engine $(PYTEST_ARGS)

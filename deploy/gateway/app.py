@@ -184,6 +184,7 @@ class Gateway:
             config.scheduling.routing,
             threshold_tokens=config.threshold_tokens,
             hand_off_tokens=config.hand_off_tokens,
+            order=config.scheduling.queue.order(),
             link=None if links is None else lambda a, b: links.now(a, b).view(),
         )
         collector = SchedulingCollector(scheduler, None if links is None else links.links)

@@ -235,6 +235,7 @@ class Offload:
             self._shape,
             self._routed.target,
             self._routed.predicted or Prediction(),
+            priority=self._exchange.inbound.priority,
         )
         leg = self._services.background.spawn(
             self._prefill(slot, moved_to), f"prefill leg {self._exchange.request_id}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from deploy.gateway.cached import CachedPrompt, CachePlaces
 from deploy.gateway.exchange import Exchange
 from deploy.gateway.rendering import NotRendered, render
+from deploy.gateway.scheduling.snapshots import Newcomer
 from deploy.gateway.services import Services
 from local_pd.messages import DirectTarget
 from scheduler.routing import Decision, RequestShape, one_engine
@@ -45,7 +46,8 @@ class Planner:
     async def plan(self, exchange: Exchange) -> Plan:
         """Decide, rendering the prompt and looking it up only if its KVCache may have to move."""
         inbound = exchange.inbound
-        seen = self._scheduler.snapshot(inbound.model)
+        newcomer = Newcomer(inbound.shape, inbound.priority)
+        seen = self._scheduler.snapshot(inbound.model, newcomer)
         early = self._scheduler.route_early(inbound.model, inbound.shape, snapshot=seen)
         if early is not None:
             if inbound.token_ids is not None:
@@ -68,7 +70,10 @@ class Planner:
 
     def route(self, exchange: Exchange, plan: Plan, excluded: Set[str]) -> RouteDecision:
         """The route of a plan as things are now, passing over the clusters in `excluded`."""
-        return self._scheduler.route(exchange.inbound.model, plan.shape, excluded=excluded)
+        inbound = exchange.inbound
+        return self._scheduler.route(
+            inbound.model, plan.shape, excluded=excluded, priority=inbound.priority
+        )
 
     async def one_engine(
         self,
@@ -110,7 +115,7 @@ class Planner:
             replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True)
         )
         # Reports may have changed meanwhile.
-        seen = self._scheduler.snapshot(inbound.model)
+        seen = self._scheduler.snapshot(inbound.model, Newcomer(shape, inbound.priority))
         decision = self._scheduler.route(inbound.model, shape, snapshot=seen)
         return Plan(decision, shape, seen.decode, token_ids, cached)
 

@@ -23,6 +23,8 @@ from transport import Endpoint, LinkError
 from transport.testing import MemorySpace, make_spec
 from transport.testing_loopback import FaultRig, LoopbackPair, Phase
 
+pytestmark = pytest.mark.alone
+
 KIB = 1024
 NUM_TAKEN = 64
 SHORTAGE_S = 0.3

@@ -17,6 +17,8 @@ from transport import LinkError, LocalError
 from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
 from transport.testing_loopback import FaultRig, Phase
 
+pytestmark = pytest.mark.alone
+
 KIB = 1024
 IMPATIENT = replace(CONFIG, idle_timeout_s=0.8)
 LONGER_THAN_ACK_TIMEOUT_S = 1.5 * CONFIG.ack_timeout_s

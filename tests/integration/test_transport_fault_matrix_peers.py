@@ -21,6 +21,8 @@ from transport.protocol import Acked, Completed, Event, SenderSession
 from transport.testing import MemoryRegistry, greeting
 from transport.testing_loopback import FaultRig, Phase
 
+pytestmark = pytest.mark.alone
+
 KIB = 1024
 MIB = 1024 * KIB
 PIECE_BYTES = 64 * KIB

@@ -22,6 +22,8 @@ from transport.sender_link import Link
 from transport.testing import MemorySpace, make_spec
 from transport.testing_loopback import HurtfulProxy, LoopbackPair, eventually
 
+pytestmark = pytest.mark.alone
+
 KIB = 1024
 MIB = 1024 * KIB
 CONFIG = TransportConfig(

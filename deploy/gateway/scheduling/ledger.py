@@ -21,7 +21,7 @@ KEEP_ENDED_S = 30.0
 class PrefillLeg:
     """A prompt computed at `place` (a prefill cluster's name, or the hand-off inside of the PD
     cluster) for decoding elsewhere. `lands_at_s` is when its KVCache is expected to be there.
-    `model` is the served name.
+    `model` is the served name, `priority` what the client gave.
     """
 
     place: str
@@ -31,6 +31,7 @@ class PrefillLeg:
     lands_at_s: float
     kv_bytes: float = 0.0
     model: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

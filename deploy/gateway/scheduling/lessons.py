@@ -59,7 +59,14 @@ class Lessons:
         known.traffic.arrived(num_tokens, cached_tokens, self.scheduler.clock())
 
     def leg_begun(
-        self, model: str, landing: Landing, shape: RequestShape, place: str, predicted: Prediction
+        self,
+        model: str,
+        landing: Landing,
+        shape: RequestShape,
+        place: str,
+        predicted: Prediction,
+        *,
+        priority: int = 0,
     ) -> None:
         """A prefill is on its way to `place`; how much a landing takes is learnt by that, too."""
         known, now_s = self.scheduler.knowledge(model), self.scheduler.clock()
@@ -73,6 +80,7 @@ class Lessons:
             lands_at_s=now_s + predicted.landed_s,
             kv_bytes=landing.nbytes,
             model=model,
+            priority=priority,
         )
         self.scheduler.ledger.leg_begun(landing.transfer_id, leg)
 

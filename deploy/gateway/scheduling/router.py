@@ -16,9 +16,10 @@ from typing import Final, Protocol
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import Ledger
-from deploy.gateway.scheduling.snapshots import NO_LINK_KNOWN, Reported, SnapshotMaker
+from deploy.gateway.scheduling.snapshots import NO_LINK_KNOWN, Newcomer, Reported, SnapshotMaker
 from deploy.gateway.scheduling.thresholds import ThresholdNow, Thresholds
 from scheduler.profiles import KvProfile
+from scheduler.queue_order import OrderConfig
 from scheduler.routing import Reason, RequestShape, one_engine_reason
 from scheduler.short_term import RouteConfig, RouteDecision, route
 from scheduler.views import LinkCondition, LinkView, RegionSnapshot
@@ -48,11 +49,12 @@ class RegionScheduler:
         *,
         threshold_tokens: int,
         hand_off_tokens: int,
+        order: OrderConfig | None = None,
         link: Callable[[str, str], LinkView] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`link` gives the state of the link from cluster to cluster; without it nothing is known
-        of any.
+        """`order` is that of the prefill clusters' queues. `link` gives the state of the link from
+        cluster to cluster; without it nothing is known of any.
         """
         self.ledger = Ledger()
         self.thresholds = Thresholds(prefill_clusters, threshold_tokens, routing.threshold())
@@ -60,6 +62,7 @@ class RegionScheduler:
         self._reports = reports
         self._routing = routing
         self._hand_off_tokens = hand_off_tokens
+        self._order = order or OrderConfig()
         self._link = link or _no_link_known
         self._knowledge: dict[str, ModelKnowledge] = {}
 
@@ -89,10 +92,16 @@ class RegionScheduler:
         ]
         return {pair: self._link(*pair) for pair in pairs}
 
-    def snapshot(self, model: str) -> RegionSnapshot:
-        """The region as a request for `model` finds it now."""
+    def snapshot(self, model: str, newcomer: Newcomer | None = None) -> RegionSnapshot:
+        """The region as a request for `model` finds it now; as `newcomer` does, if it is given."""
         maker = SnapshotMaker(
-            model, self.knowledge(model), self.ledger, self.thresholds, self._link
+            model,
+            self.knowledge(model),
+            self.ledger,
+            self.thresholds,
+            self._link,
+            order=self._order,
+            newcomer=newcomer,
         )
         return maker.make(
             self._reports.reported_pd(), self._reports.reported_prefill(), self.clock()
@@ -105,9 +114,13 @@ class RegionScheduler:
         *,
         excluded: Set[str] = frozenset(),
         snapshot: RegionSnapshot | None = None,
+        priority: int = 0,
     ) -> RouteDecision:
-        """Where a prompt is computed, passing over the clusters in `excluded`."""
-        seen, config, now_s = snapshot or self.snapshot(model), self._config(model), self.clock()
+        """Where a prompt is computed, passing over the clusters in `excluded`. Without a `snapshot`
+        one is taken for a request of this `priority`.
+        """
+        seen = snapshot or self.snapshot(model, Newcomer(shape, priority))
+        config, now_s = self._config(model), self.clock()
         decision = route(shape, seen, config, now_s, excluded=excluded)
         if decision.reason is not Reason.LOCAL_SOONER:
             return decision

@@ -8,7 +8,7 @@ decide anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from deploy.gateway.cached import serves
@@ -16,8 +16,10 @@ from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import DirectPrompt, Ledger, PrefillLeg
 from deploy.gateway.scheduling.thresholds import Thresholds
 from kvmanager.engines.jobs import ClusterReport, InstanceReport, JobReport
+from prfaas.queue_values import priority_class
 from scheduler.profiles import PrefillProfile
-from scheduler.routing import HAND_OFF, ONE_ENGINE
+from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
 
 SEEN_S: Final = 0.05
@@ -51,6 +53,15 @@ class _Job(NamedTuple):
     uncached_tokens: int
     for_s: float
     prefill_s: float
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A request that is to be routed; `priority` as its client gave it."""
+
+    shape: RequestShape
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,11 @@ class SnapshotMaker:
     ledger: Ledger
     thresholds: Thresholds
     link: LinkNow
+    order: OrderConfig = field(default_factory=OrderConfig)
+    """In which the prefill clusters' queues start what waits."""
+    newcomer: Newcomer | None = None
+    """The request that the snapshot is for: what it will overtake is not ahead of it. None: all
+    that waits is."""
 
     def make(
         self, pd: Reported, prefill_clusters: Sequence[Reported], now_s: float
@@ -93,7 +109,7 @@ class SnapshotMaker:
             )
         jobs = self._jobs(source, name, profile, now_s)
         waiting = [job for job in jobs if not job.instance]
-        ahead = self._ahead(report, jobs)
+        ahead = self._before_newcomer(name, self._ahead(report, jobs), now_s)
         instances = self._instances(report.instances, name, jobs, now_s)
         return ClusterView(
             name=name,
@@ -212,6 +228,18 @@ class SnapshotMaker:
         others = {item.model for item in report.instances} - {"", self.model}
         return [job for job in jobs if not job.instance and job.model not in others]
 
+    def _before_newcomer(self, cluster: str, waiting: list[_Job], now_s: float) -> list[_Job]:
+        """Of what waits in a prefill cluster, the jobs that start before the newcomer."""
+        if self.newcomer is None or not waiting:
+            return waiting
+        order: QueueOrder[int] = QueueOrder(self.order)
+        for key, job in enumerate(waiting):
+            priority, submitted_s = priority_class(job.priority), now_s - job.for_s
+            order.add(WaitingJob(key, priority, job.uncached_tokens, submitted_s))
+        uncached_tokens = self.newcomer.shape.prefill_uncached_tokens(cluster)
+        new = WaitingJob(-1, priority_class(self.newcomer.priority), uncached_tokens, now_s)
+        return [waiting[job.key] for job in order.ahead_of(new, now_s)]
+
     def _jobs(
         self, source: Reported, place: str, profile: PrefillProfile, now_s: float
     ) -> list[_Job]:
@@ -226,6 +254,7 @@ class SnapshotMaker:
                 job.uncached_tokens,
                 job.for_s + since_s,
                 _prefill_s(job, profile),
+                job.priority,
             )
             for transfer_id, job in reported.items()
             if not self.ledger.is_over(transfer_id)
@@ -233,7 +262,9 @@ class SnapshotMaker:
         for transfer_id, leg in self.ledger.legs_since(place, source.at_s - SEEN_S):
             if transfer_id not in reported:
                 age_s, prefill_s = now_s - leg.begun_s, _prefill_s(leg, profile)
-                jobs.append(_Job("", leg.model, leg.uncached_tokens, age_s, prefill_s))
+                jobs.append(
+                    _Job("", leg.model, leg.uncached_tokens, age_s, prefill_s, leg.priority)
+                )
         return jobs
 
     def _filled(self, link: LinkView, jobs: Iterable[_Job]) -> LinkView:

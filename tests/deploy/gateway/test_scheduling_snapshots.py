@@ -11,9 +11,9 @@ from live_region_cases import MODEL, Region, instance, job, report, teach
 
 from deploy.gateway.scheduling.ledger import DirectPrompt, PrefillLeg
 from deploy.gateway.scheduling.router import RegionScheduler
-from deploy.gateway.scheduling.snapshots import UNTOLD_SLOTS
+from deploy.gateway.scheduling.snapshots import UNTOLD_SLOTS, Newcomer
 from scheduler.prediction import PrefillTask, predict
-from scheduler.routing import HAND_OFF, ONE_ENGINE
+from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.views import LinkView, RegionSnapshot
 
 S_PER_TOKEN = 1e-3
@@ -317,3 +317,32 @@ def test_more_under_way_never_shortens_a_prediction(more: list[tuple[str, float]
         after = ttfts(scheduler.snapshot(MODEL))
         assert all(b >= a - 1e-9 for a, b in zip(before, after, strict=True)), (before, after)
         before = after
+
+
+def test_what_a_newcomer_will_overtake_is_not_ahead_of_it() -> None:
+    region = Region()
+    region.far = report(
+        "far",
+        instance("p0", max_concurrent=1),
+        jobs=(
+            job("running", 2000, instance="p0"),
+            job("long", 50_000),
+            job("short", 1000),
+            job("urgent", 60_000, priority=-1),
+        ),
+        max_queued=8,
+    )
+    scheduler = region.scheduler()
+    teach(scheduler, "far", 1e-3)
+
+    def queued_tokens(num_tokens: int, priority: int = 0) -> int:
+        newcomer = Newcomer(RequestShape(num_prompt_tokens=num_tokens), priority)
+        (far,) = scheduler.snapshot(MODEL, newcomer).prefill_clusters
+        return far.queued_tokens
+
+    assert queued_tokens(2000) == 61_000
+    assert queued_tokens(55_000) == 111_000
+    assert queued_tokens(2000, priority=-5) == 0
+    assert queued_tokens(500, priority=3) == 111_000
+    (far,) = scheduler.snapshot(MODEL).prefill_clusters
+    assert far.queued_tokens == 111_000
