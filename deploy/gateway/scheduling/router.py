@@ -159,11 +159,9 @@ class RegionScheduler:
         return route(shape, seen, config, self.clock())
 
     def moves_caches(self, decision: RouteDecision, pd: str) -> bool:
-        """Whether a longer cached prefix may be brought to where this route computes: it counts on
-        that, or nothing speaks against using the link to a prefill cluster.
+        """Whether a longer cached prefix may be brought to the prefill cluster of this route:
+        nothing speaks against using the link to there.
         """
-        if decision.cache_from is not None:
-            return True
         is_remote = decision.route == "prefill_cluster"
         return is_remote and self._link(pd, decision.target).state is LinkCondition.CLEAR
 
@@ -186,6 +184,9 @@ class RegionScheduler:
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,
             overhead_s=known.overheads(self.clock()),
+            # Whether a prefix is moved is decided by measured rates when the route is taken
+            # (`moves_caches`): no route may count on a move that is then not made.
+            min_move_saving_s=math.inf,
         )
 
 

@@ -185,18 +185,14 @@ def test_learnt_overhead_is_part_of_what_is_predicted() -> None:
     assert again.overhead_s == pytest.approx(0.5)
 
 
-def test_a_longer_prefix_elsewhere_is_fetched_over_an_abundant_link_only() -> None:
+def test_no_route_counts_on_a_move_that_may_not_be_made() -> None:
     region = Region()
     region.links["far", "home"] = LinkView(available_bytes_per_s=1e11)
-    shape = RequestShape(num_prompt_tokens=900, prefill_cached_tokens={"far": 800})
+    shape = RequestShape(num_prompt_tokens=1900, prefill_cached_tokens={"far": 1800})
     scheduler = known(region)
     decision = scheduler.route(MODEL, shape)
-    assert (decision.target, decision.cache_from) == (ONE_ENGINE, "far")
-    assert scheduler.moves_caches(decision, "home")
-    region.links["far", "home"] = LinkView(available_bytes_per_s=1e5)
-    scarce = scheduler.route(MODEL, shape)
-    assert scarce.cache_from is None
-    assert not scheduler.moves_caches(scarce, "home")
+    assert (decision.target, decision.cache_from) == ("far", None)
+    assert not scheduler.moves_caches(scheduler.route(MODEL, SHORT), "home")
 
 
 def test_a_prefix_moves_to_a_prefill_cluster_over_a_clear_link() -> None:
