@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,13 +24,6 @@ cache_app = typer.Typer(
     add_completion=False,
     help="What is cached where, and what that spares a prompt.",
 )
-
-GatewayOption = Annotated[
-    str, typer.Option(metavar="URL", help="the region's gateway; default: the one that runs here")
-]
-KeyOption = Annotated[
-    str, typer.Option(envvar="PRFAAS_API_KEY", help="API key, where the gateway asks for one")
-]
 
 T = TypeVar("T")
 

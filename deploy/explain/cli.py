@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cache.cli import GatewayOption, KeyOption
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
 
 
 def explain_command(

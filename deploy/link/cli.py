@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
 
 if TYPE_CHECKING:
     from deploy.gateway.links import LinksOverview
@@ -40,13 +40,8 @@ def top_command(
     paths: Annotated[
         bool, typer.Option("--paths", help="every agent's own connections as well")
     ] = False,
-    gateway: Annotated[
-        str,
-        typer.Option(metavar="URL", help="the region's gateway; default: the one that runs here"),
-    ] = "",
-    api_key: Annotated[
-        str, typer.Option(envvar="PRFAAS_API_KEY", help="API key, where the gateway asks for one")
-    ] = "",
+    gateway: GatewayOption = "",
+    api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show the links of the region, again and again until Ctrl-C.

@@ -8,17 +8,12 @@ from typing import Annotated
 
 import typer
 
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
 
 
 def live_command(
-    gateway: Annotated[
-        str,
-        typer.Option(metavar="URL", help="the region's gateway; default: the one that runs here"),
-    ] = "",
-    api_key: Annotated[
-        str, typer.Option(envvar="PRFAAS_API_KEY", help="API key, where the gateway asks for one")
-    ] = "",
+    gateway: GatewayOption = "",
+    api_key: KeyOption = "",
     num_decisions: Annotated[
         int, typer.Option("--decisions", min=0, help="how many of the last decisions")
     ] = 10,

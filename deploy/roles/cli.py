@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
 
 if TYPE_CHECKING:
     from deploy.gateway.scheduling.role_pages import InstanceRole, RolesOverview
@@ -28,13 +28,6 @@ role_app = typer.Typer(
     add_completion=False,
     help="Which instances of the PD cluster prefill and which decode.",
 )
-
-GatewayOption = Annotated[
-    str, typer.Option(metavar="URL", help="the region's gateway; default: the one that runs here")
-]
-KeyOption = Annotated[
-    str, typer.Option(envvar="PRFAAS_API_KEY", help="API key, where the gateway asks for one")
-]
 
 
 class NewRole(StrEnum):
