@@ -78,17 +78,6 @@ class CountedPrompt:
     cached: CachedPrompt
 
 
-async def bring_cache(
-    services: Services, cached: CachedPrompt, decision: RouteDecision
-) -> str | None:
-    """Move a longer cached prefix to where `decision` computes, where that is meant and pays: the
-    node agent that it went to. Never raises but when cancelled.
-    """
-    if services.upkeep is None or not services.scheduler.moves_caches(decision, services.pd.name):
-        return None
-    return await services.upkeep.before_prefill(cached, decision.target)
-
-
 class Offload:
     """One try to serve `exchange` with moved KVCache, on the route `decision`.
 
@@ -122,7 +111,7 @@ class Offload:
         otherwise the decode engine is left to prefill by itself and `decision` changes to say so.
         Raises `NotOffloaded`, `EngineLost`, `EngineTimeout`.
         """
-        moved_to = await bring_cache(self._services, self._cached, self._routed)
+        moved_to = await self._bring_cache()
         slot = await self._reserve()
         leg = self._leg = self._begin(slot, moved_to)
         landing = await self._await_landing(slot, leg)
@@ -146,6 +135,17 @@ class Offload:
         self._services.background.spawn(
             self._give_back(is_answered=is_answered), f"settle {self._exchange.request_id}"
         )
+
+    async def _bring_cache(self) -> str | None:
+        """Move a longer cached prefix to the prefill cluster, where that may be and pays: the node
+        agent that it went to. Never raises but when cancelled.
+        """
+        services = self._services
+        if services.upkeep is None:
+            return None
+        if not services.scheduler.moves_caches(self._routed, services.pd.name):
+            return None
+        return await services.upkeep.before_prefill(self._cached, self._routed.target)
 
     async def _await_landing(self, slot: DecodeSlot, leg: _Leg) -> LandingReport:
         """How the landing ended, or what the leg's end says about it; "unknown" leaves it open.

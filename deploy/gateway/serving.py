@@ -29,7 +29,6 @@ from deploy.gateway.offload import (
     NotOffloaded,
     Offload,
     PrefillLost,
-    bring_cache,
 )
 from deploy.gateway.planning import Plan, Planner
 from deploy.gateway.proxy.engine import EngineAnswer
@@ -222,14 +221,10 @@ class Serving:
         exchange.metrics.predicted(record.route, predicted.ttft_s, ttft_s)
 
     async def _open_direct(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
-        decision, cached, moved_to = plan.decision, plan.cached, None
-        if isinstance(decision, RouteDecision):
-            moved_to = await bring_cache(self._services, cached, decision)
-        prefer_nodes = ((moved_to,) if moved_to else ()) + cached.direct_nodes()
-        target = await self.planner.one_engine(exchange, plan.lost_instances, prefer_nodes)
+        inbound, cached = exchange.inbound, plan.cached
+        target = await self.planner.one_engine(exchange, plan.lost_instances, cached.direct_nodes())
         exchange.record.decode_instance = target.instance
         begun_s = self._scheduler.clock()
-        inbound = exchange.inbound
         key = self._lessons.direct_begun(
             inbound.model, target.instance, plan.shape, len(inbound.body)
         )

@@ -25,7 +25,6 @@ from scheduler.short_term import RouteConfig, RouteDecision, route
 from scheduler.views import LinkCondition, LinkView, RegionSnapshot
 
 _NO_KV: Final = KvProfile(0.0, 0.0)
-DEFAULT_ABUNDANCE: Final = 1.25
 RETRY_S: Final = 120.0
 """A prefill cluster that nothing was sent to for so long may have become faster."""
 
@@ -177,7 +176,6 @@ class RegionScheduler:
         by_prediction = routing.policy == "predicted" and known.is_known
         return RouteConfig(
             kv=known.kv or _NO_KV,
-            abundance=DEFAULT_ABUNDANCE if known.kv else math.inf,
             margin_s=routing.margin_s if by_prediction else math.inf,
             margin_share=routing.margin_share,
             hand_off_tokens=self._hand_off_tokens,
