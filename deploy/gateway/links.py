@@ -34,7 +34,8 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 POLL_S: Final = 2.0
 """How long an agent without news may keep its answer back."""
 FIRST_RETRY_S: Final = 0.2
-MAX_RETRY_S: Final = 5.0
+MAX_RETRY_S: Final = 2.0
+"""Routing trusts no link that was not heard of for 5 s: an agent that is back is soon asked."""
 SAME_S: Final = 0.05
 """A link is not looked at again within this without news."""
 LEAST_BETWEEN_S: Final = 0.05

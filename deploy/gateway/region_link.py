@@ -180,6 +180,9 @@ class RegionLink:
         oldest = [s for path in fresh if (s := path.view.oldest_queued_s) is not None]
         ages = [s for path in fresh if (s := path.age_s(now_s)) is not None]
         ages += [] if heard_age_s is None else [heard_age_s]
+        age_s = min(ages, default=None)
+        if age_s is not None and age_s > STALE_S:
+            reason = f"none of its senders was heard of for {age_s:.1f} s"
         return LinkNow(
             source=self.source,
             target=self.target,
@@ -201,7 +204,7 @@ class RegionLink:
             num_transfers=sum(path.view.num_transfers for path in fresh),
             oldest_queued_s=max(oldest, default=None),
             num_paths=len(fresh),
-            age_s=min(ages, default=None),
+            age_s=age_s,
         )
 
     def steps(self, now_s: float) -> list[LinkStep]:

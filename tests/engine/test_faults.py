@@ -85,15 +85,23 @@ class Faulty:
         tokens; the gateway's record of the request."""
         asking = asyncio.create_task(ask_region(self.region, WINDOW, [self.prompts[case]]))
         if fault is not None:
-            await until(self._is_under_way, "a transfer is under way", 30)
+            await self._under_way(case, asking)
             await fault()
         answer = (await asking)[case]
         assert not answer.error, answer.error
         assert answer.token_ids == self.expected[case].token_ids
         return (await records(self.region))[answer.request_id]
 
-    async def _is_under_way(self) -> bool:
-        return self.region.relay().report().forward.out_bytes > self.moved_before + 500_000
+    async def _under_way(self, case: str, asking: asyncio.Task[dict[str, Answer]]) -> None:
+        """Return once the link carries the KVCache; an answer before that says what went wrong."""
+
+        async def is_under_way() -> bool:
+            if asking.done():
+                record = (await records(self.region))[asking.result()[case].request_id]
+                raise AssertionError(f"answered with nothing transferred: {record}")
+            return self.region.relay().report().forward.out_bytes > self.moved_before + 500_000
+
+        await until(is_under_way, "a transfer is under way", 30)
 
     def mark(self) -> None:
         self.moved_before = self.region.relay().report().forward.out_bytes

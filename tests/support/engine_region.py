@@ -18,6 +18,7 @@ from deploy.demo.regions import demo_region
 from deploy.demo.scenario import DemoRequest
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
+from deploy.gateway.scheduling.config import RoutingSection
 from deploy.region.launcher import RunningRegion
 from deploy.region.spec import RegionSpec
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
@@ -25,7 +26,7 @@ from kvmanager.rpc import RpcClient, RpcError
 
 RECURRENT = "qwen3-next-tiny"
 WINDOW = "mimo-v2-tiny"
-START_TIMEOUT_S = 240.0
+HEARD_LATELY_S = RoutingSection().max_link_age_s / 2
 
 
 def model_dir(cache_dir: Path, name: str) -> Path:
@@ -113,7 +114,11 @@ async def everything_is_given_back(
 
 
 async def link_is_usable(region: RunningRegion) -> bool:
-    """Whether routing may use the link between the two clusters again, after a fault."""
+    """Whether routing may use the link between the two clusters again, after a fault.
+
+    Its sending agent must have been heard of lately: one that was restarted is unheard for as long
+    as the gateway takes to ask again, and routing trusts nothing older than `max_link_age_s`.
+    """
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{region.gateway_url}/prfaas/links") as response:
             links = (await response.json())["links"]
@@ -122,6 +127,7 @@ async def link_is_usable(region: RunningRegion) -> bool:
         and link["condition"] != "down"
         and link["available_bytes_per_s"] != 0
         and link["age_s"] is not None
+        and link["age_s"] <= HEARD_LATELY_S
         for link in links
     )
 

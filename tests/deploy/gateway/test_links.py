@@ -71,6 +71,14 @@ def test_an_unused_link_is_clear_and_unknown() -> None:
     assert heard_of.view().available_bytes_per_s is None
 
 
+def test_a_link_whose_senders_are_silent_says_so() -> None:
+    link = link_of(view(available=50.0 * MB, full_age_s=0.2), now_s=10.0)
+    assert "heard of" not in link.now(14.0, 4.0).reason
+    silent = link.now(18.0, 8.0)
+    assert silent.reason == "none of its senders was heard of for 8.0 s"
+    assert silent.age_s == 8.0
+
+
 def test_what_is_measured_together_adds_up() -> None:
     busy = {"available": 50.0 * MB, "full_age_s": 0.2, "achieved_bytes_per_s": 50.0 * MB}
     link = link_of(
