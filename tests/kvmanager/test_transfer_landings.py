@@ -1,0 +1,161 @@
+"""The transfer table's landings: who gets what arrived, until when, and what becomes of it."""
+
+import dataclasses
+
+import pytest
+from transfer_cases import (
+    IDS,
+    TID,
+    connected_table,  # noqa: F401
+    landing_spec,
+    peer,
+    used,
+)
+
+from kvmanager.transfer_records import (
+    DropLanding,
+    Ended,
+    State,
+    TellFailed,
+    TellLanded,
+    UnknownTransfer,
+)
+from kvmanager.transfers import TransferTable
+
+
+class TestLanding:
+    def test_whole_life(self, table: TransferTable) -> None:
+        landing = table.reserve(landing_spec(), 0)
+        assert sum(length for _, length in landing.runs) == 3
+        assert table.watch(1, TID) == []
+        table.landing_accepted(TID)
+        assert landing.state is State.RECEIVING
+        assert table.landing_complete(TID, 1) == [Ended(landing.key), TellLanded(1, TID)]
+        assert table.release(1, TID, 2) == [DropLanding(TID, "released")]
+        assert used(table) == 3, "the receiver has not let go yet"
+        table.landing_dropped(TID)
+        assert used(table) == 0
+        assert table.landings[TID].state is State.RELEASED
+        table.expire(61)
+        assert TID not in table.landings
+
+    def test_watched_after_it_landed(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(), 0)
+        table.landing_complete(TID, 1)
+        assert table.watch(3, TID) == [TellLanded(3, TID)]
+        assert table.watch(3, TID) == [TellLanded(3, TID)]
+
+    def test_claimed_has_no_lease_and_cancel_does_not_touch_it(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(), 0)
+        table.watch(1, TID)
+        table.landing_complete(TID, 1)
+        assert table.cancel(TID, "client gone", 2) == []
+        assert table.expire(1000) == []
+        assert used(table) == 3
+        assert table.landings[TID].state is State.CLAIMED
+
+    def test_only_one_engine_gets_it(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(), 0)
+        table.watch(1, TID)
+        (told,) = table.watch(3, TID)
+        assert isinstance(told, TellFailed)
+        assert "another engine" in told.reason
+
+    def test_release_by_another_instance_is_ignored(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(), 0)
+        table.watch(1, TID)
+        table.landing_complete(TID, 1)
+        assert table.release(3, TID, 2) == []
+        assert table.release(2, TID, 2) == [DropLanding(TID, "released")]
+
+    def test_release_before_it_landed_cancels(self, table: TransferTable) -> None:
+        landing = table.reserve(landing_spec(), 0)
+        table.watch(1, TID)
+        effects = table.release(1, TID, 1)
+        assert DropLanding(TID, "given up by its engine") in effects
+        assert landing.state is State.CANCELLED
+
+    def test_lease_ends_whatever_happens(self, table: TransferTable) -> None:
+        landing = table.reserve(landing_spec(lease_s=5), 0)
+        table.watch(1, TID)
+        table.landing_accepted(TID)
+        assert table.expire(4.9) == []
+        assert table.expire(5) == [
+            DropLanding(TID, "its lease ended"),
+            Ended(landing.key),
+            TellFailed(1, TID, "its lease ended"),
+        ]
+        table.landing_dropped(TID)
+        assert used(table) == 0
+
+    def test_landed_but_never_claimed_expires_too(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(lease_s=5), 0)
+        table.landing_complete(TID, 1)
+        assert table.expire(5) == [DropLanding(TID, "its lease ended")]
+
+    def test_renew(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(lease_s=5), 0)
+        assert table.renew(TID, 7, now_s=4) == 7
+        assert table.expire(10.9) == []
+        assert table.expire(11) != []
+        with pytest.raises(UnknownTransfer):
+            table.renew(TID, 5, now_s=12)
+
+    def test_failure_is_told_to_the_watcher(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(), 0)
+        table.watch(1, TID)
+        assert TellFailed(1, TID, "link lost") in table.landing_failed(TID, "link lost", 1)
+        assert table.landing_complete(TID, 2) == [], "too late"
+        (told,) = table.watch(3, TID)
+        assert told == TellFailed(3, TID, "the transfer is over: failed (link lost)")
+
+    def test_unknown_is_told_at_once(self, table: TransferTable) -> None:
+        (told,) = table.watch(1, IDS[3])
+        assert isinstance(told, TellFailed)
+
+    def test_other_layout_cannot_watch(self, table: TransferTable) -> None:
+        table.connect(dataclasses.replace(peer(9, "other"), fingerprint=b"g" * 32))
+        table.reserve(landing_spec(), 0)
+        (told,) = table.watch(9, TID)
+        assert isinstance(told, TellFailed)
+        assert "layout" in told.reason
+
+
+class TestAbandonedLanding:
+    @pytest.fixture(autouse=True)
+    def claimed(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(), 0)
+        table.watch(1, TID)
+        table.landing_complete(TID, 1)
+
+    def test_is_freed_when_every_process_of_the_instance_is_gone(
+        self, table: TransferTable
+    ) -> None:
+        assert table.disconnected(1, 2) == [DropLanding(TID, "released")]
+        table.landing_dropped(TID)
+        table.process_gone(1)
+        assert used(table) == 3, "another rank of the instance may still read it"
+        table.disconnected(2, 3)
+        assert used(table) == 3
+        table.process_gone(2)
+        assert used(table) == 0
+
+    def test_is_freed_after_the_drain_time(self, table: TransferTable) -> None:
+        table.disconnected(1, 2)
+        table.landing_dropped(TID)
+        table.expire(31.9)
+        assert used(table) == 3
+        table.expire(32)
+        assert used(table) == 0
+
+    def test_cannot_be_claimed_again(self, table: TransferTable) -> None:
+        table.disconnected(1, 2)
+        (told,) = table.watch(2, TID)
+        assert isinstance(told, TellFailed)
+
+    def test_a_lost_watch_before_landing_can_be_taken_over(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(IDS[1]), 0)
+        table.watch(1, IDS[1])
+        table.disconnected(1, 1)
+        assert table.watch(2, IDS[1]) == []
+        assert TellLanded(2, IDS[1]) in table.landing_complete(IDS[1], 2)
