@@ -77,7 +77,7 @@ class Gateway:
         self._prefill_clusters = dict(prefill_clusters)
         self._caches = caches
         self._region_links = region_links
-        self._keys = KeyRing(config.api_keys)
+        self._keys = KeyRing(config.api_keys, config.operators)
         self._limits = Limits(config)
         self._models = ServedModels(config.models)
         self._intake = Intake(

@@ -1,4 +1,4 @@
-"""API keys: whether an Authorization header names one of them, and whose it is.
+"""API keys: whether an Authorization header names one of them, whose it is, and what it may do.
 
 Keys are compared as digests in constant time, and every key is compared, so that timing tells
 nothing about their number, length or content. Does not know which paths need a key.
@@ -17,8 +17,10 @@ from deploy.gateway.errors import ApiError
 class KeyRing:
     """The accepted API keys. Without keys everything is accepted."""
 
-    def __init__(self, keys: Iterable[ApiKey]) -> None:
+    def __init__(self, keys: Iterable[ApiKey], operators: Iterable[str] = ()) -> None:
+        """`operators`: tenants that may do what `check_operator` guards; none: all may."""
         self._tenants = tuple((_digest(key.key.get_secret_value()), key.tenant) for key in keys)
+        self._operators = frozenset(operators)
 
     def check(self, authorization: str | None) -> str:
         """The tenant of "Bearer <one of the keys>"; "" when no keys are asked for.
@@ -39,6 +41,15 @@ class KeyRing:
         if found is None:
             raise ApiError(401, "invalid_api_key", "The API key is not known here.")
         return found
+
+    def check_operator(self, authorization: str | None) -> None:
+        """Raises `ApiError`: 401 as `check` does, 403 for the key of a tenant that only asks for
+        completions.
+        """
+        tenant = self.check(authorization)
+        if self._operators and tenant not in self._operators:
+            message = f"The API key of {tenant} is not an operator's; use one that is."
+            raise ApiError(403, "not_an_operator", message)
 
 
 def _digest(key: str) -> bytes:

@@ -136,9 +136,10 @@ class GatewayConfig(_Frozen):
 
     Prompts with more than `threshold_tokens` uncached are meant for prefill clusters, until the
     long-term loop knows better. `api_keys` empty means no authentication; with `protect_admin`
-    /metrics, /prfaas/* and GET /v1/pd_role ask for the same keys. A client that is turned away for
-    `max_in_flight` or `max_buffered_bytes` is told to wait `retry_after_s` at least, and longer
-    where requests end more slowly than that.
+    /metrics, /prfaas/* and GET /v1/pd_role ask for the same keys. `operators` are tenants: where
+    any is named, only their keys may change roles and see what is protected. A client that is
+    turned away for `max_in_flight` or `max_buffered_bytes` is told to wait `retry_after_s` at
+    least, and longer where requests end more slowly than that.
     `max_buffered_bytes` bounds the bodies of all requests in flight together, `max_answer_bytes`
     one answer that is not streamed. `template_tokens` is how many tokens a chat template may add to
     what the body spells out: an estimate that saves rendering of prompts which are certainly short.
@@ -152,6 +153,7 @@ class GatewayConfig(_Frozen):
     template_tokens: Annotated[int, Field(ge=0)] = 256
     api_keys: tuple[ApiKey, ...] = ()
     protect_admin: bool = False
+    operators: tuple[str, ...] = ()
     max_body_bytes: Annotated[int, Field(gt=0)] = DEFAULT_MAX_BODY_BYTES
     max_buffered_bytes: Annotated[int, Field(gt=0)] = 1 << 30
     max_answer_bytes: Annotated[int, Field(gt=0)] = 256 << 20
@@ -215,7 +217,7 @@ def parse_api_keys(text: str, where: str) -> tuple[ApiKey, ...]:
 
 def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfig:
     """`config` with these keys. Raises `ValueError` for a key that two tenants have, and for limits
-    of a tenant that has no key.
+    or the rights of a tenant that has no key.
     """
     tenants: dict[str, str] = {}
     keys = tuple(keys)
@@ -223,13 +225,17 @@ def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfi
         tenant = tenants.setdefault(key.key.get_secret_value(), key.tenant)
         if tenant != key.tenant:
             raise ValueError(f"API keys: {tenant} and {key.tenant} have the same key; remove one")
-    unknown = sorted(config.scheduling.admission.tenants.keys() - tenants.values())
-    if unknown:
-        known = ", ".join(sorted(set(tenants.values()))) or "none, as there are no API keys"
-        raise ValueError(
-            f"gateway.scheduling.admission.tenants: no API key has the name "
-            f"{', '.join(map(repr, unknown))}; tenants with keys: {known}"
-        )
+    named = {
+        "gateway.scheduling.admission.tenants": config.scheduling.admission.tenants.keys(),
+        "gateway.operators": config.operators,
+    }
+    for where, names in named.items():
+        if unknown := sorted(set(names).difference(tenants.values())):
+            known = ", ".join(sorted(set(tenants.values()))) or "none, as there are no API keys"
+            raise ValueError(
+                f"{where}: no API key has the name {', '.join(map(repr, unknown))}; "
+                f"tenants with keys: {known}"
+            )
     return config.model_copy(update={"api_keys": keys})
 
 

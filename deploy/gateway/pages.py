@@ -188,8 +188,8 @@ class Pages:
         return await self._from.roles.overview()
 
     async def _change_role(self, request: web.Request) -> web.Response:
-        """POST /v1/pd_role. Changes something: where there are keys, it always takes one."""
-        self._check_key(request)
+        """POST /v1/pd_role. Changes something: where there are keys, it takes an operator's."""
+        self._from.keys.check_operator(_authorization(request))
         self._from.limits.check_accepting()
         body = await self._from.limits.read_body(request)
         status, role = await self._from.roles.change(body, request.query)
@@ -205,11 +205,15 @@ class Pages:
         return answer
 
     def _check_key(self, request: web.Request) -> None:
-        self._from.keys.check(request.headers.get("Authorization"))
+        self._from.keys.check(_authorization(request))
 
     def _check_operator(self, request: web.Request) -> None:
         if self._from.config.protect_admin:
-            self._check_key(request)
+            self._from.keys.check_operator(_authorization(request))
+
+
+def _authorization(request: web.Request) -> str | None:
+    return request.headers.get("Authorization")
 
 
 def _json(value: object, status: int = 200) -> web.Response:

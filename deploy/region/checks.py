@@ -160,9 +160,13 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     if gateway.api_keys_file is not None and gateway.api_keys_env is not None:
         message = "api_keys_file is given too; keep one of the two"
         yield Problem(("gateway", "api_keys_env"), message)
-    if gateway.scheduling.admission.tenants and not (gateway.api_keys_file or gateway.api_keys_env):
+    has_keys = bool(gateway.api_keys_file or gateway.api_keys_env)
+    if gateway.scheduling.admission.tenants and not has_keys:
         message = "tenants are API keys; give api_keys_file or api_keys_env, or use default_tenant"
         yield Problem(("gateway", "scheduling", "admission", "tenants"), message)
+    if gateway.operators and not has_keys:
+        message = "operators are names of API keys; give api_keys_file or api_keys_env"
+        yield Problem(("gateway", "operators"), message)
 
 
 def _check_ports(region: RegionSpec) -> Iterator[Problem]:

@@ -222,6 +222,7 @@ def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
                 for model in region.models
             ),
             threshold_tokens=gateway.threshold_tokens,
+            operators=gateway.operators,
             max_body_bytes=gateway.max_body_bytes,
             directory=gateway.directory,
             scheduling=gateway.scheduling,

@@ -265,6 +265,10 @@ class GatewaySpec(_Part):
     api_keys_env: (
         Annotated[str, Field(description="environment variable with keys: [NAME=]KEY,...")] | None
     ) = None
+    operators: Annotated[
+        tuple[str, ...],
+        Field(description="names of the API keys that may change roles; none: all may"),
+    ] = ()
     max_body_bytes: Annotated[
         Size, Field(description="of a request; a number or 32MiB", examples=["32MiB"])
     ] = 32 << 20

@@ -89,6 +89,7 @@ def test_the_example_is_right() -> None:
          "gateway.directory", "needs url"),
         ("port: 8000", "port: 8000\n  scheduling: {admission: {tenants: {acme: {max_tokens: 1}}}}",
          "gateway.scheduling.admission.tenants", "give api_keys_file"),
+        ("port: 8000", "port: 8000\n  operators: [ops]", "gateway.operators", "give api_keys_file"),
         ("arena_gib: 0.5", "arena_gib: 0.5, data_port: 8000",
          "clusters[0].nodes[0].agent.data_port", "taken by gateway.port"),
         ("to: pd-b", "to: pd-b\n    endpoints: {b2: 'h:1'}",

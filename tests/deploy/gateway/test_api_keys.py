@@ -159,6 +159,28 @@ def test_an_unnamed_key_may_have_limits_too() -> None:
         with_api_keys(config, [ApiKey(key=SecretStr("b"))])
 
 
+def test_operators_are_tenants_with_keys() -> None:
+    config = GatewayConfig.model_validate({"models": [{"name": "tiny"}], "operators": ["ops"]})
+    keys = [ApiKey.model_validate(line) for line in ("ops one", "ops two", "acme three")]
+    ring = KeyRing(with_api_keys(config, keys).api_keys, config.operators)
+    ring.check_operator("Bearer one")
+    ring.check_operator("Bearer two")
+    ring.check("Bearer three")
+    with pytest.raises(ApiError, match="key of acme is not an operator's") as refused:
+        ring.check_operator("Bearer three")
+    assert (refused.value.status, refused.value.code) == (403, "not_an_operator")
+    with pytest.raises(ApiError) as unknown:
+        ring.check_operator("Bearer four")
+    assert unknown.value.status == 401
+    with pytest.raises(ValueError, match=r"gateway\.operators: no API key has the name 'ops'"):
+        with_api_keys(config, keys[2:])
+
+
+def test_without_operators_every_key_is_one() -> None:
+    KeyRing([ApiKey.model_validate("acme one")]).check_operator("Bearer one")
+    KeyRing([]).check_operator(None)
+
+
 def test_which_tenants_have_names() -> None:
     tenants = ("acme", "key-of-acme", "", "key-ca978112")
     assert [tenant for tenant in tenants if is_named(tenant)] == ["acme", "key-of-acme"]

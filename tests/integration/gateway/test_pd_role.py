@@ -80,7 +80,8 @@ async def rig() -> AsyncIterator[Rig]:
         config = GatewayConfig(
             port=0,
             models=(ModelConfig(name="tiny"),),
-            api_keys=(ApiKey(key="secret"),),
+            api_keys=(ApiKey(key="secret", name="ops"), ApiKey(key="other", name="acme")),
+            operators=("ops",),
             report_interval_s=0.02,
             scheduling=SchedulingConfig(long_term=LongTermSection(dwell_s=0, mode="off")),
         )
@@ -125,12 +126,18 @@ async def test_roles_change_there_and_back_while_requests_run(rig: Rig) -> None:
         assert f"prfaas_gateway_role_changes_total{{{labels}}} 1.0" in text
 
 
-async def test_orders_need_the_key_and_are_answered_at_once(rig: Rig) -> None:
+async def test_orders_need_an_operators_key_and_are_answered_at_once(rig: Rig) -> None:
     url = f"{rig.url}/v1/pd_role"
     async with rig.session.get(url) as answer:
         assert answer.status == 200
     async with rig.session.post(url, json={"instance": "d1", "role": "prefill"}) as answer:
         assert answer.status == 401
+    tenant = {"Authorization": "Bearer other"}
+    async with rig.session.post(
+        url, json={"instance": "d1", "role": "prefill"}, headers=tenant
+    ) as answer:
+        assert answer.status == 403
+        assert (await answer.json())["error"]["code"] == "not_an_operator"
     rig.engines["d1"].may_answer.clear()
     hanging = [asyncio.create_task(rig.ask()) for _ in range(2)]
     await rig.engines["d1"].wait_requests(1)
