@@ -6,10 +6,20 @@ Sees one specification and nothing else: no files, no ports of this machine.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from deploy.problems import KeyPath, Problem, suggestion
-from deploy.region.spec import ClusterSpec, NodeSpec, RegionSpec, role_of
+from deploy.region.spec import (
+    ClusterSpec,
+    ModelSpec,
+    NodeSpec,
+    RegionInstance,
+    RegionSpec,
+    role_of,
+)
 from deploy.units import parse_rate
+
+MAX_NUM_SEQS: Final = "--max-num-seqs"
 
 
 def check_region(region: RegionSpec) -> list[Problem]:
@@ -84,6 +94,8 @@ def _check_node(
         elif instance.model is not None and instance.model not in models:
             message = f"no model is called {instance.model!r}"
             yield Problem((*at, "model"), message + suggestion(instance.model, models))
+        else:
+            yield from _check_slots(at, instance, region.model_of(instance))
         if cluster.kind == "prefill" and instance.role not in (None, "prefill"):
             message = f"role {instance.role!r} in a prefill cluster; leave it out or write prefill"
             yield Problem((*at, "role"), message)
@@ -95,6 +107,16 @@ def _check_node(
         )
         yield Problem((*path, "agent", "landing_gib"), message)
     yield from _check_cache(path, node)
+
+
+def _check_slots(at: KeyPath, instance: RegionInstance, model: ModelSpec) -> Iterator[Problem]:
+    slots, limit = instance.decode_slots, model.max_num_batched_tokens
+    if slots is not None and limit is not None and slots > limit:
+        message = f"{slots} is more than max_num_batched_tokens of {model.name}, {limit}; lower it"
+        yield Problem((*at, "decode_slots"), message)
+    if any(arg.split("=")[0] == MAX_NUM_SEQS for arg in model.args + instance.args):
+        message = f"{MAX_NUM_SEQS} is not what routing counts on; write decode_slots instead"
+        yield Problem((*at, "args"), message)
 
 
 def _check_cache(path: KeyPath, node: NodeSpec) -> Iterator[Problem]:

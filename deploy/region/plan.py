@@ -198,6 +198,7 @@ def engine_spec(
         max_model_len=model.max_model_len,
         block_size=model.block_size,
         max_num_batched_tokens=model.max_num_batched_tokens,
+        max_num_seqs=region.decode_slots_of(instance),
         tensor_parallel_size=model.tensor_parallel_size,
         enable_prefix_caching=model.prefix_caching,
         enforce_eager=model.enforce_eager,
@@ -260,7 +261,7 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
             model=region.model_of(item).name,
             role=role_of(item, cluster),
             max_concurrent=item.max_concurrent,
-            decode_slots=item.decode_slots,
+            decode_slots=region.decode_slots_of(item),
         )
         for node in cluster.nodes
         for item in node.instances

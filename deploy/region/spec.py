@@ -26,6 +26,8 @@ from deploy.units import parse_duration, parse_rate, parse_size
 from kvmanager.pool.placement import StatePlacement
 from transport import TransportConfig
 
+DEFAULT_DECODE_SLOTS = 256
+
 ClusterKind = Literal["prefill", "pd"]
 Eviction = Literal["lru", "lfu", "length", "cost"]
 InstanceRole = Literal["prefill", "decode", "both"]
@@ -115,10 +117,17 @@ class RegionInstance(_Part):
     max_concurrent: Annotated[
         int, Field(ge=1, description="prefill jobs given to it at a time")
     ] = 4
-    decode_slots: Annotated[
-        int,
-        Field(ge=1, description="requests that its engine decodes at a time: vLLM's max_num_seqs"),
-    ] = 256
+    decode_slots: (
+        Annotated[
+            int,
+            Field(
+                ge=1,
+                description="requests that its engine decodes at a time, vLLM's max_num_seqs; "
+                "default 256, or max_num_batched_tokens if that is less",
+            ),
+        ]
+        | None
+    ) = None
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
 
@@ -331,6 +340,11 @@ class RegionSpec(_Part):
             if model.name == instance.model:
                 return model
         raise KeyError(instance.model)
+
+    def decode_slots_of(self, instance: RegionInstance) -> int:
+        """How many requests the instance's engine decodes at a time."""
+        limit = self.model_of(instance).max_num_batched_tokens or DEFAULT_DECODE_SLOTS
+        return instance.decode_slots or min(DEFAULT_DECODE_SLOTS, limit)
 
     def caches(self, node: NodeSpec) -> bool:
         """Whether the node has a prefix cache: some model there wants one, and it has room."""

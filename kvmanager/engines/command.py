@@ -42,6 +42,7 @@ class EngineSpec(BaseModel):
     max_model_len: int | None = Field(default=None, ge=2)
     block_size: int | None = Field(default=None, ge=1)
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     enable_prefix_caching: bool = False
     enforce_eager: bool = False
@@ -91,6 +92,7 @@ class EngineSpec(BaseModel):
             "--max-model-len": self.max_model_len,
             "--block-size": self.block_size,
             "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--max-num-seqs": self.max_num_seqs,
         }
         for flag, value in optional.items():
             if value is not None:

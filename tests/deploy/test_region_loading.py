@@ -67,6 +67,8 @@ def test_the_example_is_right() -> None:
          "clusters[0].nodes[0].instances[0].model", "did you mean 'demo'"),
         ("name: a1-prefill", "name: a1-prefill\n            role: decode",
          "clusters[0].nodes[0].instances[0].role", "leave it out"),
+        ("name: a1-prefill", "name: a1-prefill\n            args: [--max-num-seqs=8]",
+         "clusters[0].nodes[0].instances[0].args", "write decode_slots instead"),
         ("port: 8000", "port: 8000\n  max_body_bytes: huge",
          "gateway.max_body_bytes", "such as 16MiB"),
         ("arena_gib: 0.5", "arena_gib: 0.5, advertise: here",
@@ -101,6 +103,15 @@ def test_errors_name_path_and_fix(old: str, new: str, where: str, message: str) 
     problems = problems_of(with_change(old, new))
     assert where in problems
     assert re.search(message, problems[where]), problems[where]
+
+
+def test_decode_slots_fit_into_a_step() -> None:
+    stepped = with_change("max_num_batched_tokens: 1024", "max_num_batched_tokens: 64")
+    region = parse_region(stepped, VARIABLES)
+    assert [region.decode_slots_of(item) for item in region.pd_cluster.instances] == [64, 64]
+    problems = problems_of(stepped.replace("role: decode", "role: decode, decode_slots: 65"))
+    message = problems["clusters[1].nodes[0].instances[1].decode_slots"]
+    assert message.startswith("65 is more than max_num_batched_tokens of demo, 64")
 
 
 def test_a_missing_link_is_asked_for() -> None:

@@ -74,6 +74,7 @@ def test_processes_start_in_order(region: RegionSpec) -> None:
         "instance": "a1-prefill",
     }
     assert "--enable-prefix-caching" in engine
+    assert engine[engine.index("--max-num-seqs") + 1] == "256"
     assert processes[3].process.env["PATH"] == "/bin"
 
 
