@@ -205,20 +205,25 @@ class ProfileCorrection:
 class OverheadMeter:
     """Fixed time of a route that no profile contains: rendering, reserving, opening, HTTP.
 
-    The median of what the latest TTFTs were beyond their predictions: a stalled request or two
-    teach nothing. Never negative, and never above `max_s`.
+    The median of what the latest TTFTs were beyond their predictions, once there are three: a
+    stalled request or two teach nothing, not even the very first. Never negative, and never above
+    `max_s`.
     """
 
+    MIN_SEEN = 3
+
     def __init__(self, memory: int = 32, max_s: float = 5.0) -> None:
-        if not (memory >= 1 and max_s > 0):
-            raise ValueError(f"memory {memory!r} must be at least 1 and max_s {max_s!r} above 0")
+        if not (memory >= self.MIN_SEEN and max_s > 0):
+            raise ValueError(
+                f"memory {memory!r} must be at least {self.MIN_SEEN} and max_s {max_s!r} above 0"
+            )
         self._latest: deque[float] = deque(maxlen=memory)
         self._max_s = max_s
         self._seconds = 0.0
 
     @property
     def seconds(self) -> float:
-        """What to add to a prediction; 0 before the first observation."""
+        """What to add to a prediction; 0 before there are `MIN_SEEN` observations."""
         return self._seconds
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
@@ -226,4 +231,5 @@ class OverheadMeter:
         if not (0 <= predicted_s < math.inf and 0 <= measured_s < math.inf):
             return
         self._latest.append(measured_s - predicted_s)
-        self._seconds = min(max(0.0, median(self._latest)), self._max_s)
+        if len(self._latest) >= self.MIN_SEEN:
+            self._seconds = min(max(0.0, median(self._latest)), self._max_s)

@@ -256,6 +256,9 @@ def test_one_stall_teaches_little_and_the_factor_is_bounded() -> None:
 
 def test_overheads_are_what_predictions_leave_out() -> None:
     meter = OverheadMeter()
+    for _ in range(2):
+        assert meter.seconds == 0.0
+        meter.observe(2.0, 60.0)
     assert meter.seconds == 0.0
     for _ in range(20):
         meter.observe(2.0, 2.3)

@@ -184,9 +184,19 @@ class ModelKnowledge:
         """A landing for so many tokens, of which it has some already, took `nbytes`."""
         self._kv.observe(num_tokens - cached_tokens, nbytes)
 
-    def answered(self, place: str, predicted: Prediction, measured_s: float, now_s: float) -> None:
+    def answered(
+        self,
+        place: str,
+        predicted: Prediction,
+        measured_s: float,
+        now_s: float,
+        *,
+        is_link_clear: bool = True,
+    ) -> None:
         """A first token, as predicted when it was routed and as measured from arrival. What was
-        predicted with another place's profile says nothing of the overhead.
+        predicted with another place's profile says nothing of the overhead, and what a link cost
+        that is not clear is none of the place's: it is predicted by the link's state, and goes
+        with it.
         """
         predicted_s = predicted.ttft_s
         if not (0 < measured_s < math.inf and 0 <= predicted_s < math.inf):
@@ -194,7 +204,7 @@ class ModelKnowledge:
         errors = self._errors.setdefault(place, deque(maxlen=NUM_ERRORS))
         errors.append(abs(predicted_s / measured_s - 1))
         # The last one that was needed to know a profile was this request's own.
-        if self.profile(place).num_seen <= MIN_SEEN:
+        if self.profile(place).num_seen <= MIN_SEEN or not is_link_clear:
             return
         found = self._overheads.get(place)
         if found is None or now_s - found.at_s > OVERHEAD_KEPT_S:

@@ -131,8 +131,11 @@ class Lessons:
 
     def first_token(self, model: str, place: str, predicted: Prediction, ttft_s: float) -> None:
         """A stream's first byte is there, by the route that was predicted."""
-        now_s = self.scheduler.clock()
-        self.scheduler.knowledge(model).answered(place, predicted, ttft_s, now_s)
+        scheduler, now_s = self.scheduler, self.scheduler.clock()
+        is_link_clear = scheduler.is_link_clear(place)
+        scheduler.knowledge(model).answered(
+            place, predicted, ttft_s, now_s, is_link_clear=is_link_clear
+        )
 
     def ended(self, model: str, record: RequestRecord) -> None:
         """An answer ended well."""

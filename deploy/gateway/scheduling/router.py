@@ -20,7 +20,7 @@ from deploy.gateway.scheduling.snapshots import NO_LINK_KNOWN, Newcomer, Reporte
 from deploy.gateway.scheduling.thresholds import ThresholdNow, Thresholds
 from scheduler.profiles import KvProfile
 from scheduler.queue_order import OrderConfig
-from scheduler.routing import Reason, RequestShape, one_engine_reason
+from scheduler.routing import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
 from scheduler.short_term import RouteConfig, RouteDecision, route
 from scheduler.views import LinkCondition, LinkView, RegionSnapshot
 
@@ -156,6 +156,15 @@ class RegionScheduler:
         # Nothing is worth leaving the local side for: the prompt would have to be counted first.
         config = replace(self._config(model), margin_s=math.inf)
         return route(shape, seen, config, self.clock())
+
+    def is_link_clear(self, place: str) -> bool:
+        """Whether the link that KVCache takes from `place` is clear; within the PD cluster there
+        is none.
+        """
+        if place in (HAND_OFF, ONE_ENGINE):
+            return True
+        pd = self._reports.reported_pd().name
+        return self._link(place, pd).state is LinkCondition.CLEAR
 
     def moves_caches(self, decision: RouteDecision, pd: str) -> bool:
         """Whether a longer cached prefix may be brought to the prefill cluster of this route:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from live_region_cases import MODEL, Region
+from live_region_cases import FAST_LINK, MODEL, Region
 
 from deploy.gateway.records import RequestRecord
 from deploy.gateway.scheduling.lessons import Lessons, output_tokens_of
 from kvmanager.engines.jobs import Landing, PrefillResult
 from scheduler.prediction import Prediction
 from scheduler.routing import ONE_ENGINE, RequestShape
+from scheduler.views import LinkCondition, LinkView
 
 
 class School:
@@ -160,9 +161,26 @@ def test_first_tokens_teach_overhead_and_error() -> None:
     school = School()
     for _ in range(4):
         school.prefilled()
-    school.lessons.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
+    for _ in range(3):
+        school.lessons.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
     assert school.known.overhead_s("far", 100.0) == pytest.approx(0.25)
     assert school.known.error("far") == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("state", [LinkCondition.RISING, LinkCondition.CONGESTED])
+def test_what_a_link_costs_in_bad_times_is_no_overhead(state: LinkCondition) -> None:
+    school = School()
+    for _ in range(4):
+        school.prefilled()
+    school.region.links["far", "home"] = LinkView(state=state, available_bytes_per_s=1e6)
+    for _ in range(3):
+        school.lessons.first_token(MODEL, "far", Prediction(prefill_s=1.0), 5.0)
+    assert school.known.error("far") == pytest.approx(0.8)
+    assert school.known.overheads(100.0) == {}
+    school.region.links["far", "home"] = FAST_LINK
+    for _ in range(3):
+        school.lessons.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
+    assert school.known.overhead_s("far", 100.0) == pytest.approx(0.25)
 
 
 def test_first_tokens_out_of_one_forward_pass_teach_no_time() -> None:

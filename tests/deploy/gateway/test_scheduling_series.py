@@ -60,7 +60,8 @@ def test_what_is_learnt_is_shown_once_there_is_something() -> None:
     teach(scheduler, "far", 1e-3)
     assert value("learned_prefills", **labels) == 8
     assert value("ttft_prediction_median_error_ratio", **labels) is None
-    scheduler.knowledge(MODEL).answered("far", Prediction(prefill_s=1.0), 1.25, region.now_s)
+    for _ in range(3):
+        scheduler.knowledge(MODEL).answered("far", Prediction(prefill_s=1.0), 1.25, region.now_s)
     assert value("ttft_prediction_median_error_ratio", **labels) == pytest.approx(0.2)
     assert value("ttft_overhead_seconds", **labels) == pytest.approx(0.25)
 
@@ -99,7 +100,8 @@ def test_the_overview_says_what_routes_rest_on() -> None:
     scheduler = region.scheduler()
     teach(scheduler, "far", 1e-3)
     known = scheduler.knowledge(MODEL)
-    known.answered("far", Prediction(prefill_s=1.0), 1.25, region.now_s)
+    for _ in range(3):
+        known.answered("far", Prediction(prefill_s=1.0), 1.25, region.now_s)
     known.traffic.arrived(1000, 250, region.now_s)
     known.decoded(11, 2.0, region.now_s)
     scheduler.route(MODEL, RequestShape(num_prompt_tokens=4000))
