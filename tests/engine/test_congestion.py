@@ -24,7 +24,7 @@ from deploy.region.launcher import RunningRegion
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 THRESHOLD_TOKENS = 256
-PROMPT_TOKENS = 3000
+PROMPT_TOKENS = 5000
 NUM_CLIENTS = 2
 NOTICED_S = 2.0
 BACK_S = 30.0
@@ -118,7 +118,7 @@ async def test_routes_follow_the_link(region: RunningRegion) -> None:
 
             relay.configure(rate="50Mbit")
             slow_s = traffic.now_s()
-            await asyncio.sleep(8.0)
+            await asyncio.sleep(12.0)
 
             relay.cut()
             cut_s = traffic.now_s()
