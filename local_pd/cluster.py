@@ -46,8 +46,9 @@ class PdCluster(Protocol):
         ...
 
     async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
-        """How the slot's landing ended, or "open" after `timeout_s`. Meanwhile the slot counts as
-        a request of its instance. Never raises: what cannot be asked is "unknown".
+        """How the slot's landing ended, or "open" after `timeout_s`. Until then the slot counts as
+        a request of its instance, and afterwards the request that is sent there. Never raises:
+        what cannot be asked is "unknown".
         """
         ...
 
@@ -55,6 +56,12 @@ class PdCluster(Protocol):
         """Give the slot back: KVCache that has not landed never will, and the decode engine
         computes the prompt itself. KVCache that an engine took over is not touched. Idempotent,
         never raises; to be called once for every slot.
+        """
+        ...
+
+    async def ended(self, instance: str) -> None:
+        """A request that was sent to this instance is over. Untold it does no harm for long: how
+        many there are is asked of the engine every few seconds. Never raises.
         """
         ...
 
@@ -67,8 +74,9 @@ class PdCluster(Protocol):
         prefer_nodes: Sequence[str] = (),
     ) -> DirectTarget:
         """One engine that serves a request whole; not those in `exclude`, unless there is no
-        other; one that drains only when no other is left. `prefer_nodes` as for `reserve`. Raises
-        NoInstance, FrontUnreachable.
+        other; one that drains only when no other is left. `prefer_nodes` as for `reserve`. The
+        instance counts as having a request more, until it is `ended`. Raises NoInstance,
+        FrontUnreachable.
         """
         ...
 

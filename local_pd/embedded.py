@@ -7,7 +7,6 @@ and has prompts prefilled on other instances (handoff.py). It does not know rout
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -81,7 +80,6 @@ class EmbeddedPdCluster:
         self._leases = LeaseKeeper()
         self._slots = HeldSlots()
         self._cleanups = Cleanups()
-        self._num_awaited: Counter[str] = Counter()
         self._handoff = LocalHandoff(
             name, self._instances, self._runner, self._views, self._config.max_prefill_attempts
         )
@@ -137,7 +135,6 @@ class EmbeddedPdCluster:
                 self._reserve_failed(name, error)
                 (full if error.code == "NO_ROOM" else broken).append(f"{name}: {error.message}")
                 continue
-            instance.load.given()
             self._metrics.reservations.labels(self._name, "ok").inc()
             return slot
         self._metrics.reservations.labels(self._name, "no_room" if full else "failed").inc()
@@ -165,15 +162,13 @@ class EmbeddedPdCluster:
         found = self._instances.by_name.get(instance)
         if found is None:
             return LandingReport(state="unknown", error=f"{self._name} has no instance {instance}")
-        self._num_awaited[instance] += 1
         report: LandingReport | None = None
         try:
             report = await self._landing_at(found, transfer_id, timeout_s)
         finally:
-            self._num_awaited[instance] -= 1
-            # Also when the caller has heard elsewhere: the decode request is on its way. After
-            # "open" it is the next call, which counts while it waits.
-            if report is None or report.state != "open":
+            # Also when the caller has heard elsewhere: the decode request is on its way.
+            is_over = report is None or report.state != "open"
+            if is_over and self._slots.landing_ended(transfer_id):
                 found.load.given()
         return report
 
@@ -188,6 +183,11 @@ class EmbeddedPdCluster:
         found = self._instances.by_name.get(instance)
         if found is not None:
             await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
+
+    async def ended(self, instance: str) -> None:
+        """See `PdCluster.ended`."""
+        if found := self._instances.by_name.get(instance):
+            found.load.ended()
 
     async def direct(
         self,
@@ -367,7 +367,7 @@ class EmbeddedPdCluster:
 
     def _num_requests(self, instance: Instance) -> int:
         """All requests of an engine, also those that come once their KVCache has landed."""
-        return instance.load.num_requests + self._num_awaited[instance.name]
+        return instance.load.num_requests + self._slots.num_awaited(instance.name)
 
     def _is_busy(self, instance: Instance) -> bool:
         name = instance.name

@@ -5,6 +5,7 @@ out, from this process, so that slots of a gateway that died run out. It does no
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,6 +142,14 @@ class RemotePdCluster:
         """See `PdCluster.release`."""
         self._leases.drop(slot.landing.transfer_id)
         await self._cleanups.finish(self._release(_reference(slot, reason)))
+
+    async def ended(self, instance: str) -> None:
+        """See `PdCluster.ended`."""
+        call = self._client.call(
+            "Ended", InstanceName(instance), Empty, self._config.call_timeout_s
+        )
+        with contextlib.suppress(RpcError):
+            await call
 
     async def direct(
         self,

@@ -56,6 +56,7 @@ class PdServer:
             "Renew": Method(SlotRequest, Empty, self._renew),
             "AwaitLanding": Method(AwaitLandingRequest, LandingReport, self._await_landing),
             "Release": Method(SlotRequest, Empty, self._release),
+            "Ended": Method(InstanceName, Empty, self._ended),
             "Direct": Method(DirectRequest, DirectTarget, self._direct),
             "Prefill": Method(PrefillJob, PrefillReply, self._prefill),
             "Report": Method(Empty, ClusterReport, self._report),
@@ -96,6 +97,10 @@ class PdServer:
 
     async def _release(self, request: SlotRequest) -> Empty:
         await self._cluster.release_landing(request.transfer_id, request.instance, request.reason)
+        return Empty()
+
+    async def _ended(self, request: InstanceName) -> Empty:
+        await self._cluster.ended(request.name)
         return Empty()
 
     async def _direct(self, request: DirectRequest) -> DirectTarget:

@@ -1,9 +1,11 @@
 """Which slots are held where: a drain must not end between a reservation and its decode request.
 
 A slot lives from its reservation to its release, or until its lease runs out unrenewed because the
-gateway that held it died. Pure; time is an argument. It does not know landings or engines.
+gateway that held it died. Until its landing has ended its request is awaited; then it is on its way
+to the engine. Pure; time is an argument. It does not know landings or engines.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +16,7 @@ _FIRST_PURGE: Final = 256
 class _Slot:
     instance: str
     until_s: float
+    is_awaited: bool = True
 
 
 class HeldSlots:
@@ -21,6 +24,7 @@ class HeldSlots:
 
     def __init__(self) -> None:
         self._slots: dict[str, _Slot] = {}
+        self._num_awaited: Counter[str] = Counter()
         self._purge_at = _FIRST_PURGE
 
     def __len__(self) -> int:
@@ -31,21 +35,41 @@ class HeldSlots:
         if len(self._slots) >= self._purge_at:
             self._purge(now_s)
             self._purge_at = max(_FIRST_PURGE, 2 * len(self._slots))
+        self.drop(transfer_id)
         self._slots[transfer_id] = _Slot(instance, now_s + lease_s)
+        self._num_awaited[instance] += 1
 
     def renew(self, transfer_id: str, lease_s: float, now_s: float) -> None:
         """Its lease was prolonged."""
         if slot := self._slots.get(transfer_id):
             slot.until_s = now_s + lease_s
 
+    def landing_ended(self, transfer_id: str) -> bool:
+        """However it ended, its request is on its way now; whether it was awaited until now."""
+        slot = self._slots.get(transfer_id)
+        return slot is not None and self._not_awaited(slot)
+
     def drop(self, transfer_id: str) -> None:
         """It was given back. Idempotent."""
-        self._slots.pop(transfer_id, None)
+        if slot := self._slots.pop(transfer_id, None):
+            self._not_awaited(slot)
 
     def num_held(self, instance: str, now_s: float) -> int:
         """Slots of one instance."""
         self._purge(now_s)
         return sum(slot.instance == instance for slot in self._slots.values())
 
+    def num_awaited(self, instance: str) -> int:
+        """Requests that come to an instance once their landings have ended. One whose gateway died
+        counts until slots are looked through.
+        """
+        return self._num_awaited[instance]
+
+    def _not_awaited(self, slot: _Slot) -> bool:
+        was_awaited, slot.is_awaited = slot.is_awaited, False
+        self._num_awaited[slot.instance] -= was_awaited
+        return was_awaited
+
     def _purge(self, now_s: float) -> None:
-        self._slots = {name: slot for name, slot in self._slots.items() if slot.until_s > now_s}
+        for name in [name for name, slot in self._slots.items() if slot.until_s <= now_s]:
+            self.drop(name)

@@ -130,8 +130,10 @@ class Offload:
 
         With `is_answered` the decode engine's answer has begun, so that nothing is needed any more;
         the prefill leg then gets a moment to report its numbers, since the engine may have taken
-        the landing before the leg heard that it was complete.
+        the landing before the leg heard that it was complete. The answer itself ends later.
         """
+        if self._slot is not None and not is_answered:
+            self._services.lessons.over(self._slot.instance)
         self._services.background.spawn(
             self._give_back(is_answered=is_answered), f"settle {self._exchange.request_id}"
         )
@@ -260,6 +262,7 @@ class Offload:
             logger.info("%s: no landing: %s", self._exchange.request_id, error)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         self._exchange.record.parts.reserve_s = self._exchange.elapsed_s() - started_s
+        self._services.lessons.given(slot.instance)
         saved_bytes = self._cached.kv_bytes(slot.landing.cached_tokens)
         self._exchange.record.reserved(slot, saved_bytes)
         return slot

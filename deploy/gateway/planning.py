@@ -96,9 +96,12 @@ class Planner:
         if token_ids is None:
             started_s = exchange.elapsed_s()
             target = await self.one_engine(exchange)
-            token_ids = await render(
-                self._services.door, target.instance, target.engine_url, exchange
-            )
+            try:
+                token_ids = await render(
+                    self._services.door, target.instance, target.engine_url, exchange
+                )
+            finally:
+                self._services.tell_ended(target.instance)
             exchange.record.parts.render_s = exchange.elapsed_s() - started_s
         exchange.record.num_prompt_tokens = len(token_ids)
         return token_ids

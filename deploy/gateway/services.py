@@ -38,3 +38,9 @@ class Services:
     def lessons(self) -> Lessons:
         """To be told how requests go."""
         return Lessons(self.scheduler)
+
+    def tell_ended(self, instance: str) -> None:
+        """Let the PD cluster's front know, in the background, that what an instance was given is
+        over.
+        """
+        self.background.spawn(self.pd.ended(instance), f"end at {instance}")

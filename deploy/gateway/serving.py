@@ -85,6 +85,8 @@ class Serving:
         finally:
             if answer is not None:
                 answer.close()
+                self._lessons.over(answer.instance)
+                self._services.tell_ended(answer.instance)
             record.total_s = exchange.elapsed_s()
             exchange.release_admission()
             self._lessons.ended(exchange.inbound.model, record)
@@ -175,7 +177,7 @@ class Serving:
         if token_ids is None or not (
             isinstance(decision, RouteDecision) and decision.needs_landing
         ):
-            return _first_answer(await self._open_direct(exchange, plan), plan)
+            return await self._open_direct(exchange, plan)
         prompt = CountedPrompt(token_ids, plan.shape, plan.cached)
         offload = Offload(self._services, exchange, decision, prompt)
         is_answered = False
@@ -228,6 +230,7 @@ class Serving:
         key = self._lessons.direct_begun(
             inbound.model, target.instance, plan.shape, len(inbound.body)
         )
+        self._lessons.given(target.instance)
         try:
             answer = await self._services.door.open(
                 target.instance,
@@ -236,6 +239,10 @@ class Serving:
                 exchange.inbound.body,
                 exchange.headers,
             )
+            answer = _first_answer(answer, plan)
+        except BaseException:
+            self._lessons.over(target.instance)
+            raise
         finally:
             self._lessons.direct_over(key)
         if answer.is_stream and answer.status == 200:

@@ -5,7 +5,7 @@ can show is tested with those.
 """
 
 import asyncio
-import itertools
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +103,6 @@ class FakeAgent:
         self.cached_tokens = 0
         self.cache_model: CacheModel | None = None
         self.before_reply: Callable[[str], Any] | None = None
-        self._ids = itertools.count(1)
         self._server: RpcServer | None = None
         self.target = ""
 
@@ -138,7 +137,7 @@ class FakeAgent:
         await self._pause("Reserve")
         if len(self.landings) >= self.landing_room:
             raise RpcError("NO_ROOM", "the landing cap is reached")
-        transfer_id = f"{next(self._ids):032x}"
+        transfer_id = uuid.uuid4().hex
         self.landings[transfer_id] = request
         self._landing_ends[transfer_id] = _End(request.num_tokens * BYTES_PER_TOKEN)
         return ReserveReply(

@@ -304,7 +304,7 @@ async def test_cancelling_the_wait_for_a_landing_leaves_it_alone(rig: Rig) -> No
     await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()
     await eventually(lambda: rig.nodes[0].num_awaiting == 0)
-    await eventually(lambda: not any(rig.embedded._num_awaited.values()))
+    await eventually(lambda: rig.embedded._slots.num_awaited(slot.instance) == 0)
     assert rig.num_landings == 1
 
 
@@ -316,7 +316,8 @@ async def test_closing_ends_the_wait_for_a_landing(rig: Rig) -> None:
 
 
 async def test_requests_whose_kvcache_is_on_its_way_count(rig: Rig) -> None:
-    waits = [asyncio.create_task(awaited(rig, await rig.reserve())) for _ in range(2)]
+    slots = [await rig.reserve() for _ in range(2)]
+    waits = [asyncio.create_task(awaited(rig, slot)) for slot in slots]
     await eventually(lambda: sum(node.num_awaiting for node in rig.nodes) == 2)
     load = rig.embedded._instances.by_name["d0"].load
     await eventually(lambda: load.num_requests == 0)  # probes have seen idle engines meanwhile
@@ -328,7 +329,30 @@ async def test_requests_whose_kvcache_is_on_its_way_count(rig: Rig) -> None:
         for transfer_id in node.landings:
             node.end_landing(transfer_id, "complete")
     assert [end[0] for end in await asyncio.gather(*waits)] == ["landed"] * 2
+    assert not draining.done()
+    for slot in slots:
+        await rig.front.release(slot, "answered")
     await draining
+
+
+async def test_requests_count_once_and_until_they_are_over(rig: Rig) -> None:
+    async def num_requests() -> int:
+        report = await rig.front.report()
+        return next(item.running for item in report.instances if item.name == slot.instance)
+
+    slot = await rig.reserve()
+    load = rig.embedded._instances.by_name[slot.instance].load
+    await eventually(lambda: load.num_requests == 0)  # no engine has anything to do
+    assert await num_requests() == 1
+    node = next(node for node in rig.nodes if slot.landing.transfer_id in node.landings)
+    node.end_landing(slot.landing.transfer_id, "complete")
+    load.polled(5, load.poll_starts())
+    assert (await awaited(rig, slot))[0] == "landed"
+    assert load.num_requests == 6
+    await rig.front.ended(slot.instance)
+    assert load.num_requests == 5
+    await rig.front.ended("nowhere")
+    await rig.front.release(slot, "answered")
 
 
 @pytest.mark.parametrize("kind", ["embedded", "remote"])

@@ -74,3 +74,19 @@ def test_requests_given_since_the_last_look_count() -> None:
     assert load.num_requests == 3
     load.polled(0, load.poll_starts())
     assert load.num_requests == 0
+
+
+def test_requests_that_ended_since_the_last_look_do_not_count() -> None:
+    load = LoadEstimate()
+    load.polled(3, load.poll_starts())
+    load.ended()
+    assert load.num_requests == 2
+    started = load.poll_starts()
+    load.given()
+    load.polled(2, started)
+    assert load.num_requests == 3
+    for _ in range(5):  # of requests that the engine had lost
+        load.ended()
+    assert load.num_requests == 0
+    load.polled(1, load.poll_starts())
+    assert load.num_requests == 1

@@ -29,3 +29,19 @@ def test_slots_that_nobody_gave_back_do_not_pile_up() -> None:
     for number in range(3000):
         slots.hold(str(number), "d0", 1.0, now_s=float(number))
     assert len(slots) <= 256
+
+
+def test_a_request_is_awaited_until_its_landing_has_ended() -> None:
+    slots = HeldSlots()
+    for name in "abc":
+        slots.hold(name, "d0", 30.0, now_s=0.0)
+    assert slots.num_awaited("d0") == 3
+    assert slots.landing_ended("a")
+    assert not slots.landing_ended("a")
+    assert not slots.landing_ended("unknown")
+    assert slots.num_awaited("d0") == 2
+    slots.drop("a")
+    slots.drop("b")
+    assert slots.num_awaited("d0") == 1
+    assert slots.num_held("d0", 31.0) == 0
+    assert slots.num_awaited("d0") == 0

@@ -1,15 +1,16 @@
 """What this gateway has under way: prefill legs and prompts that one engine computes by itself.
 
-Clusters report twice a second; a route must know of what was sent since. A leg is known by its
-transfer's id, which reports use, too, so that nothing is counted twice. Prefills of one instance
-run one after the other (vLLM fills its token budget first come, first served): the last end of one
-says since when the next has had the instance for itself.
+Clusters report twice a second; a route must know of what was sent, and what ended, since. A leg is
+known by its transfer's id, which reports use, too, so that nothing is counted twice. Prefills of
+one instance run one after the other (vLLM fills its token budget first come, first served): the
+last end of one says since when the next has had the instance for itself.
 
 Pure; time is an argument. Does not know profiles, so nothing about how long anything will take.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,6 +54,28 @@ class Ledger:
         self._direct: dict[int, DirectPrompt] = {}
         self._num_direct = 0
         self._last_end_s: dict[tuple[str, str], float] = {}
+        self._changes: deque[tuple[float, str, int]] = deque()  # time, instance, requests
+
+    # ---- requests of instances
+
+    def begun(self, instance: str, now_s: float) -> None:
+        """An instance has one more request to decode, or a slot held for it."""
+        self._changes.append((now_s, instance, 1))
+
+    def ended(self, instance: str, now_s: float) -> None:
+        """One is over; to be said once for each that began."""
+        self._changes.append((now_s, instance, -1))
+        while now_s - self._changes[0][0] > KEEP_ENDED_S:
+            self._changes.popleft()
+
+    def change_since(self, instance: str, since_s: float) -> int:
+        """How many requests more an instance has than at that time: what a report then misses."""
+        total = 0
+        for at_s, name, num_requests in reversed(self._changes):
+            if at_s < since_s:
+                break
+            total += num_requests if name == instance else 0
+        return total
 
     # ---- legs
 

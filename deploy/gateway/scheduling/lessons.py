@@ -84,6 +84,14 @@ class Lessons:
         )
         self.scheduler.ledger.leg_begun(landing.transfer_id, leg)
 
+    def given(self, instance: str) -> None:
+        """A decode instance has a request more: a slot is held there, or a prompt was sent."""
+        self.scheduler.ledger.begun(instance, self.scheduler.clock())
+
+    def over(self, instance: str) -> None:
+        """What was `given` is answered, given up or elsewhere."""
+        self.scheduler.ledger.ended(instance, self.scheduler.clock())
+
     def leg_over(self, landing: Landing) -> None:
         """It landed, failed, or is not wanted any more."""
         self.scheduler.ledger.leg_over(landing.transfer_id, self.scheduler.clock())

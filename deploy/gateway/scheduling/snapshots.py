@@ -292,15 +292,13 @@ class SnapshotMaker:
         decoding = [
             item for item in report.instances if item.role != "prefill" and serves(item, self.model)
         ]
-        landing, direct = self.ledger.landing(self.model), self.ledger.direct()
+        landing = self.ledger.landing(self.model)
         slots = sum(item.decode_slots or UNTOLD_SLOTS for item in decoding)
-        # Reported requests include those that waited for a landing then.
-        num_reported = sum(leg.begun_s <= pd.at_s for leg in landing)
-        num_given = sum(
-            prompt.begun_s > pd.at_s for item in decoding for prompt in direct.get(item.name, ())
+        num_requests = sum(
+            item.running + self.ledger.change_since(item.name, pd.at_s) for item in decoding
         )
-        num_running = max(0, sum(item.running for item in decoding) - num_reported)
-        num_decoding = num_running + num_given
+        # Requests include those that wait for their landings.
+        num_decoding = max(0, num_requests - len(landing))
         return DecodeView(
             slots_total=slots,
             slots_used=min(num_decoding, slots),

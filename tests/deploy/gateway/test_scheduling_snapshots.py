@@ -240,6 +240,8 @@ def test_decode_slots_and_who_will_want_them() -> None:
     scheduler.knowledge(MODEL).decoded(11, 5.0, region.now_s)
     scheduler.ledger.leg_begun("old", leg(region.at_s - 1.0, kv_bytes=7.0))
     scheduler.ledger.leg_begun("new", leg(region.at_s + 0.5, kv_bytes=5.0))
+    scheduler.ledger.begun("d0", region.at_s - 1.0)
+    scheduler.ledger.begun("d0", region.at_s + 0.5)
     region.now_s += 0.5
     decode = scheduler.snapshot(MODEL).decode
     assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (4, 4, 1)
@@ -248,14 +250,22 @@ def test_decode_slots_and_who_will_want_them() -> None:
     assert (decode.decode_s, decode.step_s) == (5.0, 0.5)
 
 
-def test_what_was_given_since_the_report_takes_slots_too() -> None:
+def test_what_came_and_went_since_the_report_counts_too() -> None:
     region = Region()
-    region.home = report("home", instance("d0", "both", decode_slots=4, running=1))
+    region.home = report("home", instance("d0", "both", decode_slots=4, running=2))
     scheduler = taught(region)
+    ledger = scheduler.ledger
     for name, begun_s in (("d0", 99.0), ("d0", 100.1), ("d0", 100.2), ("gone", 100.2)):
-        scheduler.ledger.direct_begun(DirectPrompt(name, 100, 100, begun_s))
+        ledger.begun(name, begun_s)
     region.now_s += 0.5
-    assert scheduler.snapshot(MODEL).decode.slots_used == 3
+    assert scheduler.snapshot(MODEL).decode.slots_used == 4
+    for ended_s in (100.3, 100.4, 100.5):
+        ledger.ended("d0", ended_s)
+    assert scheduler.snapshot(MODEL).decode.slots_used == 1
+    assert ledger.change_since("d0", 100.35) == -2
+    assert ledger.change_since("gone", 100.0) == 1
+    ledger.ended("gone", 200.0)
+    assert ledger.change_since("d0", 0.0) == 0
 
 
 def test_models_share_clusters_but_not_instances() -> None:

@@ -195,6 +195,7 @@ class FakePd:
         self.agent_is_gone = False
         self.reports_landings = True
         self.released: list[str] = []
+        self.ended_at: list[str] = []
         self.num_reserved = 0
         self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
         self.direct_preferences: list[tuple[str, ...]] = []
@@ -269,6 +270,9 @@ class FakePd:
             landing.set_result(LandingReport(state=state, error=error))
         source = "landing" if state == "landed" else "recomputed"
         self.engines[self.held[transfer_id]].tell(transfer_id, source)
+
+    async def ended(self, instance: str) -> None:
+        self.ended_at.append(instance)
 
     async def release(self, slot: DecodeSlot, reason: str) -> None:
         transfer_id = slot.landing.transfer_id

@@ -187,3 +187,16 @@ async def test_the_small_endpoints(region: Any) -> None:
         assert (await response.json())["prefill"]["far"]["healthy"] is True
     async with region.session.get(region.url + "/prfaas/requests?limit=no") as response:
         assert response.status == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("prompt", "num_given"), [("short", 1), ("y" * 300, 2)])
+async def test_the_front_hears_the_end_of_what_it_gave_to_an_engine(
+    region: Any, prompt: str, num_given: int, stream: bool
+) -> None:
+    """A long prompt is rendered by an engine before it is served by one."""
+    await region.post({"model": "tiny", "prompt": prompt, "stream": stream})
+    await region.record()
+    await region.until(lambda: len(region.pd.ended_at) >= num_given)
+    assert region.pd.ended_at == ["d0"] * num_given
+    assert region.gateway.scheduler.ledger.change_since("d0", 0.0) == 0
