@@ -367,7 +367,8 @@ class EmbeddedPdCluster:
 
     def _num_requests(self, instance: Instance) -> int:
         """All requests of an engine, also those that come once their KVCache has landed."""
-        return instance.load.num_requests + self._slots.num_awaited(instance.name)
+        num_awaited = self._slots.num_awaited(instance.name, time.monotonic())
+        return instance.load.num_requests + num_awaited
 
     def _is_busy(self, instance: Instance) -> bool:
         name = instance.name

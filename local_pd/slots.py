@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _FIRST_PURGE: Final = 256
+_PURGE_EVERY_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class HeldSlots:
         self._slots: dict[str, _Slot] = {}
         self._num_awaited: Counter[str] = Counter()
         self._purge_at = _FIRST_PURGE
+        self._purged_s = 0.0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -59,10 +61,12 @@ class HeldSlots:
         self._purge(now_s)
         return sum(slot.instance == instance for slot in self._slots.values())
 
-    def num_awaited(self, instance: str) -> int:
-        """Requests that come to an instance once their landings have ended. One whose gateway died
-        counts until slots are looked through.
+    def num_awaited(self, instance: str, now_s: float) -> int:
+        """Requests that come to an instance once their landings have ended. One whose lease has run
+        out may count for a second more: this is asked for all instances at every placement.
         """
+        if not 0 <= now_s - self._purged_s < _PURGE_EVERY_S:
+            self._purge(now_s)
         return self._num_awaited[instance]
 
     def _not_awaited(self, slot: _Slot) -> bool:
@@ -71,5 +75,6 @@ class HeldSlots:
         return was_awaited
 
     def _purge(self, now_s: float) -> None:
+        self._purged_s = now_s
         for name in [name for name, slot in self._slots.items() if slot.until_s <= now_s]:
             self.drop(name)

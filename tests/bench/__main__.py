@@ -17,6 +17,7 @@ BENCHES = (
     "plan",
     "decision",
     "prediction",
+    "region",
     "simulate",
     "kv",
     "e2e",

@@ -304,7 +304,8 @@ async def test_cancelling_the_wait_for_a_landing_leaves_it_alone(rig: Rig) -> No
     await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()
     await eventually(lambda: rig.nodes[0].num_awaiting == 0)
-    await eventually(lambda: rig.embedded._slots.num_awaited(slot.instance) == 0)
+    instance = rig.embedded._instances.by_name[slot.instance]
+    await eventually(lambda: rig.embedded._num_requests(instance) == 0)
     assert rig.num_landings == 1
 
 

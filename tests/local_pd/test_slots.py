@@ -35,13 +35,14 @@ def test_a_request_is_awaited_until_its_landing_has_ended() -> None:
     slots = HeldSlots()
     for name in "abc":
         slots.hold(name, "d0", 30.0, now_s=0.0)
-    assert slots.num_awaited("d0") == 3
+    assert slots.num_awaited("d0", 0.0) == 3
     assert slots.landing_ended("a")
     assert not slots.landing_ended("a")
     assert not slots.landing_ended("unknown")
-    assert slots.num_awaited("d0") == 2
+    assert slots.num_awaited("d0", 1.0) == 2
     slots.drop("a")
     slots.drop("b")
-    assert slots.num_awaited("d0") == 1
-    assert slots.num_held("d0", 31.0) == 0
-    assert slots.num_awaited("d0") == 0
+    assert slots.num_awaited("d0", 29.5) == 1
+    assert slots.num_awaited("d0", 31.0) == 0
+    slots.drop("c")
+    assert slots.num_awaited("d0", 31.0) == 0
