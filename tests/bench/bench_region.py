@@ -5,7 +5,7 @@
 One PD cluster of small models on the CPU, 4 decode slots for each engine, nothing cached.
 
 - shift: three engines and a loop with a period of 30 s. First long prompts with an answer of two
-  tokens, then short ones with 400 tokens each. The loop should make a decode instance prefill, give
+  tokens, then short ones with 100 tokens each. The loop should make a decode instance prefill, give
   it back after the shift, and no request may be lost.
 - overload: one engine that prefills and one that decodes, asked for more than three times what they
   can do. With prediction-based admission as many requests should have their first token within
@@ -44,7 +44,7 @@ DECODE_SLOTS = 4
 
 PERIOD_S = 30
 NUM_CLIENTS = 8
-PHASES = ((3000, 2, 110.0), (300, 400, 150.0))
+PHASES = ((3000, 2, 100.0), (300, 100, 160.0))
 """Mean prompt tokens, output tokens, seconds."""
 SHIFT = {
     "admission": {"policy": "off"},
