@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-_FIRST_PURGE: Final = 256
 _PURGE_EVERY_S: Final = 1.0
 
 
@@ -26,7 +25,6 @@ class HeldSlots:
     def __init__(self) -> None:
         self._slots: dict[str, _Slot] = {}
         self._num_awaited: Counter[str] = Counter()
-        self._purge_at = _FIRST_PURGE
         self._purged_s = 0.0
 
     def __len__(self) -> int:
@@ -34,9 +32,7 @@ class HeldSlots:
 
     def hold(self, transfer_id: str, instance: str, lease_s: float, now_s: float) -> None:
         """A slot was given out."""
-        if len(self._slots) >= self._purge_at:
-            self._purge(now_s)
-            self._purge_at = max(_FIRST_PURGE, 2 * len(self._slots))
+        self._purge_now_and_then(now_s)
         self.drop(transfer_id)
         self._slots[transfer_id] = _Slot(instance, now_s + lease_s)
         self._num_awaited[instance] += 1
@@ -65,14 +61,17 @@ class HeldSlots:
         """Requests that come to an instance once their landings have ended. One whose lease has run
         out may count for a second more: this is asked for all instances at every placement.
         """
-        if not 0 <= now_s - self._purged_s < _PURGE_EVERY_S:
-            self._purge(now_s)
+        self._purge_now_and_then(now_s)
         return self._num_awaited[instance]
 
     def _not_awaited(self, slot: _Slot) -> bool:
         was_awaited, slot.is_awaited = slot.is_awaited, False
         self._num_awaited[slot.instance] -= was_awaited
         return was_awaited
+
+    def _purge_now_and_then(self, now_s: float) -> None:
+        if not 0 <= now_s - self._purged_s < _PURGE_EVERY_S:
+            self._purge(now_s)
 
     def _purge(self, now_s: float) -> None:
         self._purged_s = now_s

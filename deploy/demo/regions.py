@@ -1,11 +1,12 @@
 """The demo's region as a `RegionSpec`: two clusters and an emulated link on this machine."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from deploy.demo.scenario import CHUNK_TOKENS, THRESHOLD_TOKENS
 from deploy.demo.tiny_specs import TinyModel
-from deploy.region.spec import RegionSpec
+from deploy.region.spec import RegionInstance, RegionSpec
 
 
 def rank_environment(tensor_parallel_size: int = 1) -> dict[str, str]:
@@ -105,3 +106,11 @@ def demo_region(
         "security": {"trusted_network": True},
     }
     return RegionSpec.model_validate(spec)
+
+
+def pd_cluster_alone(spec: RegionSpec, instances: Iterable[RegionInstance]) -> RegionSpec:
+    """The PD cluster of `spec` with these instances on its node, and neither links nor others."""
+    cluster = spec.pd_cluster
+    node = cluster.nodes[0].model_copy(update={"instances": tuple(instances)})
+    alone = cluster.model_copy(update={"nodes": (node,)})
+    return spec.model_copy(update={"clusters": (alone,), "links": ()})

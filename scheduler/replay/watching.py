@@ -47,18 +47,25 @@ class WatchedLink(Protocol):
         """What routing gets to see; valid until the replay goes on."""
 
 
-class DirectLink:
-    """The true link, its rate late by `lag_s`."""
+class _TrueLink:
+    """The link itself; nothing is measured."""
 
-    def __init__(self, link: ReplayLink, rtt_s: float, lag_s: float = SAMPLE_S) -> None:
+    def __init__(self, link: ReplayLink, rtt_s: float) -> None:
         self._link = link
         self._seen = LiveLink(rtt_s)
-        self._lag_s = lag_s
 
     def sample(
         self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
     ) -> None:
         self._link.advance(now_s)
+
+
+class DirectLink(_TrueLink):
+    """The true link, its rate late by `lag_s`."""
+
+    def __init__(self, link: ReplayLink, rtt_s: float, lag_s: float = SAMPLE_S) -> None:
+        super().__init__(link, rtt_s)
+        self._lag_s = lag_s
 
     def view(self, now_s: float) -> LinkView:
         link = self._link
@@ -88,18 +95,12 @@ class StillLink:
         return self._view
 
 
-class ForeseenLink:
+class ForeseenLink(_TrueLink):
     """The true link at its worst within the next `horizon_s`."""
 
     def __init__(self, link: ReplayLink, rtt_s: float, horizon_s: float = 10.0) -> None:
-        self._link = link
-        self._seen = LiveLink(rtt_s)
+        super().__init__(link, rtt_s)
         self._horizon_s = horizon_s
-
-    def sample(
-        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
-    ) -> None:
-        self._link.advance(now_s)
 
     def view(self, now_s: float) -> LinkView:
         link = self._link

@@ -28,6 +28,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deploy.demo.regions import demo_region
+from deploy.demo.scenario import text
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
 from deploy.region.launcher import RunningRegion
@@ -43,11 +44,11 @@ SCHEDULING = {"long_term": {"mode": "advise"}}
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, model: str, request_id: str) -> None:
-    letters = random.Random(request_id)
-    num_tokens = letters.choice(LENGTHS) + letters.randrange(100)
+    draws = random.Random(request_id)
+    num_tokens = draws.choice(LENGTHS) + draws.randrange(100)
     body = {
         "model": model,
-        "prompt": "".join(letters.choice("abcdefgh ") for _ in range(num_tokens)),
+        "prompt": text(num_tokens, draws.getrandbits(32)),
         "max_tokens": OUTPUT_TOKENS,
         "stream": True,
     }

@@ -32,10 +32,10 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from deploy.demo.regions import demo_region
+from deploy.demo.regions import demo_region, pd_cluster_alone
+from deploy.demo.scenario import text
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
-from deploy.gateway.scheduling.config import SchedulingConfig
 from deploy.region.launcher import RunningRegion
 from deploy.region.spec import RegionInstance, RegionSpec
 
@@ -80,10 +80,9 @@ class Clients:
         self._seeds = itertools.count()
 
     async def ask(self, num_tokens: int, output_tokens: int) -> None:
-        letters = random.Random(next(self._seeds))
         body = {
             "model": MODEL,
-            "prompt": "".join(letters.choice("abcdefgh ") for _ in range(num_tokens)),
+            "prompt": text(num_tokens, next(self._seeds)),
             "max_tokens": output_tokens,
             "ignore_eos": True,
             "stream": True,
@@ -110,24 +109,14 @@ class Clients:
             return await response.json()
 
 
-def _spec(path: Path, roles: Mapping[str, Any], scheduling: Mapping[str, Any]) -> RegionSpec:
-    """The demo's PD cluster without a prefill cluster, and these instances."""
-    spec = demo_region(MODELS[MODEL], path, prefix_caching=False)
-    instances = tuple(
-        RegionInstance(name=name, role=role, decode_slots=DECODE_SLOTS)
-        for name, role in roles.items()
-    )
-    cluster = spec.pd_cluster
-    node = cluster.nodes[0].model_copy(update={"instances": instances})
-    gateway = spec.gateway.model_copy(
-        update={"scheduling": SchedulingConfig.model_validate(scheduling)}
-    )
-    return spec.model_copy(
-        update={
-            "clusters": (cluster.model_copy(update={"nodes": (node,)}),),
-            "links": (),
-            "gateway": gateway,
-        }
+def _spec(path: Path, roles: Mapping[str, Any], scheduling: dict[str, Any]) -> RegionSpec:
+    spec = demo_region(MODELS[MODEL], path, prefix_caching=False, scheduling=scheduling)
+    return pd_cluster_alone(
+        spec,
+        (
+            RegionInstance(name=name, role=role, decode_slots=DECODE_SLOTS)
+            for name, role in roles.items()
+        ),
     )
 
 
@@ -186,7 +175,7 @@ async def _overload(clients: Clients) -> dict[str, Any]:
 
 
 async def _run(
-    part: Any, roles: Mapping[str, Any], scheduling: Mapping[str, Any]
+    part: Any, roles: Mapping[str, Any], scheduling: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Answered]]:
     with tempfile.TemporaryDirectory() as directory:
         path = build_model(MODELS[MODEL], Path(directory)).path

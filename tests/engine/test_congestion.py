@@ -7,7 +7,6 @@ for the change to be noticed by transfers that are under way.
 
 import asyncio
 import itertools
-import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import pytest
 import pytest_asyncio
 from engine_region import WINDOW, model_dir, region_spec, running
 
+from deploy.demo.scenario import text
 from deploy.region.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -73,13 +73,13 @@ class Traffic:
 
     async def _ask_on(self) -> None:
         for number in self._numbers:
-            await self._ask(f"congestion-{number}")
+            await self._ask(number)
 
-    async def _ask(self, request_id: str) -> None:
-        letters = random.Random(request_id)
+    async def _ask(self, number: int) -> None:
+        request_id = f"congestion-{number}"
         body = {
             "model": WINDOW,
-            "prompt": "".join(letters.choice("abcdefgh ") for _ in range(PROMPT_TOKENS)),
+            "prompt": text(PROMPT_TOKENS, number),
             "max_tokens": 4,
             "stream": True,
         }

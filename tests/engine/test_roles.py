@@ -28,9 +28,9 @@ from engine_region import (
 
 from deploy.demo.answers import Answer
 from deploy.demo.reference import decided_answers
+from deploy.demo.regions import pd_cluster_alone
 from deploy.demo.scenario import DemoRequest
 from deploy.demo.tiny_specs import MODELS
-from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
 from deploy.region.launcher import RunningRegion
 from deploy.region.spec import RegionInstance, RegionSpec
 
@@ -136,20 +136,12 @@ async def assert_roles_were_those_of_the_time(
 
 
 def _spec(path: Path) -> RegionSpec:
-    spec = region_spec(path, WINDOW, prefix_caching=False)
+    # Nothing but the orders of this test changes a role, one right after the other.
+    scheduling = {"long_term": {"mode": "off", "dwell_s": 0}}
+    spec = region_spec(path, WINDOW, prefix_caching=False, scheduling=scheduling)
     instances = (
         RegionInstance(name="b1-p0", role="prefill"),
         RegionInstance(name="b1-d0", role="decode"),
         RegionInstance(name="b1-d1", role="decode"),
     )
-    cluster = spec.pd_cluster
-    node = cluster.nodes[0].model_copy(update={"instances": instances})
-    # Nothing but the orders of this test changes a role, one right after the other.
-    scheduling = SchedulingConfig(long_term=LongTermSection(mode="off", dwell_s=0))
-    return spec.model_copy(
-        update={
-            "clusters": (cluster.model_copy(update={"nodes": (node,)}),),
-            "links": (),
-            "gateway": spec.gateway.model_copy(update={"scheduling": scheduling}),
-        }
-    )
+    return pd_cluster_alone(spec, instances)

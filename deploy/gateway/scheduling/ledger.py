@@ -11,7 +11,7 @@ Pure; time is an argument. Does not know profiles, so nothing about how long any
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 KEEP_ENDED_S = 30.0
@@ -68,13 +68,13 @@ class Ledger:
         while now_s - self._changes[0][0] > KEEP_ENDED_S:
             self._changes.popleft()
 
-    def change_since(self, instance: str, since_s: float) -> int:
-        """How many requests more an instance has than at that time: what a report then misses."""
+    def change_since(self, instances: Set[str], since_s: float) -> int:
+        """How many requests more these instances have than then: what a report of then misses."""
         total = 0
         for at_s, name, num_requests in reversed(self._changes):
             if at_s < since_s:
                 break
-            total += num_requests if name == instance else 0
+            total += num_requests if name in instances else 0
         return total
 
     # ---- legs

@@ -294,9 +294,8 @@ class SnapshotMaker:
         ]
         landing = self.ledger.landing(self.model)
         slots = sum(item.decode_slots or UNTOLD_SLOTS for item in decoding)
-        num_requests = sum(
-            item.running + self.ledger.change_since(item.name, pd.at_s) for item in decoding
-        )
+        num_requests = sum(item.running for item in decoding)
+        num_requests += self.ledger.change_since({item.name for item in decoding}, pd.at_s)
         # Requests include those that wait for their landings.
         num_decoding = max(0, num_requests - len(landing))
         return DecodeView(

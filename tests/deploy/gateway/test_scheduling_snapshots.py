@@ -262,10 +262,10 @@ def test_what_came_and_went_since_the_report_counts_too() -> None:
     for ended_s in (100.3, 100.4, 100.5):
         ledger.ended("d0", ended_s)
     assert scheduler.snapshot(MODEL).decode.slots_used == 1
-    assert ledger.change_since("d0", 100.35) == -2
-    assert ledger.change_since("gone", 100.0) == 1
+    assert ledger.change_since({"d0"}, 100.35) == -2
+    assert ledger.change_since({"gone"}, 100.0) == 1
     ledger.ended("gone", 200.0)
-    assert ledger.change_since("d0", 0.0) == 0
+    assert ledger.change_since({"d0"}, 0.0) == 0
 
 
 def test_models_share_clusters_but_not_instances() -> None:

@@ -199,4 +199,4 @@ async def test_the_front_hears_the_end_of_what_it_gave_to_an_engine(
     await region.record()
     await region.until(lambda: len(region.pd.ended_at) >= num_given)
     assert region.pd.ended_at == ["d0"] * num_given
-    assert region.gateway.scheduler.ledger.change_since("d0", 0.0) == 0
+    assert region.gateway.scheduler.ledger.change_since({"d0"}, 0.0) == 0
