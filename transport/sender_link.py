@@ -146,7 +146,7 @@ class Link:
             self._core.expire(now_s)
             if self._core.has_transfers or now_s < self._warm_until_s:
                 self.idle_since_s = now_s
-            effects = self._core.pop_effects()
+            effects = self._pop_effects()
         self.perform(effects)
 
     def tune(self, now_s: float) -> None:
@@ -270,7 +270,7 @@ class Link:
         with self._lock:
             self._core.connected(connection, peer, time.monotonic())
             self._wake_lanes()  # an older connection may put a waiting one on standby
-            effects = self._core.pop_effects()
+            effects = self._pop_effects()
         self.perform(effects)
 
     def next_work(
@@ -287,7 +287,7 @@ class Link:
                     raise lane.error
                 now_s = time.monotonic()
                 work = self._core.take(lane.connection, now_s)
-                effects = self._core.pop_effects()
+                effects = self._pop_effects()
                 if work is None and not effects:
                     self._wait_for_work(lane, now_s)
                 elif work is not None and self._core.dispatch.has_budgets:
@@ -344,7 +344,7 @@ class Link:
                 self._core.broken(error, time.monotonic())
                 self._warm_until_s = 0.0
             self._wake_lanes()
-            effects = self._core.pop_effects()
+            effects = self._pop_effects()
         self.perform(effects)
 
     def handle(self, lane: Lane, events: Iterable[Event]) -> None:
@@ -356,7 +356,7 @@ class Link:
             finally:
                 if self._num_waiting:
                     self._acked.notify_all()
-                effects = self._core.pop_effects()
+                effects = self._pop_effects()
         self.perform(effects)
 
     def fail_lane(self, lane: Lane, error: TransportError) -> None:
@@ -379,6 +379,15 @@ class Link:
                 self._core.cancel_acked(connection, transfer_id, now_s)
             case Welcomed():
                 raise PeerError("protocol", "a second WELCOME")
+
+    def _pop_effects(self) -> list[Effect]:
+        """What the core decided; with the lock. One of it may be the end of a transfer, which
+        whoever sleeps in `wait_acked` has to see, whichever thread caused it.
+        """
+        effects = self._core.pop_effects()
+        if effects and self._num_waiting:
+            self._acked.notify_all()
+        return effects
 
     def perform(self, effects: list[Effect]) -> None:
         """Do what the core decided; called without the lock."""
