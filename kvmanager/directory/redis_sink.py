@@ -24,7 +24,7 @@ from kvmanager.directory.redis_store import NodeRecord, RedisSettings, parse_rec
 _BATCH_KEYS: Final = 1000
 """Blocks written by one script: a few milliseconds in which Redis serves nobody else."""
 
-# KEYS: lease, nodes, holders. ARGV: writer, lease ms, node.
+# KEYS: lease, nodes. ARGV: writer, lease ms, node.
 # -> {1, record or ""} and the lease is ours, or {0}.
 _LEASE_SCRIPT: Final = """
 local owner = redis.call('GET', KEYS[1])
@@ -33,21 +33,48 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {1, redis.call('HGET', KEYS[2], ARGV[3]) or ''}
 """
 
-# KEYS: lease, what names of blocks begin with. ARGV: writer, lease ms, block TTL in seconds, short
-# keys, their flags, holder, retired holder. -> 1, or 0 without the lease.
+# A node's snapshot begins. KEYS: lease, live, nodes, holders. ARGV: writer, lease ms, TTL in
+# seconds, node, the number that readers go by or "". -> the number to write under, or 0 without the
+# lease. Also drops the nodes of which nobody has said anything for a TTL: their blocks are gone.
+_BEGIN_SCRIPT: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for at = 2, 3 do
+  local said = redis.call('HGETALL', KEYS[at])
+  for i = 1, #said, 2 do
+    local ms = tonumber(string.match(said[i + 1], '^%d+')) or 0
+    if ms + ARGV[3] * 1000 < now then redis.call('HDEL', KEYS[at], said[i]) end
+  end
+end
+local holder = redis.call('INCR', KEYS[4]) % 4294967295 + 1
+local numbers = ARGV[5] .. struct.pack('<I4', holder)
+redis.call('HSET', KEYS[2], ARGV[4], string.format('%.0f ', now) .. numbers)
+redis.call('EXPIRE', KEYS[2], ARGV[3])
+return holder
+"""
+
+# KEYS: lease, live, what names of blocks begin with. ARGV: writer, lease ms, block TTL in seconds,
+# short keys, their flags, holder. -> 1, 0 without the lease, -1 when the holder is not live.
 _WRITE_SCRIPT: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-local keys, flags, holder, retired = ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+local keys, flags, holder = ARGV[4], ARGV[5], ARGV[6]
+local live = {}
+for _, said in ipairs(redis.call('HVALS', KEYS[2])) do
+  for at = (string.find(said, ' ', 1, true) or #said) + 1, #said, 4 do
+    live[string.sub(said, at, at + 3)] = true
+  end
+end
+if not live[holder] then return -1 end
+live[holder] = nil
 for i = 1, #keys / 8 do
-  local name = KEYS[2] .. string.sub(keys, 8 * i - 7, 8 * i)
+  local name = KEYS[3] .. string.sub(keys, 8 * i - 7, 8 * i)
   local old = redis.call('GET', name) or ''
   local new = {}
   for at = 1, #old, 6 do
-    local other = string.sub(old, at, at + 3)
-    if other ~= holder and other ~= retired then
-      new[#new + 1] = string.sub(old, at, at + 5)
-    end
+    if live[string.sub(old, at, at + 3)] then new[#new + 1] = string.sub(old, at, at + 5) end
   end
   local mine = string.sub(flags, 2 * i - 1, 2 * i)
   if mine ~= '\\0\\0' then new[#new + 1] = holder .. mine end
@@ -60,23 +87,29 @@ end
 return 1
 """
 
-# KEYS: lease, nodes. ARGV: writer, lease ms, TTL in seconds, node, record. -> 1, or 0 without it.
+# From now on readers go by this holder, and no other number of the node is live. KEYS: lease, live,
+# nodes. ARGV: writer, lease ms, TTL in seconds, node, holder, record. -> as _WRITE_SCRIPT.
 _PUBLISH_SCRIPT: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-local now = redis.call('TIME')
-local ms = string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000))
-redis.call('HSET', KEYS[2], ARGV[4], ms .. ' ' .. ARGV[5])
+local said = redis.call('HGET', KEYS[2], ARGV[4]) or ''
+if not string.find(said, ARGV[5], string.find(said, ' ', 1, true) or 1, true) then return -1 end
+local time = redis.call('TIME')
+local ms = string.format('%.0f ', time[1] * 1000 + math.floor(time[2] / 1000))
+redis.call('HSET', KEYS[2], ARGV[4], ms .. ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[3])
+redis.call('HSET', KEYS[3], ARGV[4], ms .. ARGV[6])
+redis.call('EXPIRE', KEYS[3], ARGV[3])
 return 1
 """
 
-# KEYS: lease, nodes. ARGV: writer, node. Another writer's node is left alone.
+# KEYS: lease, live, nodes. ARGV: writer, node. Another writer's node is left alone.
 _FORGET_SCRIPT: Final = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
 redis.call('HDEL', KEYS[2], ARGV[2])
+redis.call('HDEL', KEYS[3], ARGV[2])
 return 1
 """
 
@@ -86,12 +119,11 @@ class _Written:
     """How far this writer is with a node, in holder numbers (0: none).
 
     `holder` is being written and `shown` is what readers go by: two numbers while a snapshot is on
-    its way. Entries of `retired`, which was shown before, are dropped where a block is written.
+    its way.
     """
 
     holder: int
     shown: int
-    retired: int
     snapshot_s: float
     position: Position = FROM_THE_BEGINNING
     lag_s: float = 0.0
@@ -116,9 +148,13 @@ class RedisSink:
         if not owned:
             self._written.pop(node, None)
             return None
+        shown = _holder_in(raw)
         written = self._written.get(node)
-        if written is None:
-            return self._taken_over(node, raw)
+        # Another number: this writer is new, or another one had the lease meanwhile, or the server
+        # has lost its data. Nothing says which blocks are there, so begin with a snapshot.
+        if written is None or written.shown != shown:
+            self._written[node] = _Written(shown, shown, time.monotonic())
+            return FROM_THE_BEGINNING
         # Each snapshot gives all its blocks a new life.
         if time.monotonic() - written.snapshot_s > self._settings.key_ttl_s / 3:
             return FROM_THE_BEGINNING
@@ -134,21 +170,13 @@ class RedisSink:
 
     async def forget(self, node: NodeName) -> None:
         self._written.pop(node, None)
-        keys = [self._settings.lease(node), self._settings.nodes]
+        keys = [self._settings.lease(node), self._settings.live, self._settings.nodes]
         await self._run(_FORGET_SCRIPT, keys, [str(node)])
-
-    def _taken_over(self, node: NodeName, raw: bytes) -> Position:
-        """Nothing says how old the blocks of another writer are, so begin with a snapshot."""
-        if raw:
-            record = parse_record(raw)[1]
-            holder, retired = record.holder, record.retired
-            self._written[node] = _Written(holder, holder, retired, time.monotonic())
-        return FROM_THE_BEGINNING
 
     async def _apply(self, node: NodeName, feed: CacheFeed) -> bool:
         written = self._written.get(node)
         if feed.is_snapshot:
-            written = self._written[node] = await self._begun(written)
+            written = self._written[node] = await self._begun(node, written)
         elif written is None or not _continues(written.position, feed):
             self._written.pop(node, None)
             return False
@@ -162,14 +190,24 @@ class RedisSink:
             await self._publish(node, written)
         return True
 
-    async def _begun(self, former: _Written | None) -> _Written:
-        """A new holder number for a snapshot."""
-        try:
-            holder = int(await self._redis.incr(self._settings.holders)) & 0xFFFFFFFF
-        except (RedisError, OSError) as error:
-            raise StoreError(f"Redis: {error}") from error
-        shown, retired = (former.shown, former.retired) if former is not None else (0, 0)
-        return _Written(holder, shown, retired, time.monotonic())
+    async def _begun(self, node: NodeName, former: _Written | None) -> _Written:
+        """A new holder number for a snapshot. That of a snapshot that broke off is dropped."""
+        shown = former.shown if former is not None else 0
+        keys = [
+            self._settings.lease(node),
+            self._settings.live,
+            self._settings.nodes,
+            self._settings.holders,
+        ]
+        arguments = [
+            self._lease_ms,
+            self._settings.key_ttl_s,
+            str(node),
+            _packed(shown) if shown else b"",
+        ]
+        holder = int(await self._run(_BEGIN_SCRIPT, keys, arguments))
+        _check_written(node, holder)
+        return _Written(holder, shown, time.monotonic())
 
     async def _write(self, node: NodeName, written: _Written, feed: CacheFeed, part: range) -> None:
         arguments = [
@@ -178,27 +216,22 @@ class RedisSink:
             feed.keys[SHORT_KEY_BYTES * part.start : SHORT_KEY_BYTES * part.stop],
             feed.flags[2 * part.start : 2 * part.stop],
             _packed(written.holder),
-            _packed(written.retired),
         ]
-        keys = [self._settings.lease(node), self._settings.blocks]
-        self._check_owned(node, await self._run(_WRITE_SCRIPT, keys, arguments))
+        keys = [self._settings.lease(node), self._settings.live, self._settings.blocks]
+        _check_written(node, await self._run(_WRITE_SCRIPT, keys, arguments))
 
     async def _publish(self, node: NodeName, written: _Written) -> None:
-        if written.shown != written.holder:
-            written.shown, written.retired = written.holder, written.shown
-        record = NodeRecord(written.holder, written.retired, *written.position, written.lag_s)
-        keys = [self._settings.lease(node), self._settings.nodes]
+        written.shown = written.holder
+        record = NodeRecord(written.holder, *written.position, written.lag_s)
+        keys = [self._settings.lease(node), self._settings.live, self._settings.nodes]
         arguments = [
             self._lease_ms,
             self._settings.key_ttl_s,
             str(node),
+            _packed(written.holder),
             msgspec.msgpack.encode(record),
         ]
-        self._check_owned(node, await self._run(_PUBLISH_SCRIPT, keys, arguments))
-
-    def _check_owned(self, node: NodeName, owned: Any) -> None:
-        if not owned:
-            raise StoreError(f"{node}: another writer follows it now")
+        _check_written(node, await self._run(_PUBLISH_SCRIPT, keys, arguments))
 
     @property
     def _lease_ms(self) -> int:
@@ -214,6 +247,22 @@ class RedisSink:
 def _continues(position: Position, feed: CacheFeed) -> bool:
     epoch, seq = position
     return bool(epoch) and feed.epoch == epoch and feed.seq >= seq
+
+
+def _holder_in(raw: bytes) -> int:
+    """The number in a node's record; 0 without one, or where a snapshot must replace what it is."""
+    try:
+        return parse_record(raw)[1].holder
+    except StoreError:
+        return 0
+
+
+def _check_written(node: NodeName, answer: int) -> None:
+    """Raises `StoreError` for a script's answer that says why it did nothing."""
+    if answer == 0:
+        raise StoreError(f"{node}: another writer follows it now")
+    if answer < 0:
+        raise StoreError(f"{node}: Redis has lost what was written of it")
 
 
 def _packed(holder: int) -> bytes:

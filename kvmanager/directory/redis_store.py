@@ -1,17 +1,20 @@
 """The directory in a Redis server, for several gateways: a writer's sink and a reader.
 
-Does not know agents or gateways. What lies in Redis, under a prefix:
+Does not know agents or gateways. What lies in Redis, under the user's prefix and `_FORMAT`:
 
-    PREFIX:k:KEY     (8 raw bytes) who holds a block: 6 bytes each, holder u32 and flags u16
-    PREFIX:nodes     hash: "cluster/node" -> when it was last heard of (Redis's clock, ms) and a
+    PREFIX:2:k:KEY   (8 raw bytes) who holds a block: 6 bytes each, holder u32 and flags u16
+    PREFIX:2:nodes   hash: "cluster/node" -> when it was last heard of (Redis's clock, ms) and a
                      `NodeRecord`: its holder number, and up to which event it is known
-    PREFIX:holders   the last holder number given out
-    PREFIX:w:NODE    which writer follows this node, for as long as its lease lasts
+    PREFIX:2:live    hash: "cluster/node" -> when that was said (ms) and its live holder numbers,
+                     u32 each: the one that readers go by, and the one of a snapshot on its way
+    PREFIX:2:holders how many holder numbers were given out
+    PREFIX:2:w:NODE  which writer follows this node, for as long as its lease lasts
 
 A snapshot is written under a new holder number, which becomes the node's when it is all there:
-readers see the old state, then the new one. What is left of older holder numbers means nothing; it
-goes when its block is written next, or with time: blocks live for `key_ttl_s`, and a writer takes a
-new snapshot of each node long before that. So the data of writers that are gone vanish by
+readers see the old state, then the new one. A number that is not live means nothing, whichever way
+it ended: whoever writes a block drops all such numbers from it, so a block never has more than two
+for each node. A block that nobody writes goes with time: blocks live for `key_ttl_s`, and a writer
+takes a new snapshot of each node long before that. So the data of writers that are gone vanish by
 themselves, and nodes that nobody has heard of for `forget_s` do not count.
 
 Any number of writers may run: who holds a node's lease follows it, another one takes over when the
@@ -45,6 +48,9 @@ from kvmanager.directory.reader import Outage
 
 DEFAULT_PREFIX: Final = "prfaas"
 
+_FORMAT: Final = 2
+"""Part of every name, so that programs that keep it differently do not meet."""
+
 # KEYS: nodes, what names of blocks begin with. ARGV: short keys, whether to stop at a block that
 # nobody has. -> the time, the hash of nodes, and runs of equal blocks: list of holders, length.
 _READ_SCRIPT: Final = """
@@ -74,26 +80,32 @@ class RedisSettings:
 
     @property
     def nodes(self) -> bytes:
-        return f"{self.prefix}:nodes".encode()
+        return self._named("nodes")
+
+    @property
+    def live(self) -> bytes:
+        return self._named("live")
 
     @property
     def holders(self) -> bytes:
-        return f"{self.prefix}:holders".encode()
-
-    def lease(self, node: NodeName) -> bytes:
-        return f"{self.prefix}:w:{node}".encode()
+        return self._named("holders")
 
     @property
     def blocks(self) -> bytes:
         """What a block's name begins with; its short key follows."""
-        return f"{self.prefix}:k:".encode()
+        return self._named("k:")
+
+    def lease(self, node: NodeName) -> bytes:
+        return self._named(f"w:{node}")
+
+    def _named(self, what: str) -> bytes:
+        return f"{self.prefix}:{_FORMAT}:{what}".encode()
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Of one node. `holder` is what it is called in blocks, `retired` what it was called before."""
+    """Of one node. `holder` is what it is called in blocks."""
 
     holder: int
-    retired: int
     epoch: str
     seq: int
     lag_s: float

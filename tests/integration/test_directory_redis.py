@@ -119,6 +119,92 @@ async def test_blocks_of_many_snapshots_do_not_pile_up(redis: Redis) -> None:
     assert await redis.exists(*names(KEYS)) == 0
 
 
+async def test_blocks_of_a_node_that_is_forgotten_again_and_again_do_not_pile_up(
+    redis: Redis,
+) -> None:
+    sink = RedisSink(redis)
+    for _ in range(10):
+        assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:20], 1), snapshot=True))
+        await sink.forget(NODE)
+        assert await tell(sink, OTHER, feed(dict.fromkeys(KEYS[:20], 1), snapshot=True))
+    assert max([await redis.strlen(name) for name in names(KEYS[:20])]) <= 12
+
+
+async def test_blocks_of_snapshots_that_break_off_do_not_pile_up(redis: Redis) -> None:
+    sink, reader = RedisSink(redis), RedisDirectory(redis)
+    assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:20], 1), snapshot=True))
+    for _ in range(10):
+        page = feed(dict.fromkeys(KEYS[:10], 1), 2, epoch="f", snapshot=True, more=True)
+        assert await tell(sink, NODE, page)
+        with pytest.raises(FeedError):
+            await sink.apply(NODE, CacheFeed("f", 3, b"12345678", b""))
+    assert await num_kv_blocks(reader) == {"near": 20}
+    assert max([await redis.strlen(name) for name in names(KEYS[:20])]) <= 12
+
+
+async def test_blocks_that_several_nodes_write_drop_only_what_nobody_goes_by(redis: Redis) -> None:
+    sinks = {NODE: RedisSink(redis), OTHER: RedisSink(redis)}
+    reader = RedisDirectory(redis)
+    for seq in range(1, 6):
+        for node, sink in sinks.items():
+            assert await tell(sink, node, feed(dict.fromkeys(KEYS[:20], 1), seq, snapshot=True))
+    page = feed(dict.fromkeys(KEYS[:5], 1), 9, snapshot=True, more=True)
+    assert await tell(sinks[NODE], NODE, page)
+    assert await tell(sinks[OTHER], OTHER, feed(dict.fromkeys(KEYS[:10], 0), 9))
+    assert await num_kv_blocks(reader) == {"near": 20}
+    assert await tell(sinks[NODE], NODE, feed(dict.fromkeys(KEYS[5:15], 1), 10))
+    assert await num_kv_blocks(reader) == {"near": 15}
+
+
+async def test_nodes_that_are_gone_for_good_leave_no_record(redis: Redis) -> None:
+    settings = replace(SETTINGS, key_ttl_s=1)
+    for number in range(3):
+        gone = NodeName("near", f"gone-{number}")
+        assert await tell(RedisSink(redis, settings), gone, feed({KEYS[0]: 1}, snapshot=True))
+    sink = RedisSink(redis, settings)
+    async with asyncio.timeout(10):
+        while await redis.hlen(SETTINGS.nodes) > 1 or await redis.hlen(SETTINGS.live) > 1:
+            assert await tell(sink, NODE, feed({KEYS[0]: 1}, snapshot=True))
+            await asyncio.sleep(0.1)
+    assert await redis.hkeys(SETTINGS.live) == [b"near/n0"]
+
+
+async def test_a_server_that_lost_its_data_is_told_everything_again(redis: Redis) -> None:
+    sink, reader = RedisSink(redis), RedisDirectory(redis)
+    assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
+    await redis.flushall()
+    assert await sink.position(NODE) == FROM_THE_BEGINNING
+    assert await sink.apply(NODE, feed(dict.fromkeys(KEYS[:6], 1), snapshot=True))
+    assert await sink.position(NODE) == ("e", 1)
+    await redis.delete(SETTINGS.live, SETTINGS.nodes)
+    for message in (feed({KEYS[7]: 1}, 2), feed({}, 2)):
+        with pytest.raises(StoreError, match="lost"):
+            await sink.apply(NODE, message)
+        assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:6], 1), snapshot=True))
+        await redis.delete(SETTINGS.live)
+    assert await num_kv_blocks(reader) == {"near": 6}
+
+
+async def test_a_writer_that_slept_through_another_ones_turn_begins_anew(redis: Redis) -> None:
+    sleeper, other = RedisSink(redis), RedisSink(redis)
+    reader = RedisDirectory(redis)
+    assert await tell(sleeper, NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
+    await redis.delete(SETTINGS.lease(NODE))
+    assert await tell(other, NODE, feed(dict.fromkeys(KEYS[:9], 1), 7, snapshot=True))
+    await redis.delete(SETTINGS.lease(NODE))
+    assert await sleeper.position(NODE) == FROM_THE_BEGINNING
+    assert not await sleeper.apply(NODE, feed({KEYS[0]: 0}, 2))
+    assert await num_kv_blocks(reader) == {"near": 9}
+
+
+async def test_a_record_that_cannot_be_read_is_replaced_by_the_next_snapshot(redis: Redis) -> None:
+    sink, reader = RedisSink(redis), RedisDirectory(redis)
+    await redis.hset(SETTINGS.nodes, "near/n0", "rubbish")
+    assert await sink.position(NODE) == FROM_THE_BEGINNING
+    assert await sink.apply(NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
+    assert await num_kv_blocks(reader) == {"near": 5}
+
+
 async def test_gaps_and_bad_messages_lead_to_a_snapshot(redis: Redis) -> None:
     sink = RedisSink(redis)
     assert not await tell(sink, NODE, feed({KEYS[0]: 1}))
