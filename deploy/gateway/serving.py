@@ -150,7 +150,20 @@ class Serving:
         """
         plan = await self.planner.plan(exchange)
         self._admit(exchange, plan)
-        self._lessons.arrived(exchange.inbound.model, plan.shape, len(exchange.inbound.body))
+        is_refused = False
+        try:
+            answer = await self._open_planned(exchange, plan)
+            is_refused = 400 <= answer.status < 500
+            return answer
+        finally:
+            # What the engine refuses costs no prefill: it must not shape thresholds and roles. A
+            # request that was given up, or whose engine died, is demand all the same.
+            if not is_refused:
+                self._lessons.arrived(
+                    exchange.inbound.model, plan.shape, len(exchange.inbound.body)
+                )
+
+    async def _open_planned(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
         while True:
             exchange.decided(plan.decision)
             try:

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from deploy.cache.client import CannotAsk
 from deploy.explain.client import find_records
@@ -89,6 +90,38 @@ async def test_a_prediction_that_came_to_nothing_teaches_nothing(region: Any) ->
     known = region.gateway.scheduler.knowledge("tiny")
     assert known.error("far") is known.error(ONE_ENGINE) is None
     assert len(region.gateway.scheduler.ledger) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("status", "is_traffic"), [(400, False), (422, False), (500, True)])
+async def test_what_the_engine_refuses_is_no_traffic(
+    region: Any, status: int, is_traffic: bool, stream: bool
+) -> None:
+    """One answer is needed to know any traffic; then the same prompt fails again and again."""
+    assert (await region.post(region.long_body(**STREAM)))[0] == 200
+    known = region.gateway.scheduler.knowledge("tiny").traffic
+    now_s = region.gateway.scheduler.clock
+
+    async def refuse(_request: web.Request, _body: Any) -> web.Response:
+        error = {"error": {"message": "no", "code": status}}
+        return web.json_response(error, status=status)
+
+    region.engine.reply = refuse
+    for _ in range(5):
+        assert (await region.post(region.long_body(stream=stream)))[0] == status
+    assert known.measured(now_s()).uncached.num == pytest.approx(1 + 5 * is_traffic)
+
+
+async def test_a_request_that_its_client_gave_up_was_traffic(region: Any) -> None:
+    assert (await region.post(region.long_body(**STREAM)))[0] == 200
+    known = region.gateway.scheduler.knowledge("tiny").traffic
+    region.far.gate.clear()
+    asking = asyncio.create_task(region.post(region.long_body()))
+    await region.until(lambda: len(region.far.jobs) == 2)
+    asking.cancel()
+    await region.until(lambda: region.gateway.num_in_flight == 0)
+    measured = known.measured(region.gateway.scheduler.clock())
+    assert measured.uncached.num == pytest.approx(2)
 
 
 async def test_what_is_under_way_is_known_and_forgotten(region: Any) -> None:
