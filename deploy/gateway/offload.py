@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -117,7 +117,8 @@ class Offload:
         landing = await self._await_landing(slot, leg)
         if landing.state == "failed":
             self._lost(slot, await self._verdict(leg, landing), try_elsewhere)
-            return await self._decode(slot, self._exchange.inbound.body)
+            decoding = self._decode(slot, self._exchange.inbound.body)
+            return await self._computed_there(slot, decoding)
         decoding = self._decode(
             slot, with_kv_transfer_params(self._exchange.inbound.body, slot.kv_transfer_params)
         )
@@ -223,10 +224,28 @@ class Offload:
             await asyncio.wait((opening, leg), return_when=asyncio.FIRST_COMPLETED)
             if not opening.done() and isinstance(result := leg.result(), PrefillFailed):
                 self._lost(slot, result, try_elsewhere)
+                return await self._computed_there(slot, opening)
             return await opening
         except BaseException:
             _abandon(opening)
             raise
+
+    async def _computed_there(
+        self, slot: DecodeSlot, decoding: Awaitable[EngineAnswer]
+    ) -> EngineAnswer:
+        """The answer of a decode engine that computes the prompt itself. Until it begins, the
+        prompt counts as work ahead of others at that engine.
+        """
+        lessons, inbound = self._services.lessons, self._exchange.inbound
+        begun_s = self._services.scheduler.clock()
+        key = lessons.direct_begun(inbound.model, slot.instance, self._shape, len(inbound.body))
+        try:
+            answer = await decoding
+        finally:
+            lessons.direct_over(key)
+        if answer.is_stream and answer.status == 200:
+            lessons.direct_answered(slot.instance, begun_s)
+        return answer
 
     def _begin(self, slot: DecodeSlot, moved_to: str | None) -> _Leg:
         """Start the prefill leg; what is predicted for others counts on it until it is over."""

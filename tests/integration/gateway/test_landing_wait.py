@@ -72,6 +72,37 @@ async def test_a_leg_that_fails_leaves_the_prompt_to_the_engine(region: Any) -> 
     assert region.pd.released == [transfer_id]
 
 
+def tokens_ahead(region: Any) -> int:
+    """Of a prompt that one engine would compute now."""
+    engines = region.gateway.scheduler.snapshot("tiny").engines
+    return sum(item.running_tokens for item in engines.instances)
+
+
+@pytest.mark.parametrize("agent_is_gone", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_that_fall_to_the_engine_are_work_ahead_of_others(
+    region: Any, agent_is_gone: bool, stream: bool
+) -> None:
+    region.pd.agent_is_gone = agent_is_gone
+    region.far.error = PrefillFailed("engine_failed", "killed")
+    region.far.gate.clear()
+    region.engine.first_token.clear()
+    asking = [
+        asyncio.create_task(region.post(region.long_body(stream=stream, seed=number)))
+        for number in range(4)
+    ]
+    await region.until(lambda: len(region.far.jobs) == 4)
+    assert tokens_ahead(region) == 0
+    region.far.gate.set()
+    await region.until(lambda: len(region.engine.sources) == 4)
+    assert tokens_ahead(region) == 4 * 300
+    region.engine.first_token.set()
+    assert {status for status, _, _ in await asyncio.gather(*asking)} == {200}
+    assert tokens_ahead(region) == 0
+    assert len(region.gateway.scheduler.ledger) == 0
+    await region.assert_nothing_held()
+
+
 async def test_a_leg_that_fails_after_the_landing_does_not_matter(open_region: Any) -> None:
     async with open_region(prefill=("a", "b")) as region:
         leg = region.prefill["a"]
