@@ -50,6 +50,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._legs: dict[str, PrefillLeg] = {}  # under way
+        self._reported: set[str] = set()  # those of them that a report has had
         self._ended_s: dict[str, float] = {}  # when others were over, the earliest first
         self._direct: dict[int, DirectPrompt] = {}
         self._num_direct = 0
@@ -87,16 +88,22 @@ class Ledger:
         """Nothing of it waits or runs any more. Idempotent."""
         if self._legs.pop(transfer_id, None) is not None:
             self._ended_s[transfer_id] = now_s
+            self._reported.discard(transfer_id)
         self._forget(now_s)
 
     def is_over(self, transfer_id: str) -> bool:
         """Whether it was ours and has ended: a report that still has it is older."""
         return transfer_id in self._ended_s
 
-    def legs_since(self, place: str, since_s: float) -> Iterator[tuple[str, PrefillLeg]]:
-        """Those under way at a place that began at `since_s` or later, with their ids."""
+    def leg_reported(self, transfer_id: str) -> None:
+        """A report has this job: a later one without it says that it is over at its place."""
+        if transfer_id in self._legs:
+            self._reported.add(transfer_id)
+
+    def unreported(self, place: str, since_s: float) -> Iterator[tuple[str, PrefillLeg]]:
+        """Legs to a place that no report has had, begun at `since_s` or later, with their ids."""
         for transfer_id, leg in self._legs.items():
-            if leg.place == place and leg.begun_s >= since_s:
+            if leg.place == place and leg.begun_s >= since_s and transfer_id not in self._reported:
                 yield transfer_id, leg
 
     def landing(self, model: str) -> list[PrefillLeg]:

@@ -22,8 +22,9 @@ from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob
 from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
 
-SEEN_S: Final = 0.05
-"""A job that was sent so shortly before a report may be missing in it."""
+ON_THE_WAY_S: Final = 1.0
+"""A job that no report has had counts for so long, and a round trip, before a report is asked for:
+it may still be on its way. One that is missing for longer came and went between two reports."""
 LATE_FACTOR: Final = 2.0
 LATE_S: Final = 1.0
 """An engine that answers in one piece does so with the last token. A prompt counts as computed when
@@ -107,7 +108,7 @@ class SnapshotMaker:
                 threshold_tokens=threshold,
                 plan_threshold_tokens=self.thresholds.plan_tokens(name),
             )
-        jobs = self._jobs(source, name, profile, now_s)
+        jobs = self._jobs(source, name, profile, now_s, rtt_s=link.rtt_s)
         waiting = [job for job in jobs if not job.instance]
         ahead = self._before_newcomer(name, self._ahead(report, jobs), now_s)
         instances = self._instances(report.instances, name, jobs, now_s)
@@ -241,7 +242,13 @@ class SnapshotMaker:
         return [waiting[job.key] for job in order.ahead_of(new, now_s)]
 
     def _jobs(
-        self, source: Reported, place: str, profile: PrefillProfile, now_s: float
+        self,
+        source: Reported,
+        place: str,
+        profile: PrefillProfile,
+        now_s: float,
+        *,
+        rtt_s: float = 0.0,
     ) -> list[_Job]:
         """The cluster's jobs now; those that no report has yet count as waiting."""
         assert source.report is not None
@@ -259,12 +266,11 @@ class SnapshotMaker:
             for transfer_id, job in reported.items()
             if not self.ledger.is_over(transfer_id)
         ]
-        for transfer_id, leg in self.ledger.legs_since(place, source.at_s - SEEN_S):
-            if transfer_id not in reported:
-                age_s, prefill_s = now_s - leg.begun_s, _prefill_s(leg, profile)
-                jobs.append(
-                    _Job("", leg.model, leg.uncached_tokens, age_s, prefill_s, leg.priority)
-                )
+        for transfer_id in reported:
+            self.ledger.leg_reported(transfer_id)
+        for _, leg in self.ledger.unreported(place, source.at_s - rtt_s - ON_THE_WAY_S):
+            age_s, prefill_s = now_s - leg.begun_s, _prefill_s(leg, profile)
+            jobs.append(_Job("", leg.model, leg.uncached_tokens, age_s, prefill_s, leg.priority))
         return jobs
 
     def _filled(self, link: LinkView, jobs: Iterable[_Job]) -> LinkView:

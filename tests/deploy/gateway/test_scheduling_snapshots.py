@@ -94,11 +94,46 @@ def test_legs_count_once_whether_they_are_reported_or_not() -> None:
     assert (far.queued_tokens, far.instances[0].running_tokens) == (0, 1000)
 
 
-def test_a_leg_that_a_later_report_does_not_have_is_over_there() -> None:
+def test_a_leg_that_a_later_report_does_not_have_any_more_is_over_there() -> None:
+    region = Region()
+    region.far = report("far", instance("p0"), jobs=(job("a", instance="p0"),))
+    scheduler = taught(region)
+    scheduler.ledger.leg_begun("a", leg(region.at_s - 0.1))
+    assert far_of(scheduler).instances[0].running_tokens == 1000
+    region.far = report("far", instance("p0"))
+    region.at_s = region.now_s = region.now_s + 0.5
+    far = far_of(scheduler)
+    assert (far.queued_tokens, far.instances[0].running_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("sent_ago_s", [0.2, 1.0, 1.02])
+def test_a_burst_that_is_still_on_the_wire_waits_at_its_cluster(sent_ago_s: float) -> None:
+    """Reports are asked for over the same link: one may miss what was sent long before it."""
     region = Region()
     scheduler = taught(region)
-    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.0))
+    for number in range(6):
+        scheduler.ledger.leg_begun(str(number), leg(region.at_s - sent_ago_s, 100_000))
+    far = far_of(scheduler)
+    assert (far.num_queued, far.queued_tokens) == (4, 600_000)
+    assert far.queued_s == pytest.approx(600, rel=0.01)
+
+
+def test_a_leg_that_no_report_ever_had_was_quick() -> None:
+    region = Region()
+    scheduler = taught(region)
+    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.03))
     assert far_of(scheduler).queued_tokens == 0
+    region.links["far", "home"] = LinkView(available_bytes_per_s=1e9, rtt_s=0.04)
+    assert far_of(scheduler).queued_tokens == 1000
+
+
+def test_a_hand_off_that_no_report_has_had_counts_without_a_link() -> None:
+    region = Region()
+    region.home = report("home", instance("d0", "decode"), instance("p9", "prefill"))
+    scheduler = taught(region)
+    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.0, place=HAND_OFF))
+    scheduler.ledger.leg_begun("b", leg(region.at_s - 1.01, place=HAND_OFF))
+    assert scheduler.snapshot(MODEL).local.queued_tokens == 1000
 
 
 def test_a_leg_that_ended_since_the_report_is_no_work() -> None:
