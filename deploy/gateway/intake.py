@@ -49,9 +49,9 @@ class Intake:
         """
         started_s = time.monotonic()
         tenant = self._keys.check(request.headers.get("Authorization"))
-        async with self._limits.received(request) as body:
+        async with self._limits.received(request) as held:
             inbound = parse_request(
-                kind or kind_of(body), body, template_tokens=self._template_tokens
+                kind or kind_of(held.body), held.body, template_tokens=self._template_tokens
             )
             # What is learnt of a model must not depend on whether clients bother to name it.
             model = self._models.resolve(inbound.model)

@@ -1,4 +1,8 @@
-"""How many requests the gateway holds at a time, and how long their bodies may be.
+"""How many requests the gateway holds at a time, and how much memory their bodies may take.
+
+A body is charged as its bytes arrive, whatever its headers announce: what was only announced takes
+no memory, and what was not announced takes as much. A body that goes beyond a limit is given up at
+that byte, and its memory goes back at once.
 
 Counts what is in flight; a request too many is told when to come back, and once the gateway drains
 none is let in. Does not know what requests ask for, nor who sent them.
@@ -10,12 +14,25 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
 
 from aiohttp import web
 
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.turnstile import Turnstile
+
+SMALL_BODY_BYTES: Final = 64 << 10
+"""An order to the gateway itself is far shorter. No more than a connection buffers anyway."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A request that was let in; `nbytes` of its body are charged."""
+
+    body: bytes = b""
+    nbytes: int = 0
 
 
 class Limits:
@@ -36,6 +53,11 @@ class Limits:
         return self._num_in_flight
 
     @property
+    def num_body_bytes(self) -> int:
+        """What the bodies of requests in flight take, those still arriving included."""
+        return self._num_body_bytes
+
+    @property
     def is_draining(self) -> bool:
         """Whether no more requests are let in."""
         return self._is_draining
@@ -54,34 +76,58 @@ class Limits:
             raise ApiError(503, "shutting_down", "The gateway is shutting down.", retry_after_s=5)
 
     @asynccontextmanager
-    async def received(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The body of a request, which counts towards the limits meanwhile. Raises `ApiError`."""
+    async def received(self, request: web.Request) -> AsyncIterator[Held]:
+        """A request with its whole body; both count towards the limits meanwhile.
+
+        Raises `ApiError`: 415, 413 or 429 by its headers, 400, 408, 413 or 429 while it arrives.
+        """
         self._let_in(request)
-        nbytes, started_s = request.content_length or 0, time.monotonic()
-        self._count(+1, nbytes)
+        held, started_s = Held(), time.monotonic()
+        self._num_in_flight += 1
+        self._idle.clear()
         try:
-            body = await self.read_body(request)
-            self._num_body_bytes += len(body) - nbytes
-            nbytes = len(body)
-            yield body
+            held.body = await self._read(request, self._config.max_body_bytes, held)
+            yield held
         finally:
             self._turnstile.ended(time.monotonic() - started_s)
-            self._count(-1, -nbytes)
+            self._num_body_bytes -= held.nbytes
+            self._num_in_flight -= 1
+            if not self._num_in_flight:
+                self._idle.set()
 
-    async def read_body(self, request: web.Request) -> bytes:
-        """A body, counted nowhere. Raises `ApiError` 400, 408 or 413."""
+    async def read_small(self, request: web.Request) -> bytes:
+        """A body of at most `SMALL_BODY_BYTES`, counted nowhere. `ApiError` 400, 408 or 413."""
+        return await self._read(request, SMALL_BODY_BYTES, None)
+
+    async def _read(self, request: web.Request, max_bytes: int, held: Held | None) -> bytes:
         try:
             if request.content.is_eof():
                 # All of it is here already: the usual case, and timers cost more than reading.
-                return await request.read()
+                return await self._read_all(request, max_bytes, held)
             async with asyncio.timeout(self._config.timeouts.body_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise self._too_large() from None
+                return await self._read_all(request, max_bytes, held)
         except TimeoutError:
-            raise ApiError(408, "body_timeout", "The body did not arrive in time.") from None
+            message = f"The body did not arrive within {self._config.timeouts.body_s:g} s."
+            raise ApiError(408, "body_timeout", message) from None
         except (web.RequestPayloadError, ValueError) as error:
             raise ApiError(400, "unreadable_body", f"The body cannot be read: {error}") from error
+
+    async def _read_all(self, request: web.Request, max_bytes: int, held: Held | None) -> bytes:
+        body = bytearray()
+        while chunk := await request.content.readany():
+            if len(body) + len(chunk) > max_bytes:
+                raise _too_large(max_bytes, "max_body_bytes" if held is not None else "")
+            if held is not None:
+                self._charge(held, len(chunk))
+            # One buffer and not a list of chunks: a list of tiny ones takes many times their bytes.
+            body += chunk
+        return bytes(body)
+
+    def _charge(self, held: Held, nbytes: int) -> None:
+        """Count bytes that have arrived. Raises `ApiError` 429 when all bodies take too much."""
+        held.nbytes += nbytes
+        self._num_body_bytes += nbytes
+        self._check_memory(0)
 
     def _let_in(self, request: web.Request) -> None:
         """By what its headers say. Raises `ApiError`."""
@@ -90,30 +136,34 @@ class Limits:
             raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
         nbytes = request.content_length or 0
         if nbytes > self._config.max_body_bytes:
-            raise self._too_large()
-        self._check_room(nbytes)
-
-    def _check_room(self, nbytes: int) -> None:
-        too_many_bytes = self._num_body_bytes + nbytes - self._config.max_buffered_bytes
+            raise _too_large(self._config.max_body_bytes, "max_body_bytes")
         if self._num_in_flight >= self._config.max_in_flight:
-            message = f"{self._num_in_flight} requests are being served, which is the limit here."
-            share = 1 / self._num_in_flight
-        elif too_many_bytes > 0:
-            message = "The bodies of the requests being served take all the memory set apart."
-            share = too_many_bytes / self._num_body_bytes
-        else:
+            message = (
+                f"{self._num_in_flight} requests are being served, which is the limit here "
+                "(max_in_flight)."
+            )
+            raise self._turned_away(message, 1 / self._num_in_flight)
+        self._check_memory(nbytes)
+
+    def _check_memory(self, nbytes: int) -> None:
+        """Whether `nbytes` more may be buffered. Raises `ApiError` 429."""
+        limit = self._config.max_buffered_bytes
+        too_many_bytes = self._num_body_bytes + nbytes - limit
+        if too_many_bytes <= 0:
             return
+        message = (
+            f"The bodies of the requests being served take all the memory set apart for them, "
+            f"{limit} bytes (max_buffered_bytes)."
+        )
+        raise self._turned_away(message, too_many_bytes / self._num_body_bytes)
+
+    def _turned_away(self, message: str, share: float) -> ApiError:
         retry_after_s = self._turnstile.turned_away(share, time.monotonic())
-        raise ApiError(429, "too_many_requests", message, retry_after_s=retry_after_s)
+        message += f" Send it again after {retry_after_s} s."
+        return ApiError(429, "too_many_requests", message, retry_after_s=retry_after_s)
 
-    def _count(self, num_requests: int, nbytes: int) -> None:
-        self._num_in_flight += num_requests
-        self._num_body_bytes += nbytes
-        if self._num_in_flight:
-            self._idle.clear()
-        else:
-            self._idle.set()
 
-    def _too_large(self) -> ApiError:
-        limit = self._config.max_body_bytes
-        return ApiError(413, "body_too_large", f"The body is longer than {limit} bytes.")
+def _too_large(max_bytes: int, setting: str) -> ApiError:
+    named = f" ({setting})" if setting else ""
+    message = f"The body is longer than {max_bytes} bytes, the limit here{named}. Send less."
+    return ApiError(413, "body_too_large", message)

@@ -144,6 +144,7 @@ class Pages:
         return {
             "threshold_tokens": sources.config.threshold_tokens,
             "in_flight": sources.limits.num_in_flight,
+            "buffered_bytes": sources.limits.num_body_bytes,
             "settling": len(sources.background),
             "links": sources.link_names,
             "thresholds": sources.scheduler.thresholds_now(),
@@ -191,7 +192,7 @@ class Pages:
         """POST /v1/pd_role. Changes something: where there are keys, it takes an operator's."""
         self._from.keys.check_operator(_authorization(request))
         self._from.limits.check_accepting()
-        body = await self._from.limits.read_body(request)
+        body = await self._from.limits.read_small(request)
         status, role = await self._from.roles.change(body, request.query)
         return _json(role, status)
 

@@ -18,6 +18,8 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 _KEEP_ALIVE_S: Final = 75.0
 _LAST_WORDS_S: Final = 0.5
+_LINGER_S: Final = 2.0
+"""A client that is refused while it still sends may go on for so long, to read the answer."""
 
 
 async def serve_gateway(
@@ -49,6 +51,7 @@ async def start_server(gateway: Gateway) -> web.AppRunner:
         keepalive_timeout=_KEEP_ALIVE_S,
         # Draining has been done before: what still runs is cut off.
         shutdown_timeout=_LAST_WORDS_S,
+        lingering_time=_LINGER_S,
     )
     await runner.setup()
     try:

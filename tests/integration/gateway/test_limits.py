@@ -239,6 +239,89 @@ async def test_bodies_together_are_bounded(open_region: Any) -> None:
         assert (await region.post(big))[0] == 200
 
 
+async def buffered_bytes(region: Any) -> int:
+    async with region.session.get(region.url + "/prfaas/region") as response:
+        return int((await response.json())["buffered_bytes"])
+
+
+class Upload:
+    """A chunked body that is sent as slowly as a test likes, its first byte at once."""
+
+    def __init__(self, region: Any) -> None:
+        self._chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.send(b" ")
+        headers = {"Content-Type": "application/json"}
+        self._answer = asyncio.create_task(self._post(region, headers))
+
+    def send(self, chunk: bytes) -> None:
+        self._chunks.put_nowait(chunk)
+
+    async def end(self) -> int:
+        """Its status; 0 when the gateway cut it off before it was heard."""
+        self._chunks.put_nowait(None)
+        return await asyncio.wait_for(self._answer, 10)
+
+    async def ended(self) -> int:
+        """The same of a body whose end is not sent."""
+        return await asyncio.wait_for(asyncio.shield(self._answer), 10)
+
+    async def _post(self, region: Any, headers: dict[str, str]) -> int:
+        async def body() -> Any:
+            while (chunk := await self._chunks.get()) is not None:
+                yield chunk
+
+        try:
+            url = region.url + "/v1/completions"
+            async with region.session.post(url, data=body(), headers=headers) as response:
+                error_of(await response.read())
+                return int(response.status)
+        except aiohttp.ClientError:
+            return 0
+
+
+async def test_chunked_uploads_together_are_bounded(open_region: Any) -> None:
+    limit = 1 << 20
+    async with open_region(max_body_bytes=limit, max_buffered_bytes=limit) as region:
+        uploads = [Upload(region) for _ in range(40)]
+        await region.until(lambda: region.gateway.num_in_flight == 40)
+        most = 0
+        for _ in range(8):
+            for upload in uploads:
+                upload.send(b" " * 20_000)
+            for _ in range(5):
+                most = max(most, await buffered_bytes(region))
+        # Together they would be 6.4 MB. Those that are let through are refused for what they say.
+        statuses = [await upload.end() for upload in uploads]
+        assert 0 < most <= limit
+        assert statuses.count(429) >= 20
+        assert statuses.count(400) >= 2
+        assert set(statuses) <= {429, 400, 0}
+        assert await buffered_bytes(region) == 0
+        assert (await region.post(SHORT))[0] == 200
+        assert region.gateway.num_in_flight == 0
+
+
+async def test_a_chunked_body_is_cut_off_while_it_arrives(open_region: Any) -> None:
+    async with open_region(max_body_bytes=100_000) as region:
+        upload = Upload(region)
+        for _ in range(11):
+            upload.send(b" " * 10_000)
+        # Its end is never sent.
+        assert await upload.ended() == 413
+        await region.until(lambda: region.gateway.num_in_flight == 0)
+        assert await buffered_bytes(region) == 0
+
+
+async def test_uploads_that_trickle_are_given_up(open_region: Any) -> None:
+    async with open_region(max_in_flight=8, timeouts={"body_s": 2.0}) as region:
+        uploads = [Upload(region) for _ in range(8)]
+        await region.until(lambda: region.gateway.num_in_flight == 8)
+        assert (await region.post(SHORT))[0] == 429
+        assert [await upload.ended() for upload in uploads] == [408] * 8
+        assert await buffered_bytes(region) == 0
+        assert (await region.post(SHORT))[0] == 200
+
+
 async def test_an_error_carries_the_request_id(region: Any) -> None:
     _, headers, _ = await region.post({"model": "huge"}, headers={"X-Request-Id": "mine"})
     assert headers["x-request-id"] == "mine"
