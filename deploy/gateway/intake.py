@@ -55,10 +55,14 @@ class Intake:
             )
             # What is learnt of a model must not depend on whether clients bother to name it.
             model = self._models.resolve(inbound.model)
-            yield open_exchange(
+            exchange = open_exchange(
                 msgspec.structs.replace(inbound, model=model),
                 request.headers,
                 metrics=self._metrics,
                 started_s=started_s,
                 tenant=tenant,
             )
+            try:
+                yield exchange
+            finally:
+                held.is_served = bool(exchange.record.decode_instance)

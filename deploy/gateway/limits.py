@@ -29,10 +29,13 @@ SMALL_BODY_BYTES: Final = 64 << 10
 
 @dataclass(slots=True)
 class Held:
-    """A request that was let in; `nbytes` of its body are charged."""
+    """A request that was let in. `nbytes` of its body are charged; `is_served` once an engine was
+    given it: only then the time it is held says when places fall free.
+    """
 
     body: bytes = b""
     nbytes: int = 0
+    is_served: bool = False
 
 
 class Limits:
@@ -89,7 +92,8 @@ class Limits:
             held.body = await self._read(request, self._config.max_body_bytes, held)
             yield held
         finally:
-            self._turnstile.ended(time.monotonic() - started_s)
+            if held.is_served:
+                self._turnstile.ended(time.monotonic() - started_s)
             self._num_body_bytes -= held.nbytes
             self._num_in_flight -= 1
             if not self._num_in_flight:

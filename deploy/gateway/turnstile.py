@@ -25,7 +25,9 @@ class Turnstile:
         self._last_s = -math.inf
 
     def ended(self, held_s: float) -> None:
-        """A request gave its place back after so long."""
+        """A request that was served gave its place back after so long. One that was refused tells
+        nothing about when the others end.
+        """
         self._num_ended += 1
         gain = max(self.GAIN, 1 / self._num_ended)
         self._held_s += gain * (held_s - self._held_s)

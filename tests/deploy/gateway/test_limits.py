@@ -200,3 +200,27 @@ async def test_an_order_to_the_gateway_is_short() -> None:
         await held.read_small(cast(web.Request, request))
     assert refused.value.status == 413
     assert request.content.num_read == SMALL_BODY_BYTES + 1024
+
+
+async def test_requests_that_no_engine_was_given_do_not_shorten_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("deploy.gateway.limits.time.monotonic", lambda: now_s[0])
+    held = limits(max_in_flight=1)
+
+    def whole() -> Request:
+        request = Request()
+        request.content.feed(b"{}")
+        request.content.end()
+        return request
+
+    async with held.received(cast(web.Request, whole())) as received:
+        received.is_served = True
+        now_s[0] += 20.0
+    for _ in range(100):
+        assert await hold(held, whole()) == 2
+    async with held.received(cast(web.Request, whole())):
+        with pytest.raises(ApiError) as refused:
+            await hold(held, whole())
+    assert refused.value.retry_after_s == 20
