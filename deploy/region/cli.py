@@ -26,6 +26,7 @@ from deploy.region.file_cli import FileArgument, SetOption, load_or_exit
 from deploy.region.rundir import (
     RegionState,
     RunDirectoryError,
+    RunLock,
     default_base,
     known_runs,
     read_state,
@@ -119,8 +120,7 @@ def down_command(
         if time.monotonic() > deadline_s:
             fail(f"region {state.region} still runs after {timeout_s:g} s", 1)
         time.sleep(0.05)
-    _discard_arenas(state, root)
-    remove_leftovers(root)
+    clean_up(state, root)
     typer.echo(f"region {state.region} is down")
 
 
@@ -146,8 +146,21 @@ def _read(root: Path) -> RegionState | None:
         fail(str(error), 1)
 
 
+def clean_up(state: RegionState, root: Path) -> None:
+    """Remove what a launcher that was killed could not, unless a new one owns `root` by now."""
+    try:
+        lock = RunLock(root)
+    except RunDirectoryError:
+        return
+    try:
+        _discard_arenas(state, root)
+        remove_leftovers(root)
+    finally:
+        lock.release()
+
+
 def _discard_arenas(state: RegionState, root: Path) -> None:
-    """What a launcher that was killed could not discard itself."""
+    """The arenas that the agents of a killed launcher kept."""
     from deploy.region.arenas import discard_arenas
     from deploy.region.spec import RegionSpec
 

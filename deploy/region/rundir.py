@@ -111,21 +111,35 @@ class RunLock:
         """Create `root` and lock it. RunDirectoryError if another launcher has it."""
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = (root / "lock").open("w")
-        except OSError as error:
-            raise RunDirectoryError(f"cannot use {root}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
+            self._file = _open_locked(root / "lock")
+        except BlockingIOError as error:
             message = f"a region already runs in {root}; `prfaas down` it or give --run-dir"
             raise RunDirectoryError(message) from error
+        except OSError as error:
+            raise RunDirectoryError(f"cannot use {root}: {error.strerror}") from error
         self._root = root
 
     def release(self) -> None:
+        # Unlinked while it is held: once the lock is free, the name may be another owner's file.
         with suppress(FileNotFoundError):
             (self._root / "lock").unlink()
         self._file.close()
+
+
+def _open_locked(path: Path) -> IO[str]:
+    """The file, locked. Raises BlockingIOError when somebody holds it, other OSErrors."""
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+        except OSError:
+            file.close()
+            raise
+        # Its owner removed it after we had opened it. Whoever comes next makes a new file, so this
+        # one's lock keeps nobody out.
+        file.close()
 
 
 def open_run_directory(root: Path) -> RunDirectory:

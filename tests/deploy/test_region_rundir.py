@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
 
+from deploy.region.cli import clean_up
 from deploy.region.rundir import (
     RegionState,
     RunDirectoryError,
@@ -63,6 +67,64 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
         RunLock(tmp_path)
     lock.release()
     RunLock(tmp_path).release()
+
+
+def test_who_opened_a_lock_that_was_then_removed_has_the_one_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunLock(tmp_path)
+    flock = fcntl.flock
+
+    def flock_late(file: IO[str], operation: int) -> None:
+        # Between the second owner's open and its lock the first one is done.
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.release()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    second = RunLock(tmp_path)
+    with pytest.raises(RunDirectoryError, match="already runs"):
+        RunLock(tmp_path)
+    second.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_many_at_once_one_owns_it(tmp_path: Path) -> None:
+    num_owners, num_won, both = [0], [0], threading.Event()
+
+    def contend() -> None:
+        for _ in range(300):
+            try:
+                lock = RunLock(tmp_path)
+            except RunDirectoryError:
+                continue
+            num_owners[0] += 1
+            num_won[0] += 1
+            if num_owners[0] != 1:
+                both.set()
+            os.sched_yield()
+            num_owners[0] -= 1
+            lock.release()
+
+    threads = [threading.Thread(target=contend) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert num_won[0] > 0
+    assert not both.is_set()
+
+
+def test_down_leaves_alone_what_was_started_meanwhile(tmp_path: Path) -> None:
+    left = state(1, 0.0)
+    directory = open_run_directory(tmp_path)
+    directory.write_state(left)
+    lock = RunLock(tmp_path)
+    clean_up(left, tmp_path)
+    assert read_state(tmp_path) == left
+    lock.release()
+    clean_up(left, tmp_path)
+    assert os.listdir(tmp_path) == ["logs"]
 
 
 def test_long_directories_keep_their_sockets_elsewhere(tmp_path: Path) -> None:
