@@ -152,6 +152,15 @@ class KVLayout(msgspec.Struct, frozen=True):
         name = (model if cache == "auto" else cache).removeprefix("torch.")
         return _ELEMENTS.get(name, "bytes")
 
+    @property
+    def block_bytes(self) -> int:
+        """Data bytes of one block of an engine's KV memory, on all ranks. vLLM takes the blocks of
+        all groups from one pool, so that each has room for one of the largest group.
+        """
+        return self.tp_size * max(
+            sum(layer.page_bytes for layer in group.layers) for group in self.groups
+        )
+
     def rank_bytes(self, num_tokens: int, cached_tokens: int = 0) -> int:
         """Bytes of one rank's share of a transfer of `num_tokens`."""
         return sum(group.bytes_for(num_tokens, cached_tokens) for group in self.groups)

@@ -132,6 +132,7 @@ class InstanceBook:
                 instance.layout.describe(),
                 instance.fingerprint.hex(),
                 instance.cache,
+                instance.layout.block_bytes,
             )
             for name, instance in sorted(self._instances.items())
         ]

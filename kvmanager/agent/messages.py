@@ -171,7 +171,9 @@ class CacheModel(msgspec.Struct, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine instance and its connections. `cache` None: it does not use the prefix cache."""
+    """One engine instance and its connections. `cache` None: it does not use the prefix cache.
+    `kv_block_bytes` is what one block of the engine's own KV memory holds, on all ranks.
+    """
 
     instance: str
     num_connections: int
@@ -179,6 +181,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     layout: str
     layout_fingerprint: str
     cache: CacheModel | None = None
+    kv_block_bytes: int = 0
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

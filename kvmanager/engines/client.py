@@ -17,13 +17,17 @@ from kvmanager.engines.errors import EngineRefused, EngineUnreachable
 CHAT_RENDER: Final = "/v1/chat/completions/render"
 COMPLETION_RENDER: Final = "/v1/completions/render"
 
-_GAUGES: Final = {
-    "vllm:num_requests_running": "num_running",
-    "vllm:num_requests_waiting": "num_waiting",
-    "vllm:kv_cache_usage_perc": "kv_usage",
-}
+_RUNNING: Final = "vllm:num_requests_running"
+_WAITING: Final = "vllm:num_requests_waiting"
+_BY_REASON: Final = "vllm:num_requests_waiting_by_reason"
+_KV_USAGE: Final = "vllm:kv_cache_usage_perc"
 _SAMPLE: Final = re.compile(
-    rf"^({'|'.join(_GAUGES)})(?:\{{[^\n]*\}})? ([0-9.eE+-]+)$", re.MULTILINE
+    rf"^({_RUNNING}|{_WAITING}|{_BY_REASON}|{_KV_USAGE})(\{{[^\n]*\}})? ([0-9.eE+-]+)$",
+    re.MULTILINE,
+)
+_DEFERRED: Final = 'reason="deferred"'
+_KV_BLOCKS: Final = re.compile(
+    r'^vllm:cache_config_info\{[^\n]*\bnum_gpu_blocks="([0-9]+)"', re.MULTILINE
 )
 
 
@@ -45,11 +49,16 @@ class EnginePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests in the engine, from its metrics. `kv_usage` is the share (0..1) of KV blocks."""
+    """Requests in the engine, from its metrics. Of those that wait, `num_deferred` wait for
+    something to arrive, such as their KVCache, and not for room. `kv_usage` is the share (0..1) of
+    its `num_kv_blocks` in use; 0 blocks: it does not say.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
     kv_usage: float = 0.0
+    num_kv_blocks: int = 0
 
 
 class _Rendered(msgspec.Struct):
@@ -190,18 +199,20 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
 
 def parse_load(metrics_text: str) -> EngineLoad:
     """Sum the gauges of all of an engine's ranks; `kv_usage` is the fullest rank's."""
-    counts = {"num_running": 0.0, "num_waiting": 0.0}
+    counts = {_RUNNING: 0.0, _WAITING: 0.0, _BY_REASON: 0.0}
     kv_usage = 0.0
-    for name, value in _SAMPLE.findall(metrics_text):
-        key = _GAUGES[name]
-        if key == "kv_usage":
+    for name, labels, value in _SAMPLE.findall(metrics_text):
+        if name == _KV_USAGE:
             kv_usage = max(kv_usage, float(value))
-        else:
-            counts[key] += float(value)
+        elif name != _BY_REASON or _DEFERRED in labels:
+            counts[name] += float(value)
     return EngineLoad(
-        num_running=int(counts["num_running"]),
-        num_waiting=int(counts["num_waiting"]),
+        num_running=int(counts[_RUNNING]),
+        num_waiting=int(counts[_WAITING]),
+        num_deferred=int(counts[_BY_REASON]),
         kv_usage=kv_usage,
+        # Every rank says how many all of them have.
+        num_kv_blocks=max(map(int, _KV_BLOCKS.findall(metrics_text)), default=0),
     )
 
 

@@ -108,6 +108,11 @@ class Instance:
         self.load = LoadEstimate()
         self.engine_load: EngineLoad | None = None
         """What the engine's metrics said last; None where they are not read."""
+        self.looked_at_s = 0.0
+        """When they were asked for (monotonic)."""
+        self.kv_block_bytes = 0
+        self.landing_free_bytes: int | None = None
+        """As the agent said last."""
         self.cache: CacheModel | None = None
         """How the engine's prompts are cached at its node, as the agent said last."""
         self.draining = False
@@ -146,6 +151,7 @@ class Instance:
 
     def report(self, running: int) -> InstanceReport:
         """For a cluster report; `running` is the front's own count."""
+        load = self.engine_load
         return InstanceReport(
             name=self.name,
             role=self.role,
@@ -162,9 +168,19 @@ class Instance:
             node_name=self.spec.node or self.spec.agent,
             cache=self.cache,
             decode_slots=self.spec.decode_slots,
-            num_waiting=0 if self.engine_load is None else self.engine_load.num_waiting,
-            kv_usage=None if self.engine_load is None else self.engine_load.kv_usage,
+            looked_s=0.0 if load is None else max(0.0, time.monotonic() - self.looked_at_s),
+            num_running=0 if load is None else load.num_running,
+            num_waiting=0 if load is None else load.num_waiting - load.num_deferred,
+            kv_usage=None if load is None else load.kv_usage,
+            kv_total_bytes=self._kv_total_bytes(),
+            landing_free_bytes=self.landing_free_bytes,
         )
+
+    def _kv_total_bytes(self) -> int | None:
+        """The engine says how many blocks it has, its agent how big they are."""
+        num_blocks = 0 if self.engine_load is None else self.engine_load.num_kv_blocks
+        # One of them is vLLM's null block, which holds nothing.
+        return (num_blocks - 1) * self.kv_block_bytes or None if num_blocks else None
 
 
 class Instances:
@@ -317,12 +333,12 @@ class Instances:
                 f"{instance.spec.engine_url} does not answer"
             )
         if self._config.poll_load:
-            started = instance.load.poll_starts()
+            started, asked_s = instance.load.poll_starts(), time.monotonic()
             try:
                 load = await instance.http.load(timeout_s)
             except EngineError as error:
                 return instance.engine_health.probe_failed(str(error))
-            instance.engine_load = load
+            instance.engine_load, instance.looked_at_s = load, asked_s
             instance.load.polled(load.num_running + load.num_waiting, started)
         return instance.engine_health.probe_succeeded()
 
@@ -337,5 +353,7 @@ class Instances:
             return instance.agent_health.probe_failed(
                 f"{instance.spec.agent} has no connection from an engine called {instance.name}"
             )
-        instance.cache = engine.cache
+        instance.cache, instance.kv_block_bytes = engine.cache, engine.kv_block_bytes
+        room_bytes = status.landing_cap_bytes - status.landing_bytes
+        instance.landing_free_bytes = max(0, min(status.free_bytes, room_bytes))
         return instance.agent_health.probe_succeeded()

@@ -108,8 +108,12 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     `node` is its node agent's control address, `node_name` what people call it; `cache` how its
     prompts are cached there, None when they are not or it is not known yet. `role_epoch` numbers
     the orders that gave it its role, `role_ready` is False while it changes. `decode_slots` is how
-    many requests it decodes at a time, `num_waiting` how many wait inside the engine and `kv_usage`
-    the share of its KV memory in use at the last look; None where nobody looks.
+    many requests it decodes at a time.
+
+    The engine's own numbers are those of the last look at it, `looked_s` before this report: how
+    many requests its batch has (`num_running`), how many wait for room in it (`num_waiting`), and
+    the share in use (`kv_usage`, None where nobody looks) of its KV memory (`kv_total_bytes`, None
+    where that is not known). `landing_free_bytes` is what its node has left for landings.
     """
 
     name: str
@@ -127,8 +131,12 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     role_epoch: int = 0
     role_ready: bool = True
     decode_slots: int = 0
+    looked_s: float = 0.0
+    num_running: int = 0
     num_waiting: int = 0
     kv_usage: float | None = None
+    kv_total_bytes: int | None = None
+    landing_free_bytes: int | None = None
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -87,11 +87,14 @@ class FakeAgent:
 
     `outbox_room`, `landing_room`: how many of each it has memory for. `renewals` counts calls,
     `num_awaiting` those that wait for an end now. `cached_tokens`: what landings with block keys
-    build on; `cache_model`: how its engines say that they cache.
+    build on; `cache_model`: how its engines say that they cache; `kv_block_bytes`: what a block of
+    theirs holds. `landing_bytes` of its 1 MiB hold landings, as it says.
     """
 
     def __init__(self, *instances: str) -> None:
         self.instances = list(instances)
+        self.kv_block_bytes = 0
+        self.landing_bytes = 0
         self.outboxes: dict[str, _End] = {}
         self.landings: dict[str, Reserve] = {}
         self.num_awaiting = 0
@@ -207,7 +210,7 @@ class FakeAgent:
 
     async def _status(self, _request: Status) -> StatusReply:
         engines = [
-            EngineStatus(name, 2, 1, "fake", FINGERPRINT, self.cache_model)
+            EngineStatus(name, 2, 1, "fake", FINGERPRINT, self.cache_model, self.kv_block_bytes)
             for name in self.instances
         ]
         return StatusReply(
@@ -215,7 +218,7 @@ class FakeAgent:
             arena_bytes=1 << 20,
             block_bytes=1 << 16,
             free_bytes=1 << 20,
-            landing_bytes=0,
+            landing_bytes=self.landing_bytes,
             landing_cap_bytes=1 << 20,
             outbox_bytes=0,
             num_landings={},
@@ -238,7 +241,8 @@ class FakeEngine:
 
     Clear `may_answer` to let requests hang; `status` other than 200 refuses them;
     `before_answer` sees each body first. `requests` are the bodies seen, `running` what has not
-    been answered, `num_aborted` connections closed early.
+    been answered, `num_aborted` connections closed early. Its metrics tell of `waiting` requests,
+    `deferred` ones among them, and of KV blocks.
     """
 
     def __init__(self, agent: FakeAgent | None = None) -> None:
@@ -249,6 +253,9 @@ class FakeEngine:
         self.status = 200
         self.healthy = True
         self.waiting = 0
+        self.deferred = 0
+        self.kv_usage = 0.0
+        self.num_kv_blocks: int | None = None
         self.completes_transfer = True
         self.before_answer: Callable[[dict[str, Any]], None] | None = None
         self.may_answer = asyncio.Event()
@@ -299,6 +306,9 @@ class FakeEngine:
         return web.Response(
             text=f'vllm:num_requests_running{{engine="0"}} {float(self.running)}\n'
             f'vllm:num_requests_waiting{{engine="0"}} {float(self.waiting)}\n'
+            f'vllm:num_requests_waiting_by_reason{{engine="0",reason="deferred"}} {self.deferred}\n'
+            f'vllm:kv_cache_usage_perc{{engine="0"}} {self.kv_usage}\n'
+            f'vllm:cache_config_info{{engine="0",num_gpu_blocks="{self.num_kv_blocks}"}} 1.0\n'
         )
 
     async def _render(self, request: web.Request) -> web.Response:

@@ -177,11 +177,23 @@ async def test_reports_say_where_and_how_prompts_are_cached(rig: Rig) -> None:
 
 
 async def test_reports_say_how_full_engines_are(rig: Rig) -> None:
-    rig.engines["d0"].waiting = 3
+    rig.engines["d0"].waiting, rig.engines["d0"].deferred = 3, 2
+    rig.engines["d0"].kv_usage, rig.engines["d0"].num_kv_blocks = 0.75, 101
+    rig.nodes[0].kv_block_bytes, rig.nodes[0].landing_bytes = 4096, 1_000_000
     await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 3)
+    await eventually(
+        lambda: rig.embedded._instances.by_name["d0"].landing_free_bytes == (1 << 20) - 1_000_000
+    )
     reports = {item.name: item for item in (await rig.front.report()).instances}
-    assert (reports["d0"].num_waiting, reports["d1"].num_waiting) == (3, 0)
-    assert (reports["d0"].kv_usage, reports["d0"].decode_slots) == (0.0, 256)
+    d0, d1 = reports["d0"], reports["d1"]
+    assert (d0.running, d0.num_running, d0.decode_slots) == (3, 0, 256)
+    # Two of three that wait do so for their KVCache, which no room would help.
+    assert (d0.num_waiting, d1.num_waiting) == (1, 0)
+    # vLLM keeps one block for itself.
+    assert (d0.kv_usage, d0.kv_total_bytes) == (0.75, 100 * 4096)
+    assert (d1.kv_usage, d1.kv_total_bytes) == (0.0, None)
+    assert (d0.landing_free_bytes, d1.landing_free_bytes) == ((1 << 20) - 1_000_000, 1 << 20)
+    assert 0 <= d0.looked_s < 10
 
 
 async def test_a_full_node_leads_to_the_other_and_two_to_no_room(rig: Rig) -> None:

@@ -43,6 +43,7 @@ class TestInstances:
         peer = book.join(2, hello("a", PAIR, 1))
         assert (peer.tp_rank, peer.tp_size) == (1, 2)
         assert [(e.instance, e.num_connections) for e in book.describe()] == [("a", 2)]
+        assert book.describe()[0].kv_block_bytes == PAIR.block_bytes
 
     def test_the_last_one_takes_the_layout_along(self) -> None:
         book = InstanceBook()

@@ -11,13 +11,22 @@ vllm:num_requests_running{engine="0",model_name="tiny"} 2.0
 vllm:num_requests_running{engine="1",model_name="tiny"} 1.0
 vllm:num_requests_waiting{engine="0",model_name="tiny"} 4.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 3.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="deferred"} 1.0
 vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 7.5e-01
+vllm:cache_config_info{num_gpu_blocks="4567",num_gpu_blocks_override="9",engine="0"} 1.0
+vllm:cache_config_info{num_gpu_blocks="4567",num_gpu_blocks_override="9",engine="1"} 1.0
 """
 
 
 def test_metrics_of_all_ranks_are_added_up() -> None:
-    assert parse_load(METRICS) == EngineLoad(num_running=3, num_waiting=4, kv_usage=0.75)
+    assert parse_load(METRICS) == EngineLoad(
+        num_running=3, num_waiting=4, num_deferred=1, kv_usage=0.75, num_kv_blocks=4567
+    )
+
+
+def test_an_engine_that_does_not_know_its_blocks_yet_says_none() -> None:
+    assert parse_load(METRICS.replace("4567", "None")).num_kv_blocks == 0
 
 
 def test_other_text_means_no_load() -> None:

@@ -50,6 +50,11 @@ def test_recurrent_moves_one_state() -> None:
     assert RECURRENT.bytes_for(1) == RECURRENT.bytes_for(9999) == 2 * 777
 
 
+def test_a_block_of_the_engines_pool_has_room_for_the_largest_group() -> None:
+    assert layout(WINDOW, FULL, RECURRENT).block_bytes == 2000
+    assert layout(RECURRENT, WINDOW, tp_size=2).block_bytes == 2 * 1554
+
+
 @given(st.integers(1, 3000), st.integers(1, 4))
 def test_extents_tile_the_transfer(num_tokens: int, tp_size: int) -> None:
     whole = layout(FULL, WINDOW, RECURRENT, tp_size=tp_size)
