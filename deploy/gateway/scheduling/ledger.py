@@ -51,7 +51,8 @@ class Ledger:
     def __init__(self) -> None:
         self._legs: dict[str, PrefillLeg] = {}  # under way
         self._reported: set[str] = set()  # those of them that a report has had
-        self._ended_s: dict[str, float] = {}  # when others were over, the earliest first
+        # When others were over, the earliest first, and what they were.
+        self._ended: dict[str, tuple[float, PrefillLeg]] = {}
         self._direct: dict[int, DirectPrompt] = {}
         self._num_direct = 0
         self._last_end_s: dict[tuple[str, str], float] = {}
@@ -86,14 +87,14 @@ class Ledger:
 
     def leg_over(self, transfer_id: str, now_s: float) -> None:
         """Nothing of it waits or runs any more. Idempotent."""
-        if self._legs.pop(transfer_id, None) is not None:
-            self._ended_s[transfer_id] = now_s
+        if (leg := self._legs.pop(transfer_id, None)) is not None:
+            self._ended[transfer_id] = now_s, leg
             self._reported.discard(transfer_id)
         self._forget(now_s)
 
     def is_over(self, transfer_id: str) -> bool:
         """Whether it was ours and has ended: a report that still has it is older."""
-        return transfer_id in self._ended_s
+        return transfer_id in self._ended
 
     def leg_reported(self, transfer_id: str) -> None:
         """A report has this job: a later one without it says that it is over at its place."""
@@ -109,6 +110,17 @@ class Ledger:
     def landing(self, model: str) -> list[PrefillLeg]:
         """All that will decode for a model in the PD cluster once they have landed."""
         return [leg for leg in self._legs.values() if leg.model == model]
+
+    def kv_bytes_ended_since(self, model: str, since_s: float) -> float:
+        """KVCache of the legs that ended since then: it has landed, or, as far as they failed, is
+        computed by an engine.
+        """
+        total = 0.0
+        for ended_s, leg in reversed(self._ended.values()):
+            if ended_s < since_s:
+                break
+            total += leg.kv_bytes if leg.model == model else 0.0
+        return total
 
     # ---- prompts of one engine
 
@@ -153,8 +165,8 @@ class Ledger:
         return len(self._legs) + len(self._direct)
 
     def _forget(self, now_s: float) -> None:
-        while self._ended_s:
-            transfer_id, ended_s = next(iter(self._ended_s.items()))
+        while self._ended:
+            transfer_id, (ended_s, _) = next(iter(self._ended.items()))
             if now_s - ended_s <= KEEP_ENDED_S:
                 return
-            del self._ended_s[transfer_id]
+            del self._ended[transfer_id]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from deploy.gateway.cached import serves
+from deploy.gateway.scheduling.decode_side import decode_view, landing_free_bytes
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import DirectPrompt, Ledger, PrefillLeg
 from deploy.gateway.scheduling.thresholds import Thresholds
@@ -20,7 +21,7 @@ from prfaas.queue_values import priority_class
 from scheduler.profiles import PrefillProfile
 from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob
 from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
-from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+from scheduler.views import ClusterView, InstanceView, LinkView, RegionSnapshot
 
 ON_THE_WAY_S: Final = 1.0
 """A job that no report has had counts for so long, and a round trip, before a report is asked for:
@@ -29,8 +30,6 @@ LATE_FACTOR: Final = 2.0
 LATE_S: Final = 1.0
 """An engine that answers in one piece does so with the last token. A prompt counts as computed when
 it is later than predicted by this factor and these seconds."""
-UNTOLD_SLOTS: Final = 1 << 20
-"""Of an instance whose front does not say how many requests it decodes at a time."""
 NO_LINK_KNOWN: Final = LinkView()
 """For a gateway that does not follow links: nothing speaks against using one."""
 
@@ -84,11 +83,20 @@ class SnapshotMaker:
         self, pd: Reported, prefill_clusters: Sequence[Reported], now_s: float
     ) -> RegionSnapshot:
         """The region at `now_s`."""
+        decoding = self._decoding(pd)
         return RegionSnapshot(
             taken_s=now_s,
             local=self._hand_off(pd, now_s),
             engines=self._engines(pd, now_s),
-            decode=self._decode(pd, now_s),
+            decode=decode_view(
+                decoding,
+                pd.at_s,
+                now_s,
+                model=self.model,
+                known=self.knowledge,
+                ledger=self.ledger,
+            ),
+            landing_free_bytes=landing_free_bytes(decoding),
             prefill_clusters=tuple(
                 self._prefill_cluster(source, pd.name, now_s) for source in prefill_clusters
             ),
@@ -291,28 +299,9 @@ class SnapshotMaker:
         )
         return replace(link, inflow_bytes_per_s=rate)
 
-    def _decode(self, pd: Reported, now_s: float) -> DecodeView:
-        report, known = pd.report, self.knowledge
-        if report is None:
-            return DecodeView(slots_total=0)
-        decoding = [
-            item for item in report.instances if item.role != "prefill" and serves(item, self.model)
-        ]
-        landing = self.ledger.landing(self.model)
-        slots = sum(item.decode_slots or UNTOLD_SLOTS for item in decoding)
-        num_requests = sum(item.running for item in decoding)
-        num_requests += self.ledger.change_since({item.name for item in decoding}, pd.at_s)
-        # Requests include those that wait for their landings.
-        num_decoding = max(0, num_requests - len(landing))
-        return DecodeView(
-            slots_total=slots,
-            slots_used=min(num_decoding, slots),
-            num_waiting=max(0, num_decoding - slots),
-            decode_s=known.decode_s or 0.0,
-            step_s=known.step_s or 0.0,
-            landing_s=tuple(sorted(max(0.0, leg.lands_at_s - now_s) for leg in landing)),
-            landing_kv_bytes=sum(leg.kv_bytes for leg in landing),
-        )
+    def _decoding(self, pd: Reported) -> list[InstanceReport]:
+        instances = () if pd.report is None else pd.report.instances
+        return [item for item in instances if item.role != "prefill" and serves(item, self.model)]
 
 
 def _prefill_s(job: JobReport | PrefillLeg, profile: PrefillProfile) -> float:

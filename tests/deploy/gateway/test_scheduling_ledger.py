@@ -70,7 +70,7 @@ def test_what_ended_is_forgotten_after_a_while() -> None:
         True,
         False,
     ]
-    assert len(ledger._ended_s) == KEEP_ENDED_S + 1
+    assert len(ledger._ended) == KEEP_ENDED_S + 1
     assert len(ledger) == 0
 
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_region_cases import MODEL, Region, instance, job, report, teach
 
+from deploy.gateway.scheduling.decode_side import UNTOLD_SLOTS
 from deploy.gateway.scheduling.ledger import DirectPrompt, PrefillLeg
 from deploy.gateway.scheduling.router import RegionScheduler
-from deploy.gateway.scheduling.snapshots import UNTOLD_SLOTS, Newcomer
+from deploy.gateway.scheduling.snapshots import Newcomer
 from scheduler.prediction import PrefillTask, predict
 from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.views import LinkView, RegionSnapshot

@@ -1,0 +1,85 @@
+"""The decode side of the PD cluster as routing and admission see it: slots, KV memory, landings.
+
+An engine that is out of KV memory decodes only what it holds, however many slots it has, and lets
+the rest wait inside. It says so in its metrics, which reports carry. Pure; time is an argument.
+Does not know links, prefill clusters or what is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from deploy.gateway.scheduling.knowledge import ModelKnowledge
+from deploy.gateway.scheduling.ledger import Ledger
+from kvmanager.engines.jobs import InstanceReport
+from scheduler.views import DecodeView
+
+UNTOLD_SLOTS: Final = 1 << 20
+"""Of an instance whose front does not say how many requests it decodes at a time."""
+FULL_SHARE: Final = 0.9
+"""Of an engine's KV memory. Requests that wait while less is in use wait for their turn to prefill:
+a step computes only so many tokens. While more is in use, they wait for memory."""
+
+
+def decode_view(
+    instances: Sequence[InstanceReport],
+    at_s: float,
+    now_s: float,
+    *,
+    model: str,
+    known: ModelKnowledge,
+    ledger: Ledger,
+) -> DecodeView:
+    """Those that decode for a model, reported at `at_s`, as one pool."""
+    landing = ledger.landing(model)
+    slots = sum(_num_slots(item) for item in instances)
+    num_requests = sum(item.running for item in instances)
+    num_requests += ledger.change_since({item.name for item in instances}, at_s)
+    # Requests include those that wait for their landings.
+    num_decoding = max(0, num_requests - len(landing))
+    kv_bytes, kv_total_bytes = _kv_memory(instances)
+    looked_at_s = at_s - max((item.looked_s for item in instances), default=0.0)
+    return DecodeView(
+        slots_total=slots,
+        slots_used=min(num_decoding, slots),
+        num_waiting=max(0, num_decoding - slots),
+        decode_s=known.decode_s or 0.0,
+        step_s=known.step_s or 0.0,
+        landing_s=tuple(sorted(max(0.0, leg.lands_at_s - now_s) for leg in landing)),
+        landing_kv_bytes=sum(leg.kv_bytes for leg in landing),
+        # What has landed since the engines were looked at is in their memory by now.
+        kv_bytes=kv_bytes + ledger.kv_bytes_ended_since(model, looked_at_s),
+        kv_total_bytes=kv_total_bytes,
+    )
+
+
+def landing_free_bytes(instances: Sequence[InstanceReport]) -> int | None:
+    """What the largest landing may take; None where a node does not say. A landing is on the node
+    of the instance that decodes it.
+    """
+    free = [item.landing_free_bytes for item in instances]
+    known = [nbytes for nbytes in free if nbytes is not None]
+    return max(known) if known and len(known) == len(free) else None
+
+
+def _num_slots(item: InstanceReport) -> int:
+    """How many requests it decodes at a time: no more than it does now, if memory is what others
+    wait for.
+    """
+    slots = item.decode_slots or UNTOLD_SLOTS
+    is_full = item.kv_usage is not None and item.kv_usage >= FULL_SHARE
+    if is_full and item.num_waiting > 0 and item.num_running > 0:
+        return min(slots, item.num_running)
+    return slots
+
+
+def _kv_memory(instances: Sequence[InstanceReport]) -> tuple[float, float | None]:
+    """Bytes in use, and of how many; of none where an instance does not say."""
+    used_bytes = total_bytes = 0.0
+    for item in instances:
+        if item.kv_usage is None or item.kv_total_bytes is None:
+            return 0.0, None
+        used_bytes += item.kv_usage * item.kv_total_bytes
+        total_bytes += item.kv_total_bytes
+    return used_bytes, total_bytes or None

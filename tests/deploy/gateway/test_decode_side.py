@@ -1,0 +1,165 @@
+"""What decoding has left, from reports: slots, KV memory, room for landings. No clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from live_region_cases import MODEL, Region, instance, report, teach
+from prometheus_client import CollectorRegistry
+
+from deploy.gateway.errors import ApiError
+from deploy.gateway.scheduling.admission import Admission
+from deploy.gateway.scheduling.config import AdmissionSection
+from deploy.gateway.scheduling.decode_side import UNTOLD_SLOTS
+from deploy.gateway.scheduling.ledger import PrefillLeg
+from deploy.gateway.scheduling.router import RegionScheduler
+from scheduler.routing import Reason, RequestShape
+from scheduler.views import DecodeView
+
+GB = 10**9
+FULL: dict[str, Any] = {
+    "decode_slots": 256,
+    "running": 220,
+    "num_running": 20,
+    "num_waiting": 200,
+    "kv_usage": 0.999,
+}
+"""An engine that holds 20 requests in all of its memory while 200 wait for some of it."""
+
+
+def region_of(*decoding: dict[str, Any]) -> Region:
+    """Decode instances with these reports, and a prefill instance that never counts."""
+    region = Region()
+    instances = [instance(f"d{n}", "decode", **fields) for n, fields in enumerate(decoding)]
+    region.home = report("home", *instances, instance("p9", "prefill", **FULL))
+    return region
+
+
+def taught(region: Region) -> RegionScheduler:
+    scheduler = region.scheduler()
+    teach(scheduler, "far", 1e-4)
+    scheduler.knowledge(MODEL).decoded(300, 30.0, region.now_s)
+    return scheduler
+
+
+def decode_of(*decoding: dict[str, Any]) -> DecodeView:
+    return taught(region_of(*decoding)).snapshot(MODEL).decode
+
+
+def admitted(scheduler: RegionScheduler, *, kv_bytes: float = 0.0) -> str:
+    """ "admitted", or the code of the refusal, of a prompt of 3,000 tokens that comes now."""
+    admission = Admission(AdmissionSection(), CollectorRegistry(), clock=scheduler.clock)
+    seen = scheduler.snapshot(MODEL)
+    shape = RequestShape(num_prompt_tokens=3000)
+    predicted = scheduler.route(MODEL, shape, snapshot=seen).predicted
+    assert predicted is not None
+    try:
+        admission.admit("", predicted, seen.decode, num_tokens=3000, kv_bytes=kv_bytes)
+    except ApiError as error:
+        return error.code or ""
+    return "admitted"
+
+
+def test_an_engine_without_memory_has_the_slots_that_it_uses() -> None:
+    decode = decode_of(FULL)
+    assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (20, 20, 200)
+
+
+def test_who_comes_to_an_engine_without_memory_is_refused() -> None:
+    scheduler = taught(region_of(FULL))
+    predicted = scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).predicted
+    assert predicted is not None
+    # 201 of 20 slots must fall free, one each 1.5 s.
+    assert predicted.slot_s == pytest.approx(201 * 1.5, rel=0.01)
+    assert admitted(scheduler) == "decode_load"
+
+
+def test_an_engine_with_memory_elsewhere_takes_what_the_full_one_does_not() -> None:
+    free: dict[str, Any] = {"decode_slots": 256, "running": 10, "num_running": 10, "kv_usage": 0.1}
+    scheduler = taught(region_of(FULL, free))
+    decode = scheduler.snapshot(MODEL).decode
+    assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (276, 230, 0)
+    assert admitted(scheduler) == "admitted"
+
+
+@pytest.mark.parametrize(
+    ("fields", "slots"),
+    [
+        ({"kv_usage": 0.9}, 20),
+        ({"kv_usage": 0.89}, 256),  # they wait for their turn to prefill
+        ({"num_waiting": 0}, 256),
+        ({"num_waiting": 1}, 20),
+        ({"kv_usage": None}, 256),
+        ({"num_running": 0}, 256),  # one that is about to start
+        ({"num_running": 1}, 1),
+        ({"decode_slots": 16}, 16),
+        ({"decode_slots": 0}, 20),
+        ({"decode_slots": 0, "num_waiting": 0}, UNTOLD_SLOTS),
+    ],
+)
+def test_only_waiting_at_a_full_memory_takes_slots_away(fields: Any, slots: int) -> None:
+    assert decode_of(FULL | fields).slots_total == slots
+
+
+def test_kv_memory_is_that_of_all_instances_or_not_known() -> None:
+    half: dict[str, Any] = {"kv_usage": 0.5, "kv_total_bytes": 8 * GB}
+    full: dict[str, Any] = {"kv_usage": 1.0, "kv_total_bytes": 2 * GB}
+    decode = decode_of(half, full)
+    assert (decode.kv_bytes, decode.kv_total_bytes) == (6 * GB, 10 * GB)
+    for missing in ("kv_usage", "kv_total_bytes"):
+        decode = decode_of(half, full | {missing: None})
+        assert (decode.kv_bytes, decode.kv_total_bytes) == (0, None)
+    assert decode_of().kv_total_bytes is None
+
+
+def test_memory_refuses_what_would_not_fit_and_nothing_smaller() -> None:
+    decoding: dict[str, Any] = {
+        "decode_slots": 256,
+        "running": 20,
+        "num_running": 20,
+        "kv_usage": 0.9,
+        "kv_total_bytes": 10 * GB,
+    }
+    scheduler = taught(region_of(decoding))
+    # 0.97 of it may be filled.
+    assert admitted(scheduler, kv_bytes=0.69 * GB) == "admitted"
+    assert admitted(scheduler, kv_bytes=0.71 * GB) == "decode_memory"
+
+
+def test_kvcache_that_landed_since_the_engines_were_looked_at_is_in_memory() -> None:
+    looked: dict[str, Any] = {"kv_usage": 0.5, "kv_total_bytes": 8 * GB}
+    region = region_of(looked | {"looked_s": 0.5}, looked | {"looked_s": 2.0})
+    scheduler = taught(region)
+    for number, (ended_s, model) in enumerate(
+        [(97.9, MODEL), (98.1, MODEL), (99.9, "other"), (100.2, MODEL)]
+    ):
+        leg = PrefillLeg(
+            place="far",
+            num_tokens=1000,
+            uncached_tokens=1000,
+            begun_s=90.0,
+            lands_at_s=95.0,
+            kv_bytes=10.0**number,
+            model=model,
+        )
+        scheduler.ledger.leg_begun(str(number), leg)
+        scheduler.ledger.leg_over(str(number), ended_s)
+    region.now_s += 0.3
+    assert scheduler.snapshot(MODEL).decode.kv_bytes == 8 * GB + 1010
+
+
+def test_a_landing_must_fit_the_node_with_most_room() -> None:
+    room = [{"landing_free_bytes": 1000}, {"landing_free_bytes": 3000 * 512}]
+    scheduler = taught(region_of(*room))
+    assert scheduler.snapshot(MODEL).landing_free_bytes == 3000 * 512
+    assert scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).target == "far"
+    decision = scheduler.route(MODEL, RequestShape(num_prompt_tokens=3001))
+    assert (decision.route, decision.reason) == ("local", Reason.NO_LANDING_ROOM)
+
+
+@pytest.mark.parametrize("room", [(), ({},), ({"landing_free_bytes": 5}, {})])
+def test_room_that_a_node_does_not_tell_is_not_known(room: Any) -> None:
+    scheduler = taught(region_of(*room))
+    assert scheduler.snapshot(MODEL).landing_free_bytes is None
+    assert scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).target == "far"
