@@ -350,6 +350,8 @@ class NodeCache:
         self.desk.expire(now_s())
         self.store.spill()
         self.store.flush()
+        if self.pool.has_lost:
+            self._spawn(self.store.drop_lost(), "dropping lost parts")
 
     def _changed(self, change: PoolChange) -> None:
         self.store.changed(change)

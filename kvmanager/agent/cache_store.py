@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +25,15 @@ from kvmanager.pool.index import PoolIndex
 from kvmanager.pool.index_records import Dropped, Stored, part_checksum
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import BlockPart, PoolChange, Slot, Tier
-from kvmanager.pool.shape import CacheShape
+from kvmanager.pool.shape import CacheShape, PartKind
 from kvmanager.pool.ssd import SsdEntry, SsdStore
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
 NUM_THREADS: Final = 2
 MAX_SPILLING: Final = 32
+MAX_READING: Final = 64
+"""Parts of one fetch whose reads are begun: enough for the SSD, few enough to begin at once."""
 RESTORE_BATCH: Final = 64
 
 _PartId = tuple[bytes, int]
@@ -66,6 +70,7 @@ class PartStore:
         self._num_spilling = 0
         self._restoring = False
         self._scanning = False
+        self._dropping = False
         self._closed = False
 
     def attach(self, pool: HybridPool) -> None:
@@ -180,36 +185,66 @@ class PartStore:
     async def _fetch(
         self, shape: CacheShape, keys: Sequence[bytes], parts: Sequence[BlockPart]
     ) -> None:
-        ssd, pool = self._ssd, self._books
-        assert ssd is not None
+        pool = self._books
         fill = pool.reserve(shape, bytes(KEY_BYTES), 0, keys, parts, now_s())
-        reading: list[tuple[Slot, asyncio.Future[bool]]] = []
+        lost: list[_PartId] = []
         try:
-            for slot in fill.slots:
-                entry = self._on_ssd.get((keys[slot.index], slot.part))
-                if entry is not None:
-                    future = ssd.read(entry, self.views(shape, slot.part, slot.runs))
-                    reading.append((slot, asyncio.wrap_future(future)))
-            for slot, read in reading:
-                if await read:
-                    await self.seal(shape, keys, [slot])
-                    pool.commit(fill.fill_id, slot.index, slot.part, now_s())
-                    self.use.ssd_reads += 1
-                else:
-                    self._lost_on_ssd(keys[slot.index], slot.part)
+            async with contextlib.aclosing(self._read(shape, keys, fill.slots)) as reads:
+                async for slot, is_read in reads:
+                    if is_read:
+                        await self.seal(shape, keys, [slot])
+                        pool.commit(fill.fill_id, slot.index, slot.part, now_s())
+                        self.use.ssd_reads += 1
+                        continue
+                    lost.append((keys[slot.index], slot.part))
+                    if shape.parts[slot.part].kind is PartKind.KV:
+                        break  # the rest stands on it
         finally:
-            # The memory belongs to the store's threads until every read is over.
-            await asyncio.gather(*(read for _, read in reading), return_exceptions=True)
             pool.abort(fill.fill_id)
             self.forget(keys, fill.slots)
             for index, part in parts:
                 self._fetching.pop((keys[index], part), None)
+            if lost and not self._closed:  # a closed store reads nothing
+                self.use.ssd_failures += len(lost)
+                pool.lost_on_ssd(lost)
 
-    def _lost_on_ssd(self, key: bytes, part: int) -> None:
-        if self._closed:
+    async def _read(
+        self, shape: CacheShape, keys: Sequence[bytes], slots: Sequence[Slot]
+    ) -> AsyncGenerator[tuple[Slot, bool]]:
+        """Read what of the slots is on SSD, in order; whether each part's bytes are there.
+
+        At its end, or when it is closed, nobody writes into the slots any more.
+        """
+        assert self._ssd is not None
+        reading: deque[tuple[Slot, asyncio.Future[bool]]] = deque()
+        ids = ((slot, (keys[slot.index], slot.part)) for slot in slots)
+        left = ((slot, self._on_ssd[part_id]) for slot, part_id in ids if part_id in self._on_ssd)
+        try:
+            while True:
+                for slot, entry in itertools.islice(left, MAX_READING - len(reading)):
+                    future = self._ssd.read(entry, self.views(shape, slot.part, slot.runs))
+                    reading.append((slot, asyncio.wrap_future(future)))
+                if not reading:
+                    return
+                slot, read = reading[0]
+                is_read = await read
+                reading.popleft()
+                yield slot, is_read
+        finally:
+            # The memory belongs to the store's threads until every read is over.
+            await asyncio.gather(*(read for _, read in reading), return_exceptions=True)
+
+    async def drop_lost(self) -> None:
+        """Drop what stands on parts that could not be read, in steps; one call at a time."""
+        if self._dropping:
             return
-        self.use.ssd_failures += 1
-        self._books.purge(key, part, Tier.SSD)
+        self._dropping = True
+        try:
+            while not self._closed and self._books.has_lost:
+                self._books.drop_lost()
+                await asyncio.sleep(0)  # others' turn
+        finally:
+            self._dropping = False
 
     def spill(self) -> None:
         """Begin to copy to SSD what is worth it. Call a few times a second."""

@@ -27,11 +27,27 @@ def check_parts(books: PartBooks) -> None:
                 nbytes[tier, part.kind] += part.nbytes * part.is_in(tier)
             _check_part(books, part)
     assert +nbytes == +books.nbytes
+    num_children = sum(1 for node in books.nodes.values() for _ in node.children())
+    assert num_children == sum(1 for node in books.nodes.values() if node.up is not None)
     assert books.num_present == sum(1 for node in books.nodes.values() if node.present)
     assert books.num_blocks <= books.max_blocks
     ssd_bytes = sum(size for (tier, _), size in nbytes.items() if tier is Tier.SSD)
     assert ssd_bytes <= books.ssd_bytes
     books.check_queues()
+    if not books.to_purge:
+        check_condemned(books)
+
+
+def check_condemned(books: PartBooks) -> None:
+    """Once there is nothing more to look at: what has to go is marked, and goes when it can."""
+    for part in (part for node in books.nodes.values() for part in _parts(node)):
+        base = part.node.base(part.number)
+        for tier in Tier:
+            if part.is_in(tier) and base is not None and part.goes_with(base, tier):
+                assert part.is_condemned(tier)
+            if part.is_condemned(tier):
+                assert part.is_in(tier)
+                assert not books.may_leave(part, tier)
 
 
 def check_uses(
@@ -69,7 +85,8 @@ def _check_node(books: PartBooks, node: Node) -> None:
     if not node.geometry.has_kv:
         return
     assert node.kv is not None, "windows and states need their block's KV"
-    following = [each for each in books.nodes.values() if each.up is node]
+    following = list(node.children())
+    assert all(books.nodes[each.key] is each and each.up is node for each in following)
     others = [part for part in parts if not part.is_kv]
     busy = [part for part in others if part.num_pins]
     filling = [part for part in others if part.filling is not None]
@@ -92,7 +109,8 @@ def _check_part(books: PartBooks, part: Part) -> None:
     if base is not None:
         assert base.is_present or not part.is_present, "a hole in a chain"
         assert base.is_present or base.filling is not None
-        assert not part.on_ssd or base.on_ssd or base.is_spilling
+        is_based = base.on_ssd or base.is_spilling or part.is_condemned(Tier.SSD)
+        assert not part.on_ssd or is_based
     if part in books.to_spill:
         assert part.runs
         assert not part.on_ssd

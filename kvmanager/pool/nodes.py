@@ -7,7 +7,7 @@ keeps the books.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvmanager.blocks import Run
@@ -69,6 +69,7 @@ class Part:
     """One part of one block: present in the arena (`runs`), on SSD, or being filled.
 
     Never both in the arena and being filled. Its `Entry` properties are for eviction policies.
+    `condemned` has bit t for tier t if the copy there goes as soon as nobody uses it.
     """
 
     node: Node
@@ -80,6 +81,7 @@ class Part:
     on_ssd: bool = False
     is_spilling: bool = False
     filling: Filling | None = None
+    condemned: int = 0
 
     @property
     def is_present(self) -> bool:
@@ -125,8 +127,27 @@ class Part:
             num_blocks, before = num_blocks + 1, before.up
         return num_blocks * self.block_tokens
 
+    @property
+    def has_sound_copy(self) -> bool:
+        """Whether a copy is here that is not condemned."""
+        if not self.condemned:
+            return self.is_present
+        return any(self.is_in(tier) and not self.is_condemned(tier) for tier in Tier)
+
     def is_in(self, tier: Tier) -> bool:
         return bool(self.runs) if tier is Tier.ARENA else self.on_ssd
+
+    def is_condemned(self, tier: Tier) -> bool:
+        return bool(self.condemned >> tier & 1)
+
+    def goes_with(self, base: Part, tier: Tier) -> bool:
+        """Whether its copy in `tier` cannot stay because of what becomes of the part below it.
+
+        A copy on SSD stands on the SSD copy, one in the arena on any copy.
+        """
+        if tier is Tier.SSD:
+            return not (base.on_ssd or base.is_spilling) or base.is_condemned(Tier.SSD)
+        return not base.has_sound_copy
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +157,8 @@ class Node:
     `present` and `in_arena` have bit p for each part present in any tier, and in the arena.
     `num_needs` counts what needs this block's KV in some tier: KV of next blocks, present or being
     filled; windows and states of this block that are pinned or being filled. `num_ssd_needs`: what
-    stands on its KV and is on SSD, of both.
+    stands on its KV and is on SSD, of both. The nodes with the same `up` are a doubly linked list,
+    since a set for each node would take more memory than the node.
     """
 
     key: bytes
@@ -151,9 +173,34 @@ class Node:
     num_ssd_needs: int = 0
     last_used: int = 0
     last_used_s: float = 0.0
+    _first_child: Node | None = None
+    _previous: Node | None = None
+    _next: Node | None = None
 
     def __post_init__(self) -> None:
         self.parts = [None] * len(self.geometry.shape.parts)
+        up = self.up
+        if up is not None:
+            first = up._first_child
+            self._next, up._first_child = first, self
+            if first is not None:
+                first._previous = self
+
+    def unlink(self) -> None:
+        """Leave the children of `up`. The node cannot be used any more."""
+        if self.up is not None and self.up._first_child is self:
+            self.up._first_child = self._next
+        if self._previous is not None:
+            self._previous._next = self._next
+        if self._next is not None:
+            self._next._previous = self._previous
+
+    def children(self) -> Iterator[Node]:
+        """The blocks that continue this one. None of them may be linked or unlinked meanwhile."""
+        child = self._first_child
+        while child is not None:
+            yield child
+            child = child._next
 
     @property
     def kv(self) -> Part | None:

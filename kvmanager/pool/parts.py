@@ -5,7 +5,7 @@ Knows neither pins nor fills as such, only that a part is pinned or being filled
 
 A copy may leave a tier when nobody uses it and nothing stands on it:
 
-    arena   not pinned; for a KV part, there is a copy on SSD or nothing needs the KV
+    arena   not pinned; for a KV part, there is a sound copy on SSD or nothing needs the KV
     SSD     there is a copy in the arena, or it is not pinned, not being read back into the arena,
             and, for a KV part, nothing needs the KV; and nothing on SSD stands on it
 
@@ -58,6 +58,10 @@ class PartBooks:
         self.evictions: Kinds = Counter()
         self.to_spill: OrderedDict[Part, None] = OrderedDict()
         """What came into the arena, or was used there, and has no copy on SSD; oldest first."""
+        self.to_purge: list[Part] = []
+        """Parts with a condemned copy that may be able to go (`kvmanager.pool.purge`)."""
+        self.purge_later: list[Part] = []
+        """Parts with a condemned copy that may go only when `keeps_arena` has ended."""
         self._num_parts: Counter[Tier] = Counter()
         self._geometries: dict[CacheShape, Geometry] = {}
         self._listener = listener
@@ -143,6 +147,7 @@ class PartBooks:
             self._release_need(node.up)
         if not any(node.parts):
             del self.nodes[node.key]
+            node.unlink()
 
     def unneeded_by(self, part: Part) -> None:
         """A window or state is not pinned, or not filled, any more. Nothing happens for KV."""
@@ -154,6 +159,7 @@ class PartBooks:
     def arrive(self, part: Part, tier: Tier, runs: tuple[Run, ...] = ()) -> None:
         """A copy is in `tier` now; `runs`, which the pool holds already, say where in the arena."""
         node = part.node
+        base = node.base(part.number)
         self.num_present += not node.present
         node.present |= 1 << part.number
         if tier is Tier.ARENA:
@@ -164,10 +170,12 @@ class PartBooks:
             part.on_ssd = True
             part.is_spilling = False
             self.to_spill.pop(part, None)
-            if (base := node.base(part.number)) is not None:
+            if base is not None:
                 base.node.num_ssd_needs += 1
         self.nbytes[tier, part.kind] += part.nbytes
         self._num_parts[tier] += 1
+        if base is not None and part.goes_with(base, tier):
+            self.condemn(part, tier)
         self.offer(part)
         self._tell(True, part, tier, runs)
 
@@ -199,9 +207,16 @@ class PartBooks:
 
     def may_leave(self, part: Part, tier: Tier) -> bool:
         """See the module text; False too when there is no such copy."""
-        if tier is Tier.SSD:
-            return self._may_leave_ssd(part)
-        return not self.keeps_arena and self._may_leave_arena(part)
+        if tier is Tier.ARENA:
+            return not self.keeps_arena and self._may_leave_arena(part)
+        takes_others = part.is_kv and not part.runs and part.node.in_arena
+        return self._may_leave_ssd(part) and not (self.keeps_arena and takes_others)
+
+    def condemn(self, part: Part, tier: Tier) -> None:
+        """The copy goes once `purge.drop_condemned` finds that nobody uses it."""
+        if part.is_in(tier) and not part.is_condemned(tier):
+            part.condemned |= 1 << tier
+            self.to_purge.append(part)
 
     def offer(self, part: Part) -> None:
         """Something about the part has changed: queue its copies that may go now."""
@@ -209,6 +224,11 @@ class PartBooks:
             (self._kv_queue if part.is_kv else self._other_queue).offer(part)
         if part.on_ssd and self._may_leave_ssd(part):
             self._ssd_queue.offer(part)
+        if part.condemned and (
+            (part.is_condemned(Tier.ARENA) and self._may_leave_arena(part))
+            or (part.is_condemned(Tier.SSD) and self._may_leave_ssd(part))
+        ):
+            self.to_purge.append(part)
 
     def wants_spill(self, part: Part) -> None:
         """The part is in the arena and worth a copy on SSD."""
@@ -282,7 +302,8 @@ class PartBooks:
         """Drop SSD copies that were used less recently than `part`, until one of it fits."""
         self._ssd_queue.prune(self._num_parts[Tier.SSD])
         while not self.ssd_fits(part.nbytes):
-            if not self.may_go_to_ssd(part):
+            # With the last copy of a KV part its windows and states would leave the arena.
+            if self.keeps_arena or not self.may_go_to_ssd(part):
                 return False
             head = self._ssd_queue.head()
             assert head is not None
@@ -314,7 +335,8 @@ class PartBooks:
     def _may_leave_arena(self, part: Part) -> bool:
         if not part.runs or part.num_pins:
             return False
-        return part.on_ssd or part.node.num_needs == 0 or not part.is_kv
+        is_copied = part.on_ssd and not part.is_condemned(Tier.SSD)
+        return is_copied or part.node.num_needs == 0 or not part.is_kv
 
     def _may_leave_ssd(self, part: Part) -> bool:
         if not part.on_ssd or (part.is_kv and part.node.num_ssd_needs):
@@ -345,11 +367,13 @@ class PartBooks:
         self.free(part.runs)
         part.runs = ()
         part.is_spilling = False
+        part.condemned &= ~(1 << Tier.ARENA)
         part.node.in_arena &= ~(1 << part.number)
         self.to_spill.pop(part, None)
 
     def _leave_ssd(self, part: Part) -> None:
         part.on_ssd = False
+        part.condemned &= ~(1 << Tier.SSD)
         base = part.node.base(part.number)
         if base is not None:
             base.node.num_ssd_needs -= 1

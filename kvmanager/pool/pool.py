@@ -37,6 +37,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from kvmanager.blocks import BlockAllocator, Run
 from kvmanager.pool import audit, listing, purge
@@ -75,6 +76,10 @@ __all__ = [
     "eviction_policy",
 ]
 
+MAX_LOST_PER_STEP: Final = 128
+"""Parts that one call looks at, of those that are to go since an SSD copy was lost: a listener may
+take 20 us for each."""
+
 
 class HybridPool:
     """See the module text. One thread only; several shapes may share it."""
@@ -102,8 +107,6 @@ class HybridPool:
         self._num_uses = 0
         self._pins: dict[int, tuple[tuple[BlockPart, Part], ...]] = {}
         self._fills = Fills(self._books)
-        self._condemned: dict[tuple[Part, Tier], None] = {}
-        """Wrong copies that something in use keeps from going."""
 
     # ---- reading
 
@@ -159,7 +162,7 @@ class HybridPool:
             if part.num_pins == 0:
                 self._books.unneeded_by(part)
                 self._books.offer(part)
-        self._drop_condemned()
+        self.drop_lost()
 
     def lookup(self, key: bytes, part: int) -> tuple[Run, ...] | None:
         """Where the part lies in the arena; None if it is not there."""
@@ -229,7 +232,7 @@ class HybridPool:
         What is committed stays. Does nothing a second time.
         """
         self._fills.abort(fill_id)
-        self._drop_condemned()
+        self.drop_lost()
 
     # ---- letting go
 
@@ -242,6 +245,8 @@ class HybridPool:
     def release_arena(self) -> None:
         """End `keep_arena`."""
         self._books.keeps_arena = False
+        self._books.to_purge += self._books.purge_later
+        self._books.purge_later.clear()
 
     def discard(self, key: bytes, part: int, tier: Tier) -> bool:
         """Drop the copy if nobody uses it and nothing stands on it; whether it is dropped.
@@ -253,19 +258,6 @@ class HybridPool:
             return False
         self._books.leave(found, tier)
         return True
-
-    def purge(self, key: bytes, part: int, tier: Tier) -> bool:
-        """Drop the copy and first whatever stands on it, since its bytes are found wrong.
-
-        Goes through all blocks: not for every day. Where something in use is in the way this gives
-        False, and the copy goes when that use has ended.
-        """
-        found = self._books.part(key, part)
-        if found is None or not found.is_in(tier):
-            return False
-        self._condemned[found, tier] = None
-        self._drop_condemned()
-        return not found.is_in(tier)
 
     def make_room(self, num_blocks: int) -> bool:
         """Evict until the allocator has `num_blocks` free; False, when that cannot be.
@@ -325,7 +317,29 @@ class HybridPool:
             return
         found.is_spilling = False
         if found.is_kv and found.node.num_ssd_needs:
-            purge.drop_above(self._books, found, Tier.SSD)
+            purge.condemn_above(self._books, found)
+            self.drop_lost()
+
+    def lost_on_ssd(self, parts: Iterable[tuple[bytes, int]]) -> None:
+        """The SSD copies of these (key, part) cannot be read: drop them, and what stands on them.
+
+        What is in use goes when that use has ended. Where there is much to drop, `drop_lost` has to
+        be called for the rest.
+        """
+        for key, number in parts:
+            found = self._books.part(key, number)
+            if found is not None:
+                self._books.condemn(found, Tier.SSD)
+        self.drop_lost()
+
+    def drop_lost(self) -> None:
+        """Go on dropping what was lost, for a few milliseconds; see `has_lost`."""
+        purge.drop_condemned(self._books, MAX_LOST_PER_STEP)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether `drop_lost` has anything to do."""
+        return bool(self._books.to_purge)
 
     # ---- starting and telling
 
@@ -427,15 +441,6 @@ class HybridPool:
         if ends:
             books.evict_until(lambda: books.room() >= ends[-1], self._num_uses)
         return plan[: bisect_right(ends, books.room())]
-
-    def _drop_condemned(self) -> None:
-        for part, tier in list(self._condemned):
-            if part.is_kv and part.is_in(tier):
-                purge.drop_above(self._books, part, tier)
-            if self._books.may_leave(part, tier):
-                self._books.leave(part, tier)
-            if not part.is_in(tier):
-                del self._condemned[part, tier]
 
     def _num_stuck_blocks(self) -> int:
         pinned = {part for held in self._pins.values() for _, part in held if part.runs}

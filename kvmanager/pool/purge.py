@@ -1,45 +1,44 @@
-"""Drops everything that stands on one block's KV, from the leaves down.
+"""Drops SSD copies that cannot be read, and what cannot stay without them, a few at a time.
 
-Needed where a copy turns out to be worthless. Goes through all blocks of a pool to find what stands
-on what, since nodes have links to the block before only.
+The bytes of a lost copy are gone, but its place in the books stays until nobody uses it: then no
+chain has a hole. Until that time the copy is condemned, and so is all that cannot stay when it goes
+(`Part.goes_with`): copies on SSD above it, and where a block has no sound copy left, every copy
+above it. What arrives above a condemned copy later is condemned on arrival (`PartBooks.arrive`).
+
+`PartBooks.to_purge` has the parts to look at: those that were condemned since, and those whose
+condemned copy may go now. Each look costs the children of one block, so that a purge of any size
+can be carried out in steps. Leaves go first, since a base may go only when nothing stands on it.
 """
 
 from __future__ import annotations
 
-from kvmanager.pool.nodes import Node, Part
+from kvmanager.pool.nodes import Part
 from kvmanager.pool.parts import PartBooks
 from kvmanager.pool.records import Tier
 
 
-def drop_above(books: PartBooks, kv: Part, tier: Tier) -> None:
-    """Drop what must not stay when the copy of `kv` in `tier` goes, except what is in use.
-
-    With its last copy that is everything above it; with its SSD copy, the SSD copies above it, and
-    all above a block whose KV is on SSD alone.
-    """
-    other = Tier.SSD if tier is Tier.ARENA else Tier.ARENA
-    if tier is Tier.ARENA and kv.is_in(other):
-        return
-    lost = set() if kv.is_in(other) else {kv.node.key}
-    above = _above(books, kv.node)
-    for node in above:
-        below = node.kv
-        if node.parent in lost or (below is not None and not below.runs):
-            lost.add(node.key)
-    for node in reversed([kv.node, *above]):
-        tiers = tuple(Tier) if node.key in lost else (Tier.SSD,)
-        for part in reversed(node.parts):
-            for place in tiers if part is not kv else ():
-                if part is not None and books.may_leave(part, place):
-                    books.leave(part, place)
+def drop_condemned(books: PartBooks, limit: int) -> None:
+    """Look at about `limit` parts and drop the condemned copies that may go."""
+    while books.to_purge and limit > 0:
+        part = books.to_purge.pop()
+        for tier in (Tier.SSD, Tier.ARENA):
+            if part.is_condemned(tier) and books.may_leave(part, tier):
+                books.leave(part, tier)
+        limit -= 1
+        if part.condemned:
+            limit -= condemn_above(books, part)
+            if books.keeps_arena:
+                books.purge_later.append(part)
 
 
-def _above(books: PartBooks, node: Node) -> list[Node]:
-    """All blocks that continue this one, each after the one that it continues."""
-    following: dict[bytes, list[Node]] = {}
-    for each in books.nodes.values():
-        following.setdefault(each.parent, []).append(each)
-    above = list(following.get(node.key, ()))
+def condemn_above(books: PartBooks, part: Part) -> int:
+    """Condemn what stands on the part and cannot stay; how many parts were looked at."""
+    if not part.is_kv:
+        return 0
+    above = [other for other in part.node.parts[1:] if other is not None]
+    above += [child.kv for child in part.node.children() if child.kv is not None]
     for each in above:
-        above += following.get(each.key, ())
-    return above
+        for tier in Tier:
+            if each.goes_with(part, tier):
+                books.condemn(each, tier)
+    return len(above)

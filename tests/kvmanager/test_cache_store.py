@@ -1,6 +1,8 @@
 """The bytes of cached parts: what is journalled, what comes back, what is set apart."""
 
 import asyncio
+import gc
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from kvmanager.agent.cache_store import PartStore
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.pool.pool import HybridPool
-from kvmanager.pool.records import Fill, Tier
+from kvmanager.pool.records import Fill, PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.pool.ssd import SsdStore
 
@@ -23,7 +25,14 @@ KEYS = [bytes([number]) * 16 for number in range(1, 5)]
 class Life:
     """An arena with its pool and store, as an agent has them for as long as it lives."""
 
-    def __init__(self, folder: Path, *, num_blocks: int = 16, with_ssd: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_blocks: int = 16,
+        with_ssd: bool = False,
+        ssd_bytes: int = 1 << 20,
+    ) -> None:
         config = AgentConfig(
             arena_dir=folder,
             arena_gib=num_blocks * BLOCK / (1 << 30),
@@ -38,7 +47,7 @@ class Life:
             self.kept.allocator,
             BLOCK,
             listener=self.store.changed,
-            ssd_bytes=1 << 20 if with_ssd else 0,
+            ssd_bytes=ssd_bytes if with_ssd else 0,
         )
         self.store.attach(self.pool)
 
@@ -81,8 +90,8 @@ Begin = Callable[..., Life]
 async def begin(tmp_path: Path) -> AsyncIterator[Begin]:
     lives: list[Life] = []
 
-    def begun(**settings: bool) -> Life:
-        lives.append(Life(tmp_path, **settings))
+    def begun(**settings: int) -> Life:
+        lives.append(Life(tmp_path, **settings))  # type: ignore[arg-type]
         return lives[-1]
 
     yield begun
@@ -176,3 +185,84 @@ async def test_nothing_is_copied_to_ssd_while_its_files_are_listed(
         while not life.store.use.ssd_writes:
             life.store.spill()
             await asyncio.sleep(0.001)
+
+
+class Turns:
+    """The longest time that the event loop's thread computed between two turns of this task.
+
+    The garbage collector rests meanwhile: its time grows with what the tests before have left.
+    """
+
+    def __init__(self) -> None:
+        gc.disable()
+        self.longest_s = 0.0
+        self._task = asyncio.create_task(self._measure())
+
+    async def _measure(self) -> None:
+        before_s = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            after_s = time.thread_time()
+            self.longest_s = max(self.longest_s, after_s - before_s)
+            before_s = after_s
+
+    async def end(self) -> float:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        gc.enable()
+        return self.longest_s
+
+
+def chain(name: int, num_blocks: int) -> list[bytes]:
+    return [name.to_bytes(8, "big") + index.to_bytes(8, "big") for index in range(num_blocks)]
+
+
+def restore_on_ssd(life: Life, keys: Sequence[bytes], parent: bytes = ROOT, first: int = 0) -> None:
+    """The books say that these blocks are on SSD, where there is no file of them."""
+    for index, key in enumerate(keys, first):
+        change = PoolChange(True, Tier.SSD, key, parent, index, 0, SHAPE, ())
+        assert life.pool.restore(change, 0.0)
+        parent = key
+
+
+async def test_an_ssd_that_fails_does_not_hold_up_the_event_loop(begin: Begin) -> None:
+    """A prompt of 500 blocks beside 50,000 others, of which no file can be read."""
+    life = begin(num_blocks=1010, with_ssd=True, ssd_bytes=1 << 40)
+    keys = chain(0, 500)
+    restore_on_ssd(life, keys)
+    for number in range(1, 501):
+        restore_on_ssd(life, chain(number, 100))
+    turns = Turns()
+    await life.store.fetch(SHAPE, keys, [(index, 0) for index in range(500)])
+    await life.store.drop_lost()
+    assert await turns.end() < 0.1
+    assert life.pool.match(SHAPE, keys).kv_blocks == 0
+    assert life.pool.status().num_blocks == 50_000
+    assert life.kept.allocator.num_free == 1010
+    assert 1 <= life.store.use.ssd_failures <= 64
+
+
+async def test_all_that_stands_on_a_lost_block_goes_in_steps(begin: Begin) -> None:
+    """A system prompt of which a file is lost, with 40 prompts of 20 blocks behind it."""
+    life = begin(num_blocks=8, with_ssd=True, ssd_bytes=1 << 40)
+    restore_on_ssd(life, KEYS)
+    for number in range(1, 41):
+        restore_on_ssd(life, chain(number, 20), KEYS[-1], len(KEYS))
+    await life.store.fetch(SHAPE, KEYS, [(0, 0)])
+    assert life.pool.has_lost
+    await asyncio.gather(life.store.drop_lost(), life.store.drop_lost())
+    assert life.pool.status().num_blocks == 0
+
+
+async def test_what_was_read_before_a_failure_stays(begin: Begin) -> None:
+    life = begin(with_ssd=True)
+    await life.commit(life.reserve(0, KEYS), KEYS)
+    await life.is_on_ssd()
+    assert life.pool.make_room(16)
+    assert life.ssd is not None
+    await asyncio.wrap_future(life.ssd.remove(KEYS[2], 0))
+    await life.store.fetch(SHAPE, KEYS, [(index, 0) for index in range(4)])
+    assert (life.store.use.ssd_reads, life.store.use.ssd_failures) == (2, 1)
+    match = life.pool.match(SHAPE, KEYS)
+    assert (match.arena_kv_blocks, match.kv_blocks) == (2, 2)
+    life.pool.check_invariants()

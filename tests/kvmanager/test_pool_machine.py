@@ -110,7 +110,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.written: dict[int, set[tuple[int, int]]] = {}
         self.spilling: list[PoolChange] = []
         self.transfers: list[list[Run]] = []
-        self.purged_in_vain = False
+        self.lost_in_vain = False
 
     prompts = st.tuples(
         st.sampled_from(sorted(SHAPES)), st.lists(st.integers(0, 1), min_size=1, max_size=MAX_DEPTH)
@@ -208,7 +208,7 @@ class PoolMachine(RuleBasedStateMachine):
         del self.fills[fill_id]
         before = self.model.changes()
         self.pool.abort(fill_id)
-        assert self.purged_in_vain or self.model.changes() == before
+        assert self.lost_in_vain or self.model.changes() == before
         self.pool.abort(fill_id)
 
     @precondition(lambda self: len(self.transfers) < 3)
@@ -227,18 +227,25 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.transfers) - 1))
         self.allocator.free(self.transfers.pop(index))
 
-    @rule(data=st.data(), tier=st.sampled_from(Tier), everything_above=st.booleans())
-    def discard(self, data: st.DataObject, tier: Tier, everything_above: bool) -> None:
+    @rule(data=st.data(), tier=st.sampled_from(Tier))
+    def discard(self, data: st.DataObject, tier: Tier) -> None:
         held = sorted(self.model.tiers[tier])
-        if not held:
-            return
-        key, part = data.draw(st.sampled_from(held))
-        drop = self.pool.purge if everything_above else self.pool.discard
-        dropped = drop(key, part, tier)
-        assert dropped == ((key, part) not in self.model.tiers[tier])
-        if everything_above and not (self.pins or self.fills):
-            assert dropped
-        self.purged_in_vain |= everything_above and not dropped
+        if held:
+            key, part = data.draw(st.sampled_from(held))
+            dropped = self.pool.discard(key, part, tier)
+            assert dropped == ((key, part) not in self.model.tiers[tier])
+
+    @precondition(lambda self: self.model.tiers[Tier.SSD])
+    @rule(data=st.data())
+    def lose_on_ssd(self, data: st.DataObject) -> None:
+        held = sorted(self.model.tiers[Tier.SSD])
+        lost = data.draw(st.lists(st.sampled_from(held), min_size=1, max_size=3))
+        self.pool.lost_on_ssd(lost)
+        assert not self.pool.has_lost, "there is little, so it goes at once"
+        gone = not any(at in self.model.tiers[Tier.SSD] for at in lost)
+        if not (self.pins or self.fills):
+            assert gone
+        self.lost_in_vain |= not gone
 
     @rule(limit=st.integers(1, 8))
     def spill(self, limit: int) -> None:

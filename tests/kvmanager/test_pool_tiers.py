@@ -2,7 +2,7 @@
 
 from pool_cases import FULL, HYBRID, Harness, keys_of, last_key
 
-from kvmanager.pool.pool import Match, Tier
+from kvmanager.pool.pool import MAX_LOST_PER_STEP, Match, Tier
 
 # ---- SSD
 
@@ -103,35 +103,106 @@ def test_a_limited_spill_takes_bases_first_and_goes_on() -> None:
 # ---- purge and restore
 
 
-def test_purge_takes_everything_above() -> None:
+def test_a_lost_copy_takes_everything_above_with_it() -> None:
     pool = Harness(12, shape=HYBRID, ssd_bytes=100)
     pool.store("abc", (2, 1))
     pool.store("abx")
-    assert not pool.pool.discard(last_key("a"), 0, Tier.ARENA)
-    assert pool.pool.purge(last_key("ab"), 0, Tier.ARENA)
+    pool.spill()
+    pool.leave_arena("ab")
+    assert not pool.pool.discard(last_key("ab"), 0, Tier.SSD)
+    pool.lose("ab")
     assert pool.held("abc", "abx") == [1, 1]
-    assert not pool.pool.purge(last_key("ab"), 0, Tier.ARENA)
+    assert pool.pool.status().num_blocks == 1
+    assert not pool.pool.has_lost
 
 
-def test_purge_of_an_ssd_copy_leaves_the_arena_alone() -> None:
+def test_a_lost_copy_on_ssd_leaves_the_arena_alone() -> None:
     pool = Harness(12, ssd_bytes=100)
     pool.store("abc")
     pool.spill()
     assert pool.pool.discard(last_key("abc"), 0, Tier.ARENA)
-    assert pool.pool.purge(last_key("a"), 0, Tier.SSD)
+    pool.lose("a")
     assert pool.match("abc") == Match(2, 2, 2, 2)
-    assert pool.pool.purge(last_key("a"), 0, Tier.ARENA)
-    assert pool.pool.status().num_blocks == 0
+    assert all(change.tier is Tier.ARENA for change in pool.pool.changes())
 
 
-def test_purge_waits_for_what_is_in_use() -> None:
-    pool = Harness(12)
+def test_a_lost_copy_stays_in_the_books_while_something_above_it_is_in_use() -> None:
+    pool = Harness(12, ssd_bytes=100)
     pool.store("abc")
+    pool.spill()
+    pool.leave_arena("a")
     pin = pool.pin("ab", (1, 0))
-    assert not pool.pool.purge(last_key("a"), 0, Tier.ARENA)
+    pool.lose("a")
     assert pool.held("abc") == [2]
     pool.pool.unpin(pin.pin_id)
     assert pool.held("abc") == [0]
+
+
+def test_what_is_stored_above_a_lost_copy_goes_with_it() -> None:
+    pool = Harness(12, ssd_bytes=100)
+    pool.store("ab")
+    pool.spill()
+    pool.leave_arena("ab")
+    fill = pool.reserve("abc", [(2, 0)])
+    pool.lose("a")
+    assert pool.held("abc") == [2]
+    assert pool.commit(fill, (2, 0)) == [True]
+    pool.pool.abort(fill.fill_id)
+    assert pool.match("abc") == Match(1, 1, 1, 1), "the first is in the arena too"
+    assert pool.allocator.num_free == 11
+
+
+def test_a_copy_in_the_arena_that_others_need_stays_when_the_one_on_ssd_is_lost() -> None:
+    """Otherwise the KV below them would be nowhere."""
+    pool = Harness(3, ssd_bytes=100)
+    pool.store("ab")
+    pool.spill()
+    pool.leave_arena("ab")
+    pin = pool.pin("ab", (1, 0))
+    pool.lose("a")
+    assert pool.match("ab") == Match(2, 2, 1, 1)
+    assert not pool.pool.discard(last_key("a"), 0, Tier.ARENA)
+    assert not pool.pool.make_room(3)
+    pool.pool.unpin(pin.pin_id)
+    assert pool.match("ab") == Match(1, 1, 1, 1)
+    assert pool.pool.make_room(3)
+    assert pool.pool.status().num_blocks == 0
+
+
+def test_while_the_arena_is_kept_what_was_lost_waits() -> None:
+    pool = Harness(12, shape=HYBRID, ssd_bytes=4)
+    pool.store("a", (0, 1))
+    [base, _] = pool.pool.spill(2)
+    assert pool.pool.stored_on_ssd(base.key, base.part)
+    pool.pool.not_stored_on_ssd(last_key("a"), 1)
+    pool.leave_arena("a")
+    pool.pool.keep_arena()
+    assert not pool.pool.discard(last_key("a"), 0, Tier.SSD), "the state would go with it"
+    pool.lose("a")
+    assert pool.pool.lookup(last_key("a"), 1) is not None
+    assert not pool.pool.has_lost
+    pool.pool.release_arena()
+    pool.pool.drop_lost()
+    assert pool.pool.status().num_blocks == 0
+
+
+def test_what_was_lost_is_dropped_in_steps() -> None:
+    """One lost copy may have any number above it; no call may take long."""
+    path = "a" * 1000
+    pool = Harness(len(path), ssd_bytes=len(path))
+    pool.store(path)
+    for change in pool.pool.spill(len(path)):
+        assert pool.pool.stored_on_ssd(change.key, change.part)
+    assert pool.pool.make_room(len(path))
+    pool.lose("a")
+    dropped_in_steps = []
+    while pool.pool.has_lost:
+        pool.changes.clear()
+        pool.pool.drop_lost()
+        dropped_in_steps.append(len(pool.changes))
+    assert pool.pool.status().num_blocks == 0
+    assert max(dropped_in_steps) <= MAX_LOST_PER_STEP
+    assert len(dropped_in_steps) > 1
 
 
 def test_a_file_found_wrong_while_it_is_read_goes_when_the_fill_ends() -> None:
@@ -142,7 +213,7 @@ def test_a_file_found_wrong_while_it_is_read_goes_when_the_fill_ends() -> None:
     pin = pool.pin("ab", (1, 0))
     fill = pool.pool.reserve(FULL, bytes(16), 0, keys_of("ab"), [(0, 0), (1, 0)], 1.0)
     assert pool.commit(fill, (0, 0)) == [True]
-    assert not pool.pool.purge(last_key("ab"), 0, Tier.SSD)
+    pool.lose("ab")
     pool.pool.abort(fill.fill_id)
     assert pool.match("ab") == Match(2, 2, 1, 1)
     pool.pool.unpin(pin.pin_id)

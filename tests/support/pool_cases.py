@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvmanager.blocks import BlockAllocator
 from kvmanager.pool.eviction import eviction_policy
-from kvmanager.pool.pool import BlockPart, Fill, HybridPool, Match, Pin, PoolChange
+from kvmanager.pool.pool import BlockPart, Fill, HybridPool, Match, Pin, PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 
 ROOT = b"r" * 16
@@ -72,6 +72,15 @@ class Harness:
 
     def held(self, *paths: str) -> list[int]:
         return [self.match(path).kv_blocks for path in paths]
+
+    def leave_arena(self, path: str) -> None:
+        """The last block's KV leaves the arena."""
+        assert self.pool.discard(last_key(path), 0, Tier.ARENA)
+
+    def lose(self, path: str) -> None:
+        """The last block's KV cannot be read from SSD."""
+        self.pool.lost_on_ssd([(last_key(path), 0)])
+        self.pool.check_invariants()
 
     def spill(self) -> list[bytes]:
         """Copy everything worth it; the keys of what is kept."""
