@@ -7,6 +7,7 @@
 # make bench  measurements against peers (see tests/bench/README.md)
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
+# make mutants FILES="scheduler/short_term.py"  which small faults in a file its unit tests miss
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -21,7 +22,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-long lint format bench soak fuzz clean
+.PHONY: help setup demo test test-fast test-engine test-long lint format bench soak fuzz mutants clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -84,6 +85,10 @@ soak: setup
 fuzz: setup
 	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/fuzz.txt
 	@$(BIN)/python tests/fuzz/run.py $(FUZZ_ARGS)
+
+# What survives is printed as a difference; tests/mutation/README.md says how to read it.
+mutants: setup
+	@$(BIN)/python tests/mutation/run.py $(FILES) $(MUTANTS_ARGS)
 
 clean:
 	rm -rf $(VENV) .demo build *.egg-info bench-results
