@@ -75,7 +75,7 @@ class Baseline:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._lines = {path: set() for path in self._paths}
-        started_s = time.monotonic()
+        started_s, started_cpu_s = time.monotonic(), time.process_time()
         sys.settrace(self._trace)
         threading.settrace(self._trace)
         try:
@@ -86,6 +86,7 @@ class Baseline:
             ran = {self._paths[path]: sorted(lines) for path, lines in self._lines.items() if lines}
             test = self.tests.setdefault(item.nodeid, {"passed": True})
             test.update(took_s=time.monotonic() - started_s, lines=ran)
+            test["cpu_s"] = time.process_time() - started_cpu_s
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:

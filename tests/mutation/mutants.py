@@ -4,9 +4,10 @@ A mutant changes one place of the text, so that comments and formatting stay and
 a line or two. `mutants_of` finds the places with `ast` and yields every mutant in order of lines.
 
 What is left alone, since no test of behaviour should notice it: annotations, docstrings, text,
-log calls, `assert`, `__all__`, `__slots__`, decorators of classes, and the numbers that are defaults
-of annotated class fields (settings: a test that pins them would only repeat them). Expressions
-within f-strings are left alone too, because `ast` has no exact positions for them before Python 3.12.
+log calls, `assert`, `__all__`, `__slots__`, decorators of classes, and the numbers that are
+defaults of annotated class fields (settings: a test that pins them would only repeat them).
+Expressions within f-strings are left alone too, because `ast` has no exact positions for them
+before Python 3.12.
 
 Knows nothing of tests or processes.
 """

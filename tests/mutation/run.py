@@ -73,7 +73,7 @@ class Tests:
         self._tests = {
             name: test
             for name, test in tests.items()
-            if test["passed"] and test["took_s"] <= slowest_s
+            if test["passed"] and test["cpu_s"] <= slowest_s
         }
         self.failed = sorted(name for name, test in tests.items() if not test["passed"])
         self.slow = sorted(set(tests) - set(self._tests) - set(self.failed))
@@ -286,7 +286,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write every result there")
     parser.add_argument("--again", metavar="FILE", help="only what that run's results left over")
     parser.add_argument("--workers", type=int, default=2, metavar="N")
-    parser.add_argument("--slowest", type=float, default=3.0, metavar="S", help="test to use (3 s)")
+    parser.add_argument(
+        "--slowest", type=float, default=3.0, metavar="S", help="test to use, CPU time (3 s)"
+    )
     options = parser.parse_args(argv)
     sources: list[Source] = options.files
     forked.prepare()
@@ -294,11 +296,14 @@ def main(argv: list[str]) -> int:
     if not paths:
         parser.error("no test file imports these; name some with --tests")
     print(f"{len(paths)} test files: {' '.join(paths)}", flush=True)
-    tests, others = measure(sources, paths, options.slowest)
+    try:
+        tests, others = measure(sources, paths, options.slowest)
+    except KeyboardInterrupt:
+        return 130
     for name in tests.failed:
         print(f"left out, fails on the unchanged sources: {name}")
     for name in tests.slow:
-        print(f"left out, takes longer than {options.slowest:g} s: {name}")
+        print(f"left out, takes more than {options.slowest:g} s of CPU time: {name}")
     forked.warm(others)
     gc.collect()
     gc.freeze()
