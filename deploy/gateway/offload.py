@@ -28,6 +28,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from deploy.gateway.cached import CachedPrompt
@@ -35,6 +36,7 @@ from deploy.gateway.errors import EngineTimeout
 from deploy.gateway.exchange import Exchange
 from deploy.gateway.inbound import with_kv_transfer_params
 from deploy.gateway.proxy.engine import EngineAnswer
+from deploy.gateway.proxy.usage import Correction
 from deploy.gateway.services import Services
 from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.jobs import PrefillJob, PrefillResult
@@ -123,8 +125,11 @@ class Offload:
             slot, with_kv_transfer_params(self._exchange.inbound.body, slot.kv_transfer_params)
         )
         if landing.state == "landed":
-            return await decoding
-        return await self._decode_beside(decoding, slot, leg, try_elsewhere)
+            answer = await decoding
+        else:
+            answer = await self._decode_beside(decoding, slot, leg, try_elsewhere)
+        answer.correction = Correction(len(self._prefix), partial(self._cached_where_computed, leg))
+        return answer
 
     def close(self, *, is_answered: bool) -> None:
         """Give everything back, in the background: callers may be in the middle of a cancellation.
@@ -138,6 +143,18 @@ class Offload:
         self._services.background.spawn(
             self._give_back(is_answered=is_answered), f"settle {self._exchange.request_id}"
         )
+
+    async def _cached_where_computed(self, leg: _Leg) -> int | None:
+        """What the prefill leg's engine found cached; None when the decode engine was left to
+        compute the prompt. The KVCache is here before the leg's end is heard of, so wait for that.
+
+        0 when the leg does not say in time: clients are not told of a hit that nobody reported.
+        """
+        if self.decision is not self._routed:
+            return None
+        await asyncio.wait((leg,), timeout=self._services.timeouts.result_grace_s)
+        result = leg.result() if leg.done() and not leg.cancelled() else None
+        return result.cached_tokens if isinstance(result, PrefillResult) else 0
 
     async def _bring_cache(self) -> str | None:
         """Move a longer cached prefix to the prefill cluster, where that may be and pays: the node

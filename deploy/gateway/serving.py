@@ -33,6 +33,7 @@ from deploy.gateway.offload import (
 from deploy.gateway.planning import Plan, Planner
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.stream import End, forwarded_headers, relay_stream
+from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.records import Outcome, RequestRecord
 from deploy.gateway.scheduling.lessons import output_tokens_of
 from deploy.gateway.services import Services
@@ -72,6 +73,8 @@ class Serving:
             self._first_token(exchange)
             headers = _response_headers(exchange)
             if not answer.is_stream:
+                if answer.correction is not None and (places := in_answer(answer.begun)):
+                    answer.begun = await answer.correction.apply(answer.begun, places)
                 record.outcome = "ok" if answer.status == 200 else "engine_error"
                 record.answer_bytes = len(answer.begun)
                 record.output_tokens = output_tokens_of(answer.begun)

@@ -19,6 +19,7 @@ from yarl import URL
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import JSON_TYPE, EngineLost, EngineTimeout
 from deploy.gateway.proxy.sse import EventGate, first_data
+from deploy.gateway.proxy.usage import Correction
 
 EVENT_STREAM: Final = "text/event-stream"
 _READ_BUFFER_BYTES: Final = 1 << 18
@@ -29,10 +30,20 @@ _KEEP_ALIVE_S: Final = 4.0
 class EngineAnswer:
     """An answer that has begun: a whole body, or a stream of which `begun` has been read.
 
-    `response` is None once nothing more will come.
+    `response` is None once nothing more will come. `correction`: to be made to its usage on the way
+    to the client, None for most.
     """
 
-    __slots__ = ("begun", "gate", "headers", "instance", "is_stream", "response", "status")
+    __slots__ = (
+        "begun",
+        "correction",
+        "gate",
+        "headers",
+        "instance",
+        "is_stream",
+        "response",
+        "status",
+    )
 
     def __init__(
         self,
@@ -53,6 +64,7 @@ class EngineAnswer:
         self.gate = gate
         self.is_stream = gate is not None
         self.response = response if gate is not None else None
+        self.correction: Correction | None = None
 
     def close(self) -> None:
         """Cut the connection if the answer is not over; the engine then aborts its request."""

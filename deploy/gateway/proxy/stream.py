@@ -1,4 +1,4 @@
-"""Carries an answer that has begun from an engine to the client, byte for byte.
+"""Carries an answer that has begun from an engine to the client, byte for byte but for its usage.
 
 A stream that ends without `data: [DONE]` never looks whole: the client gets an SSE error event and
 then a broken connection instead of the end of the body. Does not know routes or records.
@@ -18,6 +18,7 @@ from aiohttp import web
 from deploy.gateway.errors import ApiError
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.sse import error_event
+from deploy.gateway.proxy.usage import in_events
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -76,9 +77,11 @@ async def relay_stream(
     if gate is None or response is None:
         raise ValueError("not a stream")
     watch = _StallWatch(request, client_stall_s)
-    data, error = answer.begun, ""
+    data, error, correction = answer.begun, "", answer.correction
     try:
         while True:
+            if correction is not None and (places := in_events(data)):
+                data = await correction.apply(data, places)
             if data:
                 await _write(client, data)
                 watch.nbytes += len(data)

@@ -49,6 +49,8 @@ class FakeEngine:
         self.reply: Reply | None = None
         self.render_reply: Reply | None = None
         self.load: Callable[[dict[str, Any]], Awaitable[str]] | None = None
+        # What its own prefix cache holds of any prompt; None: it does not say what was cached.
+        self.local_hit: int | None = None
         self.first_token = asyncio.Event()
         self.first_token.set()
         self.next_token = asyncio.Event()
@@ -109,6 +111,11 @@ class FakeEngine:
     async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await self._load_landing(body)
         payload = completion(request, body)
+        if self.local_hit is not None:
+            # Like vLLM's, it counts what a connector brought as cached.
+            has_landed = self.sources[-1] == "landing"
+            num_tokens = len(token_ids(body)) - 1 if has_landed else self.local_hit
+            payload["usage"]["prompt_tokens_details"] = {"cached_tokens": num_tokens}
         if not body.get("stream"):
             await self.first_token.wait()
             return web.json_response(payload)
@@ -339,6 +346,7 @@ class FakePrefill:
         self.num_running = 0
         self.error: Exception | None = None
         self.late_error: Exception | None = None
+        self.cached_tokens = 0
         self.is_healthy = True
         self.started = asyncio.Event()
         self.gate = asyncio.Event()
@@ -373,6 +381,7 @@ class FakePrefill:
             transfer_tail_s=3e-6,
             nbytes=job.landing.nbytes,
             sent_share_at_prefill_end=0.9,
+            cached_tokens=self.cached_tokens,
         )
 
     async def report(self) -> ClusterReport:
