@@ -8,6 +8,7 @@ engines, token ids, clocks or what a landing is made of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -66,7 +67,8 @@ class Reason(StrEnum):
 class RequestShape:
     """What routing needs to know of a request.
 
-    `num_prompt_tokens` is exact when `is_exact`, otherwise an upper bound taken before rendering.
+    `num_prompt_tokens` is exact when `is_exact`, otherwise what is likely before rendering; then
+    `bound_tokens` is an upper bound of it, None where none is known (media).
     `transfer_bytes` is what its KVCache takes on the wire, None when the size is not known.
     `local_cached_tokens` is the longest prefix that one node of the PD cluster can resume,
     `prefill_cached_tokens` the same by prefill cluster, both 0 where nothing is known.
@@ -75,6 +77,7 @@ class RequestShape:
 
     num_prompt_tokens: int
     is_exact: bool = True
+    bound_tokens: int | None = None
     num_prompts: int = 1
     num_choices: int = 1
     has_prompt_logprobs: bool = False
@@ -91,6 +94,13 @@ class RequestShape:
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:
             raise ValueError(f"num_prompt_tokens must not be negative: {self.num_prompt_tokens}")
+
+    @property
+    def at_most_tokens(self) -> float:
+        """The most that the prompt can hold; infinite where no bound is known."""
+        if self.is_exact:
+            return self.num_prompt_tokens
+        return math.inf if self.bound_tokens is None else self.bound_tokens
 
     @property
     def local_uncached_tokens(self) -> int:
@@ -149,11 +159,15 @@ def one_engine_reason(shape: RequestShape) -> Reason | None:
         (shape.has_prompt_logprobs, Reason.PROMPT_LOGPROBS),
         (shape.has_echo, Reason.ECHO),
         (shape.is_unusual, Reason.UNUSUAL_BODY),
-        (shape.num_prompt_tokens < MIN_HAND_OFF_TOKENS, Reason.NOTHING_TO_HAND_OVER),
+        (shape.at_most_tokens < MIN_HAND_OFF_TOKENS, Reason.NOTHING_TO_HAND_OVER),
     )
     return next((reason for applies, reason in checks if applies), None)
 
 
 def _prompt_numbers(shape: RequestShape) -> dict[str, Number]:
-    name = "prompt_tokens" if shape.is_exact else "prompt_tokens_at_most"
-    return {name: shape.num_prompt_tokens}
+    return {length_name(shape): shape.num_prompt_tokens}
+
+
+def length_name(shape: RequestShape) -> str:
+    """Under which a decision's numbers give the length of the prompt."""
+    return "prompt_tokens" if shape.is_exact else "prompt_tokens_about"

@@ -48,6 +48,7 @@ from scheduler.routing import (
     Number,
     Reason,
     RequestShape,
+    length_name,
     one_engine,
     one_engine_reason,
 )
@@ -234,9 +235,8 @@ def _decision(request: RequestShape, chosen: Chosen) -> RouteDecision:
     taken, reason, local, remote = chosen
     is_remote = taken is remote
     found = taken.prediction
-    length = "prompt_tokens" if request.is_exact else "prompt_tokens_at_most"
     numbers: dict[str, Number] = {
-        length: request.num_prompt_tokens,
+        length_name(request): request.num_prompt_tokens,
         "cached_tokens": taken.cached_tokens,
         "uncached_tokens": request.num_prompt_tokens - taken.cached_tokens,
         "local_uncached_tokens": request.num_prompt_tokens - local.cached_tokens,

@@ -111,9 +111,9 @@ def _route(record: RequestRecord) -> Iterator[tuple[str, str]]:
 def _prompt(record: RequestRecord) -> str:
     numbers = record.numbers
     if record.num_prompt_tokens is None:
-        bound = numbers.get("prompt_tokens_at_most")
-        most = "" if bound is None else f": at most {_tokens(bound)}"
-        return f"not counted{most}"
+        likely = numbers.get("prompt_tokens_about")
+        about = "" if likely is None else f": about {_tokens(likely)}"
+        return f"not counted{about}"
     text = _tokens(record.num_prompt_tokens)
     if "uncached_tokens" in numbers:
         text += f", {numbers['uncached_tokens']:,} of them uncached where it is computed"

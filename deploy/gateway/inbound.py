@@ -11,12 +11,14 @@ Does not know routes, tokenizers or HTTP.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from deploy.gateway.errors import ApiError
+from deploy.gateway.scheduling.prompt_length import LengthEstimator, Media, PromptContent
 from scheduler.routing import RequestShape
 
 Kind = Literal["completion", "chat"]
@@ -24,6 +26,9 @@ Kind = Literal["completion", "chat"]
 _WHITESPACE: Final = b" \t\r\n"
 _POSITION: Final = re.compile(r"\(byte (\d+)\)")
 _TEXT_PARTS: Final = frozenset({"text", "refusal", "thinking", "input_text", "output_text"})
+_ESCAPE: Final = rb"\u"
+_ESCAPED_MORE_BYTES: Final = 3
+"""JSON's six bytes for a character instead of the three of UTF-8 that most of them take."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -34,6 +39,8 @@ class _Body(msgspec.Struct):
     model: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
+    tools: Raw | UnsetType = UNSET
+    documents: Raw | UnsetType = UNSET
     n: Raw | UnsetType = UNSET
     echo: Raw | UnsetType = UNSET
     prompt_logprobs: Raw | UnsetType = UNSET
@@ -51,24 +58,34 @@ class _Part(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    content: str | list[_Part | str] | None = None
+    content: Raw | UnsetType = UNSET
 
 
 _body_decoder: Final = msgspec.json.Decoder(_Body)
 _ids_decoder: Final = msgspec.json.Decoder(list[TokenId])
 _items_decoder: Final = msgspec.json.Decoder(list[Raw])
 _messages_decoder: Final = msgspec.json.Decoder(list[_Message])
+_part_decoder: Final = msgspec.json.Decoder(_Part)
 _str_decoder: Final = msgspec.json.Decoder(str)
 _int_decoder: Final = msgspec.json.Decoder(int)
+_PART_TYPE: Final = re.compile(rb'\{\s*"type"\s*:\s*"(\w+)"')
+"""Clients give the type first: no need to read megabytes of what follows."""
+_IDS: Final = re.compile(rb"[\s\[]*\d")
+_NOTHING_LEARNT: Final = LengthEstimator()
 
 
 class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed request. `token_ids` are set when the client sent ids itself: no need to render."""
+    """A parsed request. `token_ids` are set when the client sent ids itself: no need to render.
+
+    Unless it is exact, the length in `shape` is what `content` makes before anything was learnt of
+    the model.
+    """
 
     kind: Kind
     body: bytes
     model: str
     shape: RequestShape
+    content: PromptContent
     token_ids: list[int] | None
     cache_salt: str | None
     priority: int
@@ -93,11 +110,13 @@ def parse_request(kind: Kind, body: bytes, *, template_tokens: int) -> InboundRe
             param="kv_transfer_params",
         )
     token_ids = _client_token_ids(kind, fields)
+    content = _content(kind, body, fields, token_ids)
     return InboundRequest(
         kind=kind,
         body=body,
         model=_model(fields.model),
-        shape=_shape(kind, fields, token_ids, bound=len(body) + template_tokens),
+        shape=_shape(kind, fields, token_ids, content, bound=len(body) + template_tokens),
+        content=content,
         token_ids=token_ids,
         cache_salt=_optional(_str_decoder, fields.cache_salt),
         priority=_optional(_int_decoder, fields.priority) or 0,
@@ -123,14 +142,23 @@ def with_kv_transfer_params(body: bytes, params: dict[str, Any]) -> bytes:
     return b"".join((head, comma, b'"kv_transfer_params":', msgspec.json.encode(params), b"}"))
 
 
-def _shape(kind: Kind, fields: _Body, token_ids: list[int] | None, *, bound: int) -> RequestShape:
-    """A byte of JSON text never becomes more than one token, so the body's length bounds them."""
+def _shape(
+    kind: Kind,
+    fields: _Body,
+    token_ids: list[int] | None,
+    content: PromptContent,
+    *,
+    bound: int,
+) -> RequestShape:
+    """`bound`: of the tokens if all is text, as a byte of it never becomes more than one."""
+    at_most = None if content.media else _truncated(fields, bound)
     num_prompts, is_unusual = 1, False
     if kind == "completion" and token_ids is None:
         num_prompts, is_unusual = _count_prompts(fields.prompt)
     return RequestShape(
-        num_prompt_tokens=bound if token_ids is None else len(token_ids),
+        num_prompt_tokens=_NOTHING_LEARNT.num_tokens(content, at_most),
         is_exact=token_ids is not None,
+        bound_tokens=at_most if token_ids is None else None,
         num_prompts=num_prompts,
         num_choices=1 if _is_one_of(fields.n, b"1", b"null") else 2,
         has_prompt_logprobs=_is_set(fields.prompt_logprobs),
@@ -138,9 +166,39 @@ def _shape(kind: Kind, fields: _Body, token_ids: list[int] | None, *, bound: int
         has_echo=kind == "completion" and not _is_one_of(fields.echo, b"false", b"null"),
         has_beam_search=not _is_one_of(fields.use_beam_search, b"false", b"null"),
         has_prompt_embeds=_is_set(fields.prompt_embeds),
-        is_multimodal=kind == "chat" and _has_other_than_text(fields.messages),
+        is_multimodal=any(media is not Media.EMBEDS for media in content.media),
         is_unusual=is_unusual or (kind == "chat" and not _starts_with(fields.messages, b"[")),
     )
+
+
+def _truncated(fields: _Body, bound: int) -> int:
+    """`bound`, or the length that the client lets the engine cut the prompt to."""
+    most: int = _optional(_int_decoder, fields.truncate_prompt_tokens) or 0
+    return min(bound, most) if most > 0 else bound
+
+
+def _content(kind: Kind, body: bytes, fields: _Body, token_ids: list[int] | None) -> PromptContent:
+    """What the prompt is made of, media left out of the bytes of its text."""
+    if token_ids is not None:
+        return PromptContent(num_ids=len(token_ids))
+    media: Counter[Media] = Counter()
+    text_bytes = num_ids = 0
+    if kind == "completion":
+        if isinstance(fields.prompt, Raw) and _IDS.match(memoryview(fields.prompt)):
+            # Several prompts of ids, or ids that the engine will cut or refuse.
+            num_ids = bytes(fields.prompt).count(b",") + 1
+        else:
+            text_bytes = _num_bytes(fields.prompt)
+    else:
+        media, media_bytes = _media_parts(fields.messages)
+        prompt = (fields.messages, fields.tools, fields.documents)
+        text_bytes = sum(map(_num_bytes, prompt)) - media_bytes
+    if _is_set(fields.prompt_embeds):
+        media[Media.EMBEDS] = _num_bytes(fields.prompt_embeds)
+    # Megabytes of media are not searched for what the text beside them has.
+    num_escapes = 0 if media else body.count(_ESCAPE)
+    text_bytes = max(text_bytes // 2, text_bytes - _ESCAPED_MORE_BYTES * num_escapes)
+    return PromptContent(text_bytes, num_ids, media)
 
 
 def _client_token_ids(kind: Kind, fields: _Body) -> list[int] | None:
@@ -163,18 +221,47 @@ def _count_prompts(prompt: Raw | UnsetType) -> tuple[int, bool]:
     return len(items), first not in (b'"', b"[")
 
 
-def _has_other_than_text(messages: Raw | UnsetType) -> bool:
-    """Whether a message holds anything but text, or cannot be told from that."""
+def _media_parts(messages: Raw | UnsetType) -> tuple[Counter[Media], int]:
+    """What messages hold besides text, and how many bytes that takes of them. What cannot be told
+    from media counts as an image.
+    """
+    found: Counter[Media] = Counter()
+    num_bytes = 0
     try:
         decoded = _messages_decoder.decode(messages) if isinstance(messages, Raw) else []
-    except (msgspec.MsgspecError, RecursionError):
-        return True
-    return any(
-        not isinstance(part, str) and part.type not in _TEXT_PARTS
-        for message in decoded
-        if isinstance(message.content, list)
-        for part in message.content
-    )
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return Counter({Media.IMAGE: 1}), _num_bytes(messages)
+    for message in decoded:
+        content = message.content
+        if not _is_set(content) or _starts_with(content, b'"'):
+            continue
+        parts = _optional(_items_decoder, content)
+        # No string and no list is one part, of which only the engine can say what it is.
+        for part in [content] if parts is None else parts:
+            kind = Media.IMAGE if parts is None else _media_kind(part)
+            if kind is not None:
+                found[kind] += 1
+                num_bytes += _num_bytes(part)
+    return found, num_bytes
+
+
+def _media_kind(part: Raw | UnsetType) -> Media | None:
+    """What a part of a message's content holds; None for text."""
+    if _starts_with(part, b'"'):
+        return None
+    match = _PART_TYPE.match(memoryview(part)) if isinstance(part, Raw) else None
+    if match is not None:
+        name = match[1].decode()
+    else:
+        decoded: _Part | None = _optional(_part_decoder, part)
+        name = "" if decoded is None or decoded.type is None else decoded.type
+    if name in _TEXT_PARTS:
+        return None
+    return next((kind for kind in (Media.AUDIO, Media.VIDEO) if kind in name), Media.IMAGE)
+
+
+def _num_bytes(value: Raw | UnsetType) -> int:
+    return memoryview(value).nbytes if isinstance(value, Raw) else 0
 
 
 def _model(value: Raw | UnsetType) -> str:

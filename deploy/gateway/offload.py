@@ -253,9 +253,9 @@ class Offload:
         """The answer of a decode engine that computes the prompt itself. Until it begins, the
         prompt counts as work ahead of others at that engine.
         """
-        lessons, inbound = self._services.lessons, self._exchange.inbound
+        lessons = self._services.lessons
         begun_s = self._services.scheduler.clock()
-        key = lessons.direct_begun(inbound.model, slot.instance, self._shape, len(inbound.body))
+        key = lessons.direct_begun(slot.instance, self._shape)
         try:
             answer = await decoding
         finally:

@@ -46,17 +46,18 @@ class Planner:
     async def plan(self, exchange: Exchange) -> Plan:
         """Decide, rendering the prompt and looking it up only if its KVCache may have to move."""
         inbound = exchange.inbound
-        newcomer = Newcomer(inbound.shape, inbound.priority)
+        shape = self._services.lessons.likely(inbound.model, inbound.shape, inbound.content)
+        newcomer = Newcomer(shape, inbound.priority)
         seen = self._scheduler.snapshot(inbound.model, newcomer)
-        early = self._scheduler.route_early(inbound.model, inbound.shape, snapshot=seen)
+        early = self._scheduler.route_early(inbound.model, shape, snapshot=seen)
         if early is not None:
             if inbound.token_ids is not None:
                 exchange.record.num_prompt_tokens = len(inbound.token_ids)
-            return Plan(early, inbound.shape, seen.decode, inbound.token_ids)
+            return Plan(early, shape, seen.decode, inbound.token_ids)
         try:
             token_ids = await self._token_ids(exchange)
         except NotRendered as error:
-            return Plan(one_engine(inbound.shape, error.reason), inbound.shape, seen.decode)
+            return Plan(one_engine(shape, error.reason), shape, seen.decode)
         plan = await self._look_up(exchange, token_ids)
         if plan.cached.keys is not None:
             self._note_looked_up(exchange, plan)
@@ -102,6 +103,8 @@ class Planner:
                 )
             finally:
                 self._services.tell_ended(target.instance)
+            inbound = exchange.inbound
+            self._services.lessons.counted(inbound.model, inbound.content, len(token_ids))
             exchange.record.parts.render_s = exchange.elapsed_s() - started_s
         exchange.record.num_prompt_tokens = len(token_ids)
         return token_ids

@@ -35,7 +35,7 @@ from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.stream import End, forwarded_headers, relay_stream
 from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.records import Outcome, RequestRecord
-from deploy.gateway.scheduling.lessons import output_tokens_of
+from deploy.gateway.scheduling.lessons import Usage, usage_of
 from deploy.gateway.services import Services
 from scheduler.prediction import Prediction
 from scheduler.routing import Reason, fall_back
@@ -77,7 +77,9 @@ class Serving:
                     answer.begun = await answer.correction.apply(answer.begun, places)
                 record.outcome = "ok" if answer.status == 200 else "engine_error"
                 record.answer_bytes = len(answer.begun)
-                record.output_tokens = output_tokens_of(answer.begun)
+                usage = usage_of(answer.begun)
+                record.output_tokens = usage.completion_tokens
+                self._prompt_counted(exchange, usage)
                 return _whole_response(answer, exchange, headers)
             return await self._relay(exchange, request, answer, headers)
         except asyncio.CancelledError:
@@ -126,7 +128,10 @@ class Serving:
             return response
         record.outcome = _OUTCOME_OF_END[end.end]
         record.answer_bytes, record.error = end.nbytes, end.error
-        record.output_tokens = max(0, end.num_events - 1)
+        usage = usage_of(end.last_data)
+        # Without usage: an event is a token, and the end mark is one more.
+        record.output_tokens = usage.completion_tokens or max(0, end.num_events - 1)
+        self._prompt_counted(exchange, usage)
         return response
 
     def _failed(self, exchange: Exchange, error: Exception) -> web.Response:
@@ -162,9 +167,7 @@ class Serving:
             # What the engine refuses costs no prefill: it must not shape thresholds and roles. A
             # request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
-                self._lessons.arrived(
-                    exchange.inbound.model, plan.shape, len(exchange.inbound.body)
-                )
+                self._lessons.arrived(exchange.inbound.model, plan.shape)
 
     async def _open_planned(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
         while True:
@@ -216,7 +219,7 @@ class Serving:
         """Let the request in, or raise `ApiError` 429."""
         decision, inbound = plan.decision, exchange.inbound
         predicted = decision.predicted if isinstance(decision, RouteDecision) else None
-        num_tokens = self._lessons.num_tokens(inbound.model, plan.shape, len(inbound.body))
+        num_tokens = plan.shape.num_prompt_tokens
         kv = self._scheduler.knowledge(inbound.model).kv
         exchange.admitted = self._services.admission.admit(
             exchange.tenant,
@@ -225,6 +228,12 @@ class Serving:
             num_tokens=num_tokens,
             kv_bytes=kv.size_bytes(num_tokens) if kv is not None else 0.0,
         )
+
+    def _prompt_counted(self, exchange: Exchange, usage: Usage) -> None:
+        """An answer that is over says how long its prompt was."""
+        if usage.prompt_tokens and exchange.record.num_prompt_tokens is None:
+            inbound = exchange.inbound
+            self._lessons.counted(inbound.model, inbound.content, usage.prompt_tokens)
 
     def _first_token(self, exchange: Exchange) -> None:
         record, predicted = exchange.record, exchange.predicted
@@ -243,9 +252,7 @@ class Serving:
         target = await self.planner.one_engine(exchange, plan.lost_instances, cached.direct_nodes())
         exchange.record.decode_instance = target.instance
         begun_s = self._scheduler.clock()
-        key = self._lessons.direct_begun(
-            inbound.model, target.instance, plan.shape, len(inbound.body)
-        )
+        key = self._lessons.direct_begun(target.instance, plan.shape)
         self._lessons.given(target.instance)
         try:
             answer = await self._services.door.open(

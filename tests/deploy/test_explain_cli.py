@@ -155,14 +155,14 @@ def test_a_refusal_has_no_route_and_no_table() -> None:
 
 def test_a_prompt_that_was_not_counted_was_not_predicted() -> None:
     short = RequestRecord(request_id="r", started_s=1000.0, endpoint="completion")
-    numbers = {"prompt_tokens_at_most": 9, "prefill_s": 0.1}
+    numbers = {"prompt_tokens_about": 9, "prefill_s": 0.1}
     short.decided(
         RouteDecision("local", "one_engine", Reason.BELOW_THRESHOLD, numbers, LOCAL, None)
     )
     short.first_byte(0.5, is_stream=True)
     text = shown(short)
     assert short.predictions == {}
-    assert "not counted: at most 9 tokens" in text
+    assert "not counted: about 9 tokens" in text
     assert "nothing was predicted" in text
     assert row(text, "engine, first step") == ["0.500"]
 

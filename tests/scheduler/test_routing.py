@@ -55,7 +55,7 @@ def test_falling_back_keeps_the_numbers_and_says_why() -> None:
 
 def test_an_upper_bound_is_told_as_one() -> None:
     decision = one_engine(RequestShape(num_prompt_tokens=7, is_exact=False), Reason.ECHO)
-    assert decision.numbers == {"prompt_tokens_at_most": 7}
+    assert decision.numbers == {"prompt_tokens_about": 7}
 
 
 def test_uncached_is_what_each_side_would_have_to_compute() -> None:

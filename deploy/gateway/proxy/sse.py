@@ -15,6 +15,7 @@ MAX_PENDING_BYTES: Final = 16 << 20
 
 _DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\](?:\n\n|\r\n\r\n|\r\r)\Z")
 _DONE_WINDOW_BYTES: Final = 24
+_LAST_BYTES: Final = 4096
 _FIRST_DATA: Final = re.compile(rb"(?:\A|[\r\n])data:[ ]?")
 
 
@@ -24,6 +25,7 @@ class EventGate:
     def __init__(self) -> None:
         self._pending = bytearray()
         self._tail = b"\n"
+        self._before = self._latest = b""
         self.is_done = False
         """The stream so far ends with `data: [DONE]`: the answer is whole."""
         self.num_events = 0
@@ -51,7 +53,16 @@ class EventGate:
         self._pending.clear()
         return rest
 
+    def last_data(self) -> bytes:
+        """What follows `data:` in the last event before the end mark, where a stream that is done
+        gives its usage; empty when there is none, or it is longer than `_LAST_BYTES`.
+        """
+        # The end mark often comes by itself.
+        *_, last, _ = [b"", b"", *(self._before + self._latest)[-_LAST_BYTES:].split(b"data:")]
+        return last.strip()
+
     def _passed(self, data: bytes) -> bytes:
+        self._before, self._latest = self._latest, data
         self._tail = (self._tail + data[-_DONE_WINDOW_BYTES:])[-_DONE_WINDOW_BYTES:]
         self.is_done = _DONE.search(self._tail) is not None
         self.num_events += data.count(b"\n\n") + data.count(b"\r\n\r\n")

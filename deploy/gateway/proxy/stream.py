@@ -44,12 +44,15 @@ End = Literal["whole", "engine_lost", "client_gone"]
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """How a stream ended, and how many bytes and events of it went to the client."""
+    """How a stream ended, how many bytes and events of it went to the client, and the JSON of its
+    last event when it is whole.
+    """
 
     end: End
     nbytes: int
     error: str = ""
     num_events: int = 0
+    last_data: bytes = b""
 
 
 class ClientGone(Exception):
@@ -101,7 +104,9 @@ async def relay_stream(
             # What follows the end mark without a blank line is noise, but it is the engine's.
             await _write(client, gate.rest())
             answer.response = None
-        return StreamEnd("whole", watch.nbytes, num_events=gate.num_events)
+        return StreamEnd(
+            "whole", watch.nbytes, num_events=gate.num_events, last_data=gate.last_data()
+        )
     except ClientGone as gone:
         return StreamEnd("client_gone", watch.nbytes, str(gone), gate.num_events)
     finally:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from deploy.gateway.scheduling.prompt_length import LengthEstimator
 from scheduler.learned_profile import MIN_SEEN, LearnedProfile
 from scheduler.measured_traffic import TrafficMeter
 from scheduler.prediction import OverheadMeter, Prediction
@@ -25,8 +26,6 @@ NUM_SIZES: Final = 64
 OVERHEAD_KEPT_S: Final = 300.0
 """An overhead that nobody has seen for so long is not believed any more: a place that a bad moment
 made look slow would never be tried again."""
-BYTES_PER_TOKEN: Final = 4.0
-"""Of a request's body, before any prompt was counted."""
 
 
 class Mean:
@@ -85,6 +84,7 @@ class ModelKnowledge:
 
     def __init__(self) -> None:
         self.traffic = TrafficMeter()
+        self.lengths = LengthEstimator()
         self._profiles: dict[str, LearnedProfile] = {}
         self._overheads: dict[str, _Overhead] = {}
         self._tried_s: dict[str, float] = {}
@@ -92,7 +92,6 @@ class ModelKnowledge:
         self._kv = KvMeter()
         self._decode = Mean()
         self._step = Mean()
-        self._bytes_per_token = Mean()
 
     def profile(self, place: str) -> LearnedProfile:
         """What was learnt at this place itself."""
@@ -149,11 +148,6 @@ class ModelKnowledge:
         """From token to token."""
         return self._step.value
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Of requests' bodies."""
-        return self._bytes_per_token.value or BYTES_PER_TOKEN
-
     def overhead_s(self, place: str, now_s: float) -> float:
         """What TTFTs take there beyond what is predicted."""
         return self.overheads(now_s).get(place, 0.0)
@@ -170,15 +164,6 @@ class ModelKnowledge:
         """Median of |predicted / measured - 1| of the latest TTFTs; None before the first."""
         errors = self._errors.get(place)
         return median(errors) if errors else None
-
-    def num_tokens(self, nbytes: int) -> int:
-        """About how many tokens a body of this size holds."""
-        return max(1, round(nbytes / self.bytes_per_token))
-
-    def counted(self, num_tokens: int, nbytes: int) -> None:
-        """A body of this size held so many tokens."""
-        if num_tokens > 0:
-            self._bytes_per_token.observe(nbytes / num_tokens)
 
     def reserved(self, num_tokens: int, cached_tokens: int, nbytes: int) -> None:
         """A landing for so many tokens, of which it has some already, took `nbytes`."""

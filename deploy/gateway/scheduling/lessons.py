@@ -6,13 +6,14 @@ prefixes. Does not know HTTP and takes no decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
 
 from deploy.gateway.records import RequestRecord
 from deploy.gateway.scheduling.ledger import DirectPrompt, PrefillLeg
+from deploy.gateway.scheduling.prompt_length import PromptContent
 from deploy.gateway.scheduling.router import RegionScheduler
 from kvmanager.engines.jobs import Landing, PrefillResult
 from kvmanager.engines.service_time import LEAST_SERVICE_S
@@ -23,12 +24,15 @@ SAME_PASS_S: Final = 5e-3
 """First tokens of one engine that are this close came from one forward pass."""
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens as an engine's answer counts them; 0: it does not say."""
+
+    prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 _answers = msgspec.json.Decoder(_Answer)
@@ -40,21 +44,22 @@ class Lessons:
 
     scheduler: RegionScheduler
 
-    def num_tokens(self, model: str, shape: RequestShape, body_bytes: int) -> int:
-        """Of a prompt, as well as it is known: others with a body of its size say how long one is
-        that nobody counted.
+    def likely(self, model: str, shape: RequestShape, content: PromptContent) -> RequestShape:
+        """`shape` with the length that others like it had, unless it was counted. What is charged,
+        predicted and measured of a request all rest on this one length.
         """
         if shape.is_exact:
-            return shape.num_prompt_tokens
-        likely = self.scheduler.knowledge(model).num_tokens(body_bytes)
-        return min(shape.num_prompt_tokens, likely)
+            return shape
+        lengths = self.scheduler.knowledge(model).lengths
+        return replace(shape, num_prompt_tokens=lengths.num_tokens(content, shape.bound_tokens))
 
-    def arrived(self, model: str, shape: RequestShape, body_bytes: int) -> None:
+    def counted(self, model: str, content: PromptContent, num_tokens: int) -> None:
+        """An engine rendered a prompt, or its answer said how long the prompt was."""
+        self.scheduler.knowledge(model).lengths.counted(content, num_tokens)
+
+    def arrived(self, model: str, shape: RequestShape) -> None:
         """A request was let in."""
-        known = self.scheduler.knowledge(model)
-        if shape.is_exact:
-            known.counted(shape.num_prompt_tokens, body_bytes)
-        num_tokens = self.num_tokens(model, shape, body_bytes)
+        known, num_tokens = self.scheduler.knowledge(model), shape.num_prompt_tokens
         cached_tokens = min(shape.local_cached_tokens, num_tokens)
         known.traffic.arrived(num_tokens, cached_tokens, self.scheduler.clock())
 
@@ -108,11 +113,11 @@ class Lessons:
         known, now_s = self.scheduler.knowledge(model), self.scheduler.clock()
         known.prefilled(place, num_tokens, cached_tokens, seconds, now_s)
 
-    def direct_begun(self, model: str, instance: str, shape: RequestShape, body_bytes: int) -> int:
+    def direct_begun(self, instance: str, shape: RequestShape) -> int:
         """A prompt was given to one engine; the key for `direct_over`."""
-        num_tokens = self.num_tokens(model, shape, body_bytes)
-        uncached_tokens = max(0, num_tokens - shape.local_cached_tokens)
-        prompt = DirectPrompt(instance, num_tokens, uncached_tokens, self.scheduler.clock())
+        prompt = DirectPrompt(
+            instance, shape.num_prompt_tokens, shape.local_uncached_tokens, self.scheduler.clock()
+        )
         return self.scheduler.ledger.direct_begun(prompt)
 
     def direct_over(self, key: int) -> None:
@@ -158,10 +163,12 @@ class Lessons:
         )
 
 
-def output_tokens_of(body: bytes) -> int:
-    """What an answer that is not streamed says it took; 0 when it does not."""
+def usage_of(body: bytes) -> Usage:
+    """What an answer, or the last event of a stream, says of its lengths."""
     try:
         usage = _answers.decode(body).usage
-    except msgspec.MsgspecError:
-        return 0
-    return 0 if usage is None else max(0, usage.completion_tokens)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return Usage()
+    if usage is None:
+        return Usage()
+    return Usage(max(0, usage.prompt_tokens), max(0, usage.completion_tokens))

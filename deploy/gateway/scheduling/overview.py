@@ -88,7 +88,7 @@ def _model(name: str, known: ModelKnowledge, now_s: float) -> LearnedModel:
     return LearnedModel(
         model=name,
         places=[_place(place, known, now_s) for place in known.places],
-        bytes_per_token=known.bytes_per_token,
+        bytes_per_token=known.lengths.bytes_per_token,
         kv=known.kv,
         decode_s=known.decode_s,
         step_s=known.step_s,

@@ -145,10 +145,10 @@ class RegionScheduler:
     def route_early(
         self, model: str, shape: RequestShape, *, snapshot: RegionSnapshot | None = None
     ) -> RouteDecision | None:
-        """The route of a prompt that is not counted yet (an upper bound of its length is known) and
-        not looked up, or None: do that first. It costs a round trip to an engine, so it is done
-        only where the KVCache may have to move; what is cached only ever keeps a prompt where it
-        is.
+        """The route of a prompt that is not counted yet and not looked up, or None: do that first.
+        It costs a round trip to an engine, so it is done only where the KVCache may have to move,
+        which the upper bound of the length decides; what is cached only ever keeps a prompt where
+        it is. Predictions rest on the likely length.
         """
         seen = snapshot or self.snapshot(model)
         if one_engine_reason(shape) is None and self._may_move(shape, seen):
@@ -175,9 +175,9 @@ class RegionScheduler:
 
     def _may_move(self, shape: RequestShape, seen: RegionSnapshot) -> bool:
         thresholds = [cluster.threshold_tokens for cluster in seen.prefill_clusters]
-        if thresholds and shape.num_prompt_tokens > min(thresholds):
+        if thresholds and shape.at_most_tokens > min(thresholds):
             return True
-        return bool(seen.local.free_s) and shape.num_prompt_tokens > self._hand_off_tokens
+        return bool(seen.local.free_s) and shape.at_most_tokens > self._hand_off_tokens
 
     def _config(self, model: str) -> RouteConfig:
         routing, known = self._routing, self.knowledge(model)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.inbound import Kind, parse_request, with_kv_transfer_params
+from deploy.gateway.scheduling.prompt_length import Media, PromptContent
 
 PARAMS = {"prfaas": {"role": "consumer", "runs": [[0, 4]]}}
 
@@ -20,9 +21,11 @@ def parse(body: Any, kind: Kind = "completion") -> Any:
 
 
 def test_a_text_prompt_is_bounded_by_its_bytes() -> None:
-    raw = b'{"prompt": "hello"}'
+    raw = b'{"prompt": "hello, world"}'
     request = parse(raw)
-    assert request.shape.num_prompt_tokens == len(raw) + 10
+    assert request.shape.bound_tokens == len(raw) + 10
+    assert request.shape.num_prompt_tokens == 4
+    assert request.content == PromptContent(text_bytes=14)
     assert not request.shape.is_exact
     assert request.token_ids is None
     assert request.body is raw
@@ -33,6 +36,7 @@ def test_a_prompt_of_ids_is_counted() -> None:
     assert request.token_ids == [5, 6, 7]
     assert request.shape.is_exact
     assert request.shape.num_prompt_tokens == 3
+    assert request.content == PromptContent(num_ids=3)
     assert (request.cache_salt, request.priority, request.request_id) == ("s", -2, "r")
 
 
@@ -109,6 +113,9 @@ def test_null_fields_are_absent_fields() -> None:
         ([{"type": "image_url", "image_url": {"url": "data:"}}], True),
         ([{"type": "input_audio"}], True),
         ([{"image_url": "x"}], True),
+        ([], False),
+        ([{"text": "x", "type": "text"}], False),
+        ([{"url": "x", "type": "audio_url"}], True),
         (7, True),
         ({"type": "text"}, True),
     ],
@@ -116,6 +123,77 @@ def test_null_fields_are_absent_fields() -> None:
 def test_chat_content_other_than_text(content: Any, is_multimodal: bool) -> None:
     body = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": content}]}
     assert parse(body, "chat").shape.is_multimodal is is_multimodal
+
+
+def chat(*content: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(content)}], **fields}
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:" + "A" * 100_000}}, Media.IMAGE),
+        ({"type": "input_image", "image_url": "A" * 100_000}, Media.IMAGE),
+        ({"type": "input_audio", "input_audio": {"data": "A" * 100_000}}, Media.AUDIO),
+        ({"type": "audio_url", "audio_url": {"url": "http://a"}}, Media.AUDIO),
+        ({"type": "video_url", "video_url": {"url": "http://a"}}, Media.VIDEO),
+        ({"data": "A" * 100_000}, Media.IMAGE),
+        (7, Media.IMAGE),
+    ],
+)
+def test_media_count_by_part_and_not_by_bytes(part: Any, kind: Media) -> None:
+    text = {"type": "text", "text": "x" * 400}
+    plain, request = parse(chat(text), "chat"), parse(chat(text, part, part), "chat")
+    assert request.content.media == {kind: 2}
+    assert abs(request.content.text_bytes - plain.content.text_bytes) < 5
+    # However few bytes name an image, it may become thousands of tokens.
+    assert request.shape.bound_tokens is None
+    assert request.shape.num_prompt_tokens > 2 * 700
+
+
+def test_what_is_no_text_for_certain_does_not_count_as_text() -> None:
+    for messages in ([7, "x" * 9000], "x" * 9000, [{"content": {"a": "x" * 9000}}]):
+        assert parse({"messages": messages}, "chat").content.text_bytes < 50
+
+
+def test_embeddings_count_by_their_vectors() -> None:
+    vectors = "A" * (4096 * 2 * 4 // 3 * 50)
+    request = parse({"prompt": "", "prompt_embeds": vectors})
+    assert request.content.media == {Media.EMBEDS: len(vectors) + 2}
+    assert request.shape.num_prompt_tokens == 50
+    assert not request.shape.is_multimodal
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_ids"), [([[1, 2], [3]], 3), ([[111_111, 222_222]], 2), ([5, 6.5, 7], 3)]
+)
+def test_ids_that_only_the_engine_may_judge_are_still_counted(prompt: Any, num_ids: int) -> None:
+    request = parse({"prompt": prompt})
+    assert request.content == PromptContent(num_ids=num_ids)
+    assert (request.shape.num_prompt_tokens, request.shape.is_exact) == (num_ids, False)
+
+
+def test_only_what_a_template_shows_the_model_counts() -> None:
+    plain = parse(chat("hi"), "chat").content.text_bytes
+    tools = [{"type": "function", "function": {"name": "f" * 300}}]
+    assert parse(chat("hi", tools=tools), "chat").content.text_bytes > plain + 300
+    schema = {"response_format": {"json_schema": {"a": "x" * 900}}, "logit_bias": {"1": 2}}
+    assert parse(chat("hi", **schema), "chat").content.text_bytes == plain
+
+
+def test_characters_count_as_many_bytes_however_json_spells_them() -> None:
+    body = chat("".join(chr(0x4E00 + i) for i in range(500)))
+    escaped = parse(json.dumps(body).encode(), "chat").content.text_bytes
+    plain = parse(json.dumps(body, ensure_ascii=False).encode(), "chat").content.text_bytes
+    assert escaped == plain
+
+
+@pytest.mark.parametrize(
+    ("most", "num_tokens"), [(50, 50), (5000, 1000), (-1, 1000), ("x", 1000), (None, 1000)]
+)
+def test_a_prompt_that_the_engine_cuts_is_no_longer_than_that(most: Any, num_tokens: int) -> None:
+    request = parse({"prompt": "x" * 3998, "truncate_prompt_tokens": most})
+    assert request.shape.num_prompt_tokens == num_tokens
 
 
 def test_chat_knows_no_echo_of_prompts_but_needs_messages() -> None:

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from deploy.gateway.scheduling.knowledge import (
-    BYTES_PER_TOKEN,
     NUM_SIZES,
     OVERHEAD_KEPT_S,
     KvMeter,
@@ -159,13 +158,3 @@ def test_answers_teach_how_long_decoding_takes() -> None:
     known.decoded(1, 0.0, now_s=2.0)
     assert known.decode_s == pytest.approx(1.0)
     assert known.step_s == pytest.approx(0.02)
-
-
-def test_lengths_are_estimated_from_bodies() -> None:
-    known = ModelKnowledge()
-    assert known.bytes_per_token == BYTES_PER_TOKEN
-    assert known.num_tokens(400) == 100
-    known.counted(100, 250)
-    known.counted(0, 250)
-    assert known.num_tokens(400) == 160
-    assert known.num_tokens(0) == 1

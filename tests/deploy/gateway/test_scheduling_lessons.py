@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from typing import Any
 
 import pytest
-from live_region_cases import FAST_LINK, MODEL, Region
+from live_region_cases import FAST_LINK, MODEL, Region, teach
 
+from deploy.gateway.inbound import InboundRequest, parse_request
 from deploy.gateway.records import RequestRecord
-from deploy.gateway.scheduling.lessons import Lessons, output_tokens_of
+from deploy.gateway.scheduling.lessons import Lessons, Usage, usage_of
+from deploy.gateway.scheduling.prompt_length import PromptContent
 from kvmanager.engines.jobs import Landing, PrefillResult
 from scheduler.prediction import Prediction
 from scheduler.routing import ONE_ENGINE, RequestShape
@@ -108,28 +112,73 @@ def test_one_engine_teaches_what_was_counted() -> None:
 
 def test_a_prompt_is_on_its_engine_until_that_answers() -> None:
     school = School()
-    shape = RequestShape(num_prompt_tokens=4000, is_exact=False)
-    key = school.lessons.direct_begun(MODEL, "d0", shape, 400)
+    shape = RequestShape(num_prompt_tokens=100, is_exact=False, local_cached_tokens=40)
+    key = school.lessons.direct_begun("d0", shape)
     (given,) = school.scheduler.ledger.direct()["d0"]
-    assert (given.num_tokens, given.uncached_tokens, given.begun_s) == (100, 100, 100.0)
+    assert (given.num_tokens, given.uncached_tokens, given.begun_s) == (100, 60, 100.0)
     school.lessons.direct_over(key)
     school.lessons.direct_over(key)
     assert not school.scheduler.ledger.direct()
 
 
-def test_lengths_are_taken_from_bodies_until_they_are_counted() -> None:
+def test_a_length_is_what_counted_prompts_teach_until_it_is_counted_itself() -> None:
     school = School()
-    bound = RequestShape(num_prompt_tokens=4000, is_exact=False)
-    assert school.lessons.num_tokens(MODEL, bound, 400) == 100
-    assert school.lessons.num_tokens(MODEL, bound, 400_000) == 4000
-    school.lessons.arrived(MODEL, RequestShape(num_prompt_tokens=200), 400)
-    assert school.lessons.num_tokens(MODEL, bound, 400) == 200
+    not_counted = RequestShape(num_prompt_tokens=7, is_exact=False, bound_tokens=4000)
+
+    def likely(text_bytes: int) -> int:
+        content = PromptContent(text_bytes)
+        return school.lessons.likely(MODEL, not_counted, content).num_prompt_tokens
+
+    assert (likely(400), likely(400_000)) == (100, 4000)
+    school.lessons.counted(MODEL, PromptContent(400), 200)
+    assert likely(400) == 200
+    counted = RequestShape(num_prompt_tokens=1000)
+    assert school.lessons.likely(MODEL, counted, PromptContent(400)) is counted
+
+
+def inbound_chat(*parts: dict[str, Any]) -> InboundRequest:
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": parts}]})
+    return parse_request("chat", body.encode(), template_tokens=256)
+
+
+def test_bytes_of_images_are_no_tokens_of_the_regions_traffic() -> None:
+    school = School()
+    picture = base64.b64encode(bytes(2_000_000)).decode()
+    url = f"data:image/png;base64,{picture}"
+    inbound = inbound_chat(
+        {"type": "text", "text": "what is this?"},
+        {"type": "image_url", "image_url": {"url": url}},
+    )
+    shape = school.lessons.likely(MODEL, inbound.shape, inbound.content)
+    assert shape.is_multimodal
+    assert 1000 < shape.num_prompt_tokens < 1100
+    for _ in range(300):
+        school.lessons.arrived(MODEL, RequestShape(num_prompt_tokens=1000))
+    for _ in range(16):
+        school.lessons.arrived(MODEL, shape)
+    school.known.decoded(10, 1.0, 100.0)
+    found = school.known.traffic.measured(100.0)
+    assert found is not None
+    assert found.uncached.mean_tokens == pytest.approx(1000, rel=0.01)
+
+
+def test_a_prompt_of_an_image_is_no_minute_of_work_ahead_of_others() -> None:
+    school = School()
+    teach(school.scheduler, ONE_ENGINE, 1e-4)
+    idle = school.scheduler.route(MODEL, RequestShape(num_prompt_tokens=900)).local
+    inbound = inbound_chat({"type": "image_url", "image_url": {"url": "data:" + "A" * 2_000_000}})
+    shape = school.lessons.likely(MODEL, inbound.shape, inbound.content)
+    school.lessons.direct_begun("d0", shape)
+    behind = school.scheduler.route(MODEL, RequestShape(num_prompt_tokens=900)).local
+    assert idle is not None
+    assert behind is not None
+    assert behind.ttft_s - idle.ttft_s == pytest.approx(0.1, abs=0.01)
 
 
 def test_arrivals_and_answers_are_measured_traffic() -> None:
     school = School()
     shape = RequestShape(num_prompt_tokens=1000, local_cached_tokens=750)
-    school.lessons.arrived(MODEL, shape, 4000)
+    school.lessons.arrived(MODEL, shape)
     school.lessons.ended(MODEL, record(is_stream=True, ttft_s=1.0))
     found = school.known.traffic.measured(101.0)
     assert found is not None
@@ -201,7 +250,7 @@ def test_a_first_token_says_that_earlier_prompts_are_computed() -> None:
     school = School()
     shape = RequestShape(num_prompt_tokens=1000)
     for instance in ("d0", "d1", "d0", "d0"):
-        school.lessons.direct_begun(MODEL, instance, shape, 4000)
+        school.lessons.direct_begun(instance, shape)
         school.region.now_s += 1.0
     school.lessons.direct_answered("d0", begun_s=102.0)
     left = school.scheduler.ledger.direct()
@@ -210,15 +259,18 @@ def test_a_first_token_says_that_earlier_prompts_are_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "num_tokens"),
+    ("body", "usage"),
     [
-        (b'{"usage": {"completion_tokens": 7, "prompt_tokens": 3}}', 7),
-        (b'{"usage": {"completion_tokens": -7}}', 0),
-        (b'{"usage": null}', 0),
-        (b"{}", 0),
-        (b'{"usage": 7}', 0),
-        (b"no json", 0),
+        (b'{"usage": {"completion_tokens": 7, "prompt_tokens": 3}}', Usage(3, 7)),
+        (b'{"usage": {"completion_tokens": -7, "prompt_tokens": -1}}', Usage()),
+        (b'{"usage": {"prompt_tokens": 3}}', Usage(3, 0)),
+        (b'{"usage": null}', Usage()),
+        (b"{}", Usage()),
+        (b'{"usage": 7}', Usage()),
+        (b"no json", Usage()),
+        (b'{"a": "\xff"}', Usage()),
+        (b"", Usage()),
     ],
 )
-def test_what_an_answer_says_it_took(body: bytes, num_tokens: int) -> None:
-    assert output_tokens_of(body) == num_tokens
+def test_what_an_answer_says_of_its_lengths(body: bytes, usage: Usage) -> None:
+    assert usage_of(body) == usage

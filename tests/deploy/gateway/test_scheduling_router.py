@@ -18,8 +18,14 @@ LONG = RequestShape(num_prompt_tokens=4000)
 SHORT = RequestShape(num_prompt_tokens=900)
 
 
-def bound(num_tokens: int, **fields: Any) -> RequestShape:
-    return RequestShape(num_prompt_tokens=num_tokens, is_exact=False, **fields)
+def bound(num_tokens: int, likely: int | None = None, **fields: Any) -> RequestShape:
+    """A prompt of at most so many tokens that was not counted."""
+    return RequestShape(
+        num_prompt_tokens=num_tokens // 4 if likely is None else likely,
+        is_exact=False,
+        bound_tokens=num_tokens,
+        **fields,
+    )
 
 
 def busy_home(region: Region) -> RegionScheduler:
@@ -54,7 +60,7 @@ def test_only_what_may_move_is_counted(shape: RequestShape, is_early: bool) -> N
     assert (decision is not None) is is_early
     if decision is not None:
         assert decision.target == ONE_ENGINE
-        assert "prompt_tokens_at_most" in decision.numbers
+        assert decision.numbers["prompt_tokens_about"] == shape.num_prompt_tokens
 
 
 def test_instances_for_the_hand_off_make_shorter_prompts_worth_counting() -> None:
@@ -65,6 +71,29 @@ def test_instances_for_the_hand_off_make_shorter_prompts_worth_counting() -> Non
     assert scheduler.route_early(MODEL, bound(257)) is None
     region.home = report("home", instance("d0", "decode"), instance("p9", healthy=False))
     assert scheduler.route_early(MODEL, bound(257)) is not None
+
+
+def test_a_prompt_without_a_bound_may_move() -> None:
+    unbounded = RequestShape(num_prompt_tokens=10, is_exact=False)
+    assert Region().scheduler().route_early(MODEL, unbounded) is None
+
+
+def test_the_bound_decides_whether_to_count_and_the_likely_length_what_is_predicted() -> None:
+    region = Region()
+    region.far = None
+    scheduler = RegionScheduler(
+        _Lonely(region),
+        (),
+        RoutingSection(),
+        threshold_tokens=1000,
+        hand_off_tokens=256,
+        clock=lambda: region.now_s,
+    )
+    teach(scheduler, ONE_ENGINE, 2e-4)
+    decision = scheduler.route_early(MODEL, bound(50_000, likely=12_000))
+    assert decision is not None
+    assert decision.local is not None
+    assert decision.local.prefill_s == pytest.approx(2.4, rel=0.02)
 
 
 def test_the_hand_off_takes_them() -> None:

@@ -102,3 +102,25 @@ def test_the_first_data_is_found_behind_comments(events: bytes, data: bytes | No
 
 def test_an_error_event_is_one_event() -> None:
     assert error_event(b'{"error":{}}') == b'data: {"error":{}}\n\n'
+
+
+USAGE = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":7}}'
+
+
+@pytest.mark.parametrize("newline", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("sizes", [[], [60], [200], [-60], [-20], [-60, -15]])
+def test_the_last_event_is_kept_for_its_usage(newline: bytes, sizes: list[int]) -> None:
+    events = [b'data: {"choices":[{"text":"data: x"}]}', b"data: " + USAGE, b"data: [DONE]"]
+    stream = b"".join(event + newline for event in events)
+    gate = EventGate()
+    for piece in cut(stream, sizes):
+        gate.feed(piece)
+    assert gate.is_done
+    assert gate.last_data() == USAGE
+
+
+@pytest.mark.parametrize("stream", [b"", b": ping\n\n", DONE, b'data: {"a": "data: "}\n\n' + DONE])
+def test_a_stream_without_a_last_event_has_no_usage(stream: bytes) -> None:
+    gate = EventGate()
+    gate.feed(stream)
+    assert b"usage" not in gate.last_data()

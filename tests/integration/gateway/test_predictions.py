@@ -48,6 +48,25 @@ async def test_a_prompt_that_is_not_counted_has_none_and_teaches_none(region: An
     assert known.step_s is not None
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_tokens": 4}, STREAM | {"stream_options": {"include_usage": True}}],
+    ids=["one piece", "stream"],
+)
+async def test_an_answers_usage_teaches_how_long_prompts_are(
+    region: Any, fields: dict[str, Any]
+) -> None:
+    lengths = region.gateway.scheduler.knowledge("tiny").lengths
+    assert not lengths.is_known
+    # Two choices are one engine's work: nobody counts the prompt first.
+    await region.post({"model": "tiny", "prompt": "x" * 60, "n": 2} | fields)
+    record = await region.record()
+    assert record.num_prompt_tokens is None
+    assert record.output_tokens == 4
+    # The fake engines make a token of each byte; the quotes of the JSON are no tokens.
+    assert lengths.bytes_per_token == pytest.approx(62 / 60)
+
+
 async def test_answers_teach_predictions(region: Any) -> None:
     for _ in range(12):
         await region.post(region.long_body(**STREAM))

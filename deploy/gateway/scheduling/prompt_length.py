@@ -1,0 +1,111 @@
+"""How many tokens a prompt holds that nobody has counted, and what counted prompts teach of that.
+
+Only text has a length in tokens that grows with its bytes. An image, a clip or an embedding becomes
+as many tokens as the model's encoder makes of it, however many bytes carried it. So a prompt is
+measured as bytes of text, token ids and a number of units of each kind of media. Pure. Does not
+know JSON, models or routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+
+class Media(StrEnum):
+    """What a prompt may hold besides text. `EMBEDS` is counted in base64 bytes, others in parts."""
+
+    IMAGE = "image"
+    AUDIO = "audio"
+    VIDEO = "video"
+    EMBEDS = "embeds"
+
+
+BYTES_PER_TOKEN: Final = 4.0
+"""Of text in UTF-8, before any prompt was counted: what tokenizers need for English; code needs
+fewer bytes, Chinese about as many."""
+TOKENS_PER_UNIT: Final[Mapping[Media, float]] = MappingProxyType(
+    {
+        # A megapixel in patches of 32 x 32 pixels (Qwen3-VL); others make 256 to 4,000 of an image.
+        Media.IMAGE: 1024.0,
+        # One window of 30 s of an encoder like Whisper's, 25 tokens a second (Qwen2-Audio).
+        Media.AUDIO: 750.0,
+        # 32 frames of 256 tokens (InternVL, LLaVA-OneVision).
+        Media.VIDEO: 8192.0,
+        # Vectors of 4,096 numbers of 2 bytes; base64 needs 4 bytes for 3.
+        Media.EMBEDS: 1 / (4096 * 2 * 4 / 3),
+    }
+)
+"""Before an answer said how many tokens the model makes of them."""
+TEXT_GAIN: Final = 0.02
+MEDIA_GAIN: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PromptContent:
+    """What a prompt is made of: UTF-8 bytes of text with the JSON around it, token ids that the
+    client sent, and units of media. `text_bytes` of a prompt of ids alone is 0.
+    """
+
+    text_bytes: int = 0
+    num_ids: int = 0
+    media: Mapping[Media, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class LengthEstimator:
+    """Tokens of prompts of one model, learnt from those whose length an engine has told."""
+
+    def __init__(self) -> None:
+        self._text_bytes = 0.0
+        self._text_tokens = 0.0
+        self._units = dict[Media, float]()
+        self._unit_tokens = dict[Media, float]()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any prompt of text was counted."""
+        return self._text_tokens > 0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of text, over all that was counted lately: long prompts weigh more, as their lengths
+        matter more, and what a chat template adds to a short one says little about text.
+        """
+        return self._text_bytes / self._text_tokens if self.is_known else BYTES_PER_TOKEN
+
+    def tokens_per_unit(self, kind: Media) -> float:
+        """What the model makes of one image, clip or byte of embeddings, as a mean."""
+        units = self._units.get(kind, 0.0)
+        return self._unit_tokens[kind] / units if units else TOKENS_PER_UNIT[kind]
+
+    def num_tokens(self, content: PromptContent, at_most: int | None = None) -> int:
+        """About how many tokens a prompt holds, at least 1; `at_most` is a bound, where one is
+        known.
+        """
+        text = content.text_bytes / self.bytes_per_token
+        media = sum(num * self.tokens_per_unit(kind) for kind, num in content.media.items())
+        likely = max(1, round(text + content.num_ids + media))
+        return likely if at_most is None else min(likely, at_most)
+
+    def counted(self, content: PromptContent, num_tokens: int) -> None:
+        """An engine found so many tokens in a prompt. Ids teach nothing, and neither does a prompt
+        with several kinds of media: nobody says how many tokens are whose.
+        """
+        kinds = [kind for kind, num in content.media.items() if num > 0]
+        rest = float(num_tokens - content.num_ids)
+        if rest <= 0 or len(kinds) > 1:
+            return
+        if not kinds:
+            if content.text_bytes > 0:
+                keep = 1 - TEXT_GAIN
+                self._text_bytes = keep * self._text_bytes + content.text_bytes
+                self._text_tokens = keep * self._text_tokens + rest
+            return
+        kind, keep = kinds[0], 1 - MEDIA_GAIN
+        in_media = rest - content.text_bytes / self.bytes_per_token
+        if in_media > 0:
+            self._units[kind] = keep * self._units.get(kind, 0.0) + content.media[kind]
+            self._unit_tokens[kind] = keep * self._unit_tokens.get(kind, 0.0) + in_media
