@@ -24,7 +24,7 @@ from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.index import PoolIndex
 from kvmanager.pool.index_records import Dropped, Stored, part_checksum
 from kvmanager.pool.pool import HybridPool
-from kvmanager.pool.records import BlockPart, PoolChange, Slot, Tier
+from kvmanager.pool.records import BlockPart, PoolChange, Slot, Spill, Tier
 from kvmanager.pool.shape import CacheShape, PartKind
 from kvmanager.pool.ssd import SsdEntry, SsdStore
 
@@ -68,6 +68,8 @@ class PartStore:
         self._on_ssd: dict[_PartId, SsdEntry] = {}
         self._fetching: dict[_PartId, asyncio.Task[None]] = {}
         self._num_spilling = 0
+        self._spilling: dict[_PartId, int] = {}
+        """The latest spill of each part that is being copied to SSD."""
         self._restoring = False
         self._scanning = False
         self._dropping = False
@@ -252,31 +254,35 @@ class PartStore:
         if ssd is None or self._scanning or self._num_spilling >= MAX_SPILLING:
             return  # a file that is written while they are listed could be taken for a torn one
         loop = asyncio.get_running_loop()
-        for change in self._books.spill(MAX_SPILLING - self._num_spilling):
+        for spill in self._books.spill(MAX_SPILLING - self._num_spilling):
+            change = spill.change
             views = self.views(change.shape, change.part, change.runs)
             future = ssd.write(self._entry(change), views)
             if future is None:
-                self._books.not_stored_on_ssd(change.key, change.part)
+                self._books.not_stored_on_ssd(spill)
                 continue
+            self._spilling[change.key, change.part] = spill.spill_id
             self._num_spilling += 1
-            future.add_done_callback(partial(_post, loop, self._spilled, change))
+            future.add_done_callback(partial(_post, loop, self._spilled, spill))
 
-    def _spilled(self, change: PoolChange, is_written: bool) -> None:
+    def _spilled(self, spill: Spill, is_written: bool) -> None:
         self._num_spilling -= 1
         if self._closed:
             return
-        pool, ssd = self._books, self._ssd
-        if not is_written:
+        key, part = spill.change.key, spill.change.part
+        if is_written:
+            self.use.ssd_writes += 1
+            is_kept = self._books.stored_on_ssd(spill)
+        else:
             self.use.ssd_failures += 1
-            pool.not_stored_on_ssd(change.key, change.part)
-            return
-        self.use.ssd_writes += 1
-        # Memory that was used for something else meanwhile may be what was written.
-        same = pool.lookup(change.key, change.part) == change.runs
-        if not same:
-            pool.not_stored_on_ssd(change.key, change.part)
-        if (not same or not pool.stored_on_ssd(change.key, change.part)) and ssd:
-            ssd.remove(change.key, change.part)
+            self._books.not_stored_on_ssd(spill)
+            is_kept = False
+        is_latest = self._spilling[key, part] == spill.spill_id
+        if is_latest:
+            del self._spilling[key, part]
+        # Later attempts write the same file after this one: removing it would take theirs.
+        if self._ssd is not None and is_latest and not is_kept and (key, part) not in self._on_ssd:
+            self._ssd.remove(key, part)
 
     # ---- the former life
 
@@ -391,12 +397,12 @@ class PartStore:
 
 def _post(
     loop: asyncio.AbstractEventLoop,
-    function: Callable[[PoolChange, bool], None],
-    change: PoolChange,
+    function: Callable[[Spill, bool], None],
+    spill: Spill,
     done: Future[bool],
 ) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is gone, and the cache with it
-        loop.call_soon_threadsafe(function, change, done.result())
+        loop.call_soon_threadsafe(function, spill, done.result())
 
 
 def _change(

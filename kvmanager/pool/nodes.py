@@ -69,7 +69,8 @@ class Part:
     """One part of one block: present in the arena (`runs`), on SSD, or being filled.
 
     Never both in the arena and being filled. Its `Entry` properties are for eviction policies.
-    `condemned` has bit t for tier t if the copy there goes as soon as nobody uses it.
+    `condemned` has bit t for tier t if the copy there goes as soon as nobody uses it. `spill_id` is
+    that of the copying to SSD that is under way, or 0.
     """
 
     node: Node
@@ -79,13 +80,18 @@ class Part:
     num_pins: int = 0
     runs: tuple[Run, ...] = ()
     on_ssd: bool = False
-    is_spilling: bool = False
+    spill_id: int = 0
     filling: Filling | None = None
     condemned: int = 0
 
     @property
     def is_present(self) -> bool:
         return bool(self.runs) or self.on_ssd
+
+    @property
+    def is_spilling(self) -> bool:
+        """Whether the part is being copied from the arena to SSD."""
+        return self.spill_id != 0
 
     @property
     def is_kv(self) -> bool:

@@ -168,7 +168,7 @@ class PartBooks:
             self.wants_spill(part)
         else:
             part.on_ssd = True
-            part.is_spilling = False
+            part.spill_id = 0
             self.to_spill.pop(part, None)
             if base is not None:
                 base.node.num_ssd_needs += 1
@@ -366,7 +366,7 @@ class PartBooks:
     def _leave_arena(self, part: Part) -> None:
         self.free(part.runs)
         part.runs = ()
-        part.is_spilling = False
+        part.spill_id = 0
         part.condemned &= ~(1 << Tier.ARENA)
         part.node.in_arena &= ~(1 << part.number)
         self.to_spill.pop(part, None)

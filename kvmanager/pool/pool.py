@@ -56,6 +56,7 @@ from kvmanager.pool.records import (
     PoolStatus,
     Prefix,
     Slot,
+    Spill,
     Tier,
 )
 from kvmanager.pool.shape import CacheShape
@@ -72,6 +73,7 @@ __all__ = [
     "PoolStatus",
     "Prefix",
     "Slot",
+    "Spill",
     "Tier",
     "eviction_policy",
 ]
@@ -272,7 +274,7 @@ class HybridPool:
 
     # ---- SSD
 
-    def spill(self, limit: int) -> list[PoolChange]:
+    def spill(self, limit: int) -> list[Spill]:
         """At most `limit` parts that ought to be copied from the arena to SSD, bases first.
 
         Each is named once; `stored_on_ssd` or `not_stored_on_ssd` has to follow for it. The caller
@@ -285,37 +287,35 @@ class HybridPool:
             if not self._books.may_go_to_ssd(part):
                 continue
             for each in reversed(list(_without_ssd_copy(part))[-(limit - len(chosen)) :]):
-                each.is_spilling = True
+                each.spill_id = next(self._ids)
                 to_spill.pop(each, None)
                 chosen.append(each)
             self._books.wants_spill(part)
-        return [listing.change(part, Tier.ARENA) for part in chosen]
+        return [Spill(part.spill_id, listing.change(part, Tier.ARENA)) for part in chosen]
 
-    def stored_on_ssd(self, key: bytes, part: int) -> bool:
-        """A copy of a part in the arena is on SSD now; less recently used ones may go for it.
+    def stored_on_ssd(self, spill: Spill) -> bool:
+        """The copy is on SSD now; less recently used ones may go for it.
 
-        False: it is not wanted (gone from the arena, no room, or its base is not on SSD), and the
-        caller removes the file.
+        False: it is not wanted, because the part has left the arena since `spill` named it (it may
+        be back), because there is no room, or because its base is not on SSD.
         """
-        found = self._books.part(key, part)
-        if found is None or not found.runs:
+        found = self._spilling(spill)
+        if found is None:
             return False
-        if found.on_ssd:
-            return True
         base = found.node.base(found.number)
         is_based = base is None or base.on_ssd or base.is_spilling
         if not is_based or not self._books.make_ssd_room(found):
-            self.not_stored_on_ssd(key, part)
+            self.not_stored_on_ssd(spill)
             return False
         self._books.arrive(found, Tier.SSD)
         return True
 
-    def not_stored_on_ssd(self, key: bytes, part: int) -> None:
-        """A copy that `spill` asked for could not be written. Copies that stand on it go too."""
-        found = self._books.part(key, part)
-        if found is None or found.on_ssd:
+    def not_stored_on_ssd(self, spill: Spill) -> None:
+        """The copy could not be written. Copies that stand on it go too."""
+        found = self._spilling(spill)
+        if found is None:
             return
-        found.is_spilling = False
+        found.spill_id = 0
         if found.is_kv and found.node.num_ssd_needs:
             purge.condemn_above(self._books, found)
             self.drop_lost()
@@ -441,6 +441,11 @@ class HybridPool:
         if ends:
             books.evict_until(lambda: books.room() >= ends[-1], self._num_uses)
         return plan[: bisect_right(ends, books.room())]
+
+    def _spilling(self, spill: Spill) -> Part | None:
+        """The part, if it is still what `spill` named."""
+        found = self._books.part(spill.change.key, spill.change.part)
+        return found if found is not None and found.spill_id == spill.spill_id else None
 
     def _num_stuck_blocks(self) -> int:
         pinned = {part for held in self._pins.values() for _, part in held if part.runs}

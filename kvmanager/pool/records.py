@@ -81,6 +81,19 @@ class PoolChange:
     runs: tuple[Run, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """One attempt to copy a part from the arena to SSD.
+
+    A part that leaves the arena and comes back may be copied again while the first attempt is still
+    under way: `spill_id` tells the attempts apart.
+    """
+
+    spill_id: int
+    change: PoolChange
+    """The part where it lies in the arena."""
+
+
 Listener = Callable[[PoolChange], None]
 """Hears of changes in order, each when the books are right again. Must not call the pool."""
 

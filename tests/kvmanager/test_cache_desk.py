@@ -170,8 +170,8 @@ class TestFind:
         desk = Desk(ssd=10_000)
         wanted = keys(2)
         desk.store(wanted, [*kv(2), (1, STATE)])
-        for change in desk.pool.spill(10):
-            assert desk.pool.stored_on_ssd(change.key, change.part)
+        for spill in desk.pool.spill(10):
+            assert desk.pool.stored_on_ssd(spill)
         assert desk.pool.make_room(30)
         (effect,) = desk.say(CacheFind(4, join_keys(wanted)))
         assert isinstance(effect, Fetch)
@@ -191,8 +191,8 @@ class TestFind:
         desk = Desk(ssd=10_000)
         wanted = keys(1)
         desk.store(wanted, [*kv(1), (0, STATE)])
-        for change in desk.pool.spill(10):
-            desk.pool.stored_on_ssd(change.key, change.part)
+        for spill in desk.pool.spill(10):
+            desk.pool.stored_on_ssd(spill)
         desk.pool.make_room(30)
         (effect,) = desk.say(CacheFind(4, join_keys(wanted)))
         assert isinstance(effect, Fetch)

@@ -4,7 +4,9 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import Fill, PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-from kvmanager.pool.ssd import SsdStore
+from kvmanager.pool.ssd import SsdEntry, SsdStore
 
 BLOCK = 4096
 SHAPE = CacheShape(64, (PartShape(PartKind.KV, 2 * BLOCK),))
@@ -31,6 +33,7 @@ class Life:
         *,
         num_blocks: int = 16,
         with_ssd: bool = False,
+        ssd: SsdStore | None = None,
         ssd_bytes: int = 1 << 20,
     ) -> None:
         config = AgentConfig(
@@ -41,13 +44,13 @@ class Life:
             arena_name="a",
         )
         self.kept: KeptArena = open_arena(config)
-        self.ssd = SsdStore(folder / "ssd") if with_ssd else None
+        self.ssd = SsdStore(folder / "ssd") if with_ssd else ssd
         self.store = PartStore(self.kept.arena, self.kept.index, self.ssd)
         self.pool = HybridPool(
             self.kept.allocator,
             BLOCK,
             listener=self.store.changed,
-            ssd_bytes=ssd_bytes if with_ssd else 0,
+            ssd_bytes=ssd_bytes if self.ssd is not None else 0,
         )
         self.store.attach(self.pool)
 
@@ -90,8 +93,8 @@ Begin = Callable[..., Life]
 async def begin(tmp_path: Path) -> AsyncIterator[Begin]:
     lives: list[Life] = []
 
-    def begun(**settings: int) -> Life:
-        lives.append(Life(tmp_path, **settings))  # type: ignore[arg-type]
+    def begun(**settings: Any) -> Life:
+        lives.append(Life(tmp_path, **settings))
         return lives[-1]
 
     yield begun
@@ -175,8 +178,8 @@ async def test_nothing_is_copied_to_ssd_while_its_files_are_listed(
     restoring = asyncio.create_task(life.store.restore((), life.kept.allocator))
     await asyncio.sleep(0)
     life.store.spill()
-    assert life.pool.spill(1)
-    life.pool.not_stored_on_ssd(KEYS[0], 0)
+    [spill] = life.pool.spill(1)
+    life.pool.not_stored_on_ssd(spill)
     listed.set_result(None)
     await restoring
     monkeypatch.undo()
@@ -266,3 +269,61 @@ async def test_what_was_read_before_a_failure_stays(begin: Begin) -> None:
     match = life.pool.match(SHAPE, KEYS)
     assert (match.arena_kv_blocks, match.kv_blocks) == (2, 2)
     life.pool.check_invariants()
+
+
+class HeldSsd(SsdStore):
+    """Files that are written when the test says so."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.writing: list[Future[bool]] = []
+        self.asked: list[str] = []
+
+    def write(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[bool]:
+        self.asked.append("write")
+        self.writing.append(Future())
+        return self.writing[-1]
+
+    def remove(self, key: bytes, part: int) -> Future[bool]:
+        self.asked.append("remove")
+        return Future()
+
+    async def written(self, is_written: bool) -> None:
+        """The first write that is under way is over."""
+        self.writing.pop(0).set_result(is_written)
+        await asyncio.sleep(0)
+
+
+async def spilled_twice(life: Life, ssd: HeldSsd) -> None:
+    """The part leaves the arena while it is copied to SSD, comes back and is copied again."""
+    for _ in range(2):
+        await life.commit(life.reserve(0, KEYS[:1]), KEYS[:1])
+        life.store.spill()
+        is_first = len(ssd.writing) == 1
+        assert life.pool.discard(KEYS[0], 0, Tier.ARENA) if is_first else True
+    assert ssd.asked == ["write", "write"]
+
+
+async def test_a_copy_that_came_too_late_does_not_take_the_next_one_away(
+    begin: Begin, tmp_path: Path
+) -> None:
+    ssd = HeldSsd(tmp_path / "held")
+    life = begin(ssd=ssd, ssd_bytes=1 << 20)
+    await spilled_twice(life, ssd)
+    await ssd.written(True)
+    assert life.pool.status().nbytes.get((Tier.SSD, PartKind.KV), 0) == 0
+    await ssd.written(True)
+    assert life.pool.status().nbytes[Tier.SSD, PartKind.KV] == 2 * BLOCK
+    assert "remove" not in ssd.asked, "both wrote the same file"
+
+
+async def test_a_file_of_an_earlier_copy_is_removed_when_the_last_one_fails(
+    begin: Begin, tmp_path: Path
+) -> None:
+    ssd = HeldSsd(tmp_path / "held")
+    life = begin(ssd=ssd, ssd_bytes=1 << 20)
+    await spilled_twice(life, ssd)
+    await ssd.written(True)
+    await ssd.written(False)
+    assert ssd.asked == ["write", "write", "remove"]
+    assert life.pool.match(SHAPE, KEYS[:1]).arena_blocks == 1

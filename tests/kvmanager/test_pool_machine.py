@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvmanager.blocks import BlockAllocator, OutOfBlocks, Run
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.pool.eviction import POLICIES, eviction_policy
-from kvmanager.pool.pool import Fill, HybridPool, Pin, PoolChange, Tier
+from kvmanager.pool.pool import Fill, HybridPool, Pin, PoolChange, Spill, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 
 BLOCK_BYTES = 10
@@ -108,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pins: dict[int, Pin] = {}
         self.fills: dict[int, tuple[Fill, list[bytes]]] = {}
         self.written: dict[int, set[tuple[int, int]]] = {}
-        self.spilling: list[PoolChange] = []
+        self.spilling: list[Spill] = []
         self.transfers: list[list[Run]] = []
         self.lost_in_vain = False
 
@@ -249,29 +249,30 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(limit=st.integers(1, 8))
     def spill(self, limit: int) -> None:
-        changes = self.pool.spill(limit)
-        assert len(changes) <= limit
-        for change in changes:
+        spills = self.pool.spill(limit)
+        assert len(spills) <= limit
+        for change in (spill.change for spill in spills):
             assert self.model.tiers[Tier.ARENA][change.key, change.part].runs == change.runs
             assert (change.key, change.part) not in self.model.tiers[Tier.SSD]
-        self.spilling += changes
+        self.spilling += spills
 
     @rule()
     def spill_everything(self) -> None:
-        for change in self.pool.spill(100):
-            self.pool.stored_on_ssd(change.key, change.part)
+        for spill in self.pool.spill(100):
+            self.pool.stored_on_ssd(spill)
 
     @precondition(lambda self: self.spilling)
     @rule(data=st.data(), is_written=st.booleans())
     def spilled(self, data: st.DataObject, is_written: bool) -> None:
         index = data.draw(st.integers(0, len(self.spilling) - 1))
-        change = self.spilling.pop(index)
-        at = (change.key, change.part)
+        spill = self.spilling.pop(index)
+        at = (spill.change.key, spill.change.part)
+        before = at in self.model.tiers[Tier.SSD]
         if is_written:
-            kept = self.pool.stored_on_ssd(*at)
-            assert kept == (at in self.model.tiers[Tier.SSD] and self.model.has(at, [Tier.ARENA]))
+            kept = self.pool.stored_on_ssd(spill)
+            assert kept == (at in self.model.tiers[Tier.SSD]) > before
         else:
-            self.pool.not_stored_on_ssd(*at)
+            self.pool.not_stored_on_ssd(spill)
 
     @invariant()
     def books_agree(self) -> None:
@@ -319,8 +320,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.abort(fill_id)
         for pin_id in self.pins:
             self.pool.unpin(pin_id)
-        for change in self.spilling:
-            self.pool.not_stored_on_ssd(change.key, change.part)
+        for spill in self.spilling:
+            self.pool.not_stored_on_ssd(spill)
         other = HybridPool(BlockAllocator(NUM_BLOCKS), BLOCK_BYTES, ssd_bytes=400)
         assert all(other.restore(change, 0.0) for change in self.pool.changes())
         other.check_invariants()

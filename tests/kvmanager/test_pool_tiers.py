@@ -54,10 +54,10 @@ def test_ssd_keeps_what_was_used_last() -> None:
 def test_what_is_older_than_everything_on_a_full_ssd_stays_off_it() -> None:
     pool = Harness(10, ssd_bytes=1)
     pool.store("a")
-    [change] = pool.pool.spill(1)
+    [spill] = pool.pool.spill(1)
     pool.store("b")
     pool.spill()
-    assert not pool.pool.stored_on_ssd(change.key, 0)
+    assert not pool.pool.stored_on_ssd(spill)
     pool.hit("b")
     assert pool.pool.spill(10) == []
 
@@ -65,18 +65,18 @@ def test_what_is_older_than_everything_on_a_full_ssd_stays_off_it() -> None:
 def test_a_copy_without_its_base_on_ssd_is_not_kept() -> None:
     pool = Harness(10, ssd_bytes=100, shape=HYBRID)
     pool.store("ab", (1, 1))
-    changes = pool.pool.spill(100)
-    assert [(change.key, change.part) for change in changes] == [
+    first, second, state = pool.pool.spill(100)
+    assert [(each.change.key, each.change.part) for each in (first, second, state)] == [
         (last_key("a"), 0),
         (last_key("ab"), 0),
         (last_key("ab"), 1),
     ]
-    assert pool.pool.stored_on_ssd(last_key("ab"), 1), "its base is on the way"
-    pool.pool.not_stored_on_ssd(last_key("ab"), 0)
+    assert pool.pool.stored_on_ssd(state), "its base is on the way"
+    pool.pool.not_stored_on_ssd(second)
     assert pool.pool.changes()[0].tier is not Tier.SSD
-    assert not pool.pool.stored_on_ssd(last_key("ab"), 1)
-    assert not pool.pool.stored_on_ssd(last_key("x"), 0)
-    pool.pool.not_stored_on_ssd(last_key("a"), 0)
+    assert not pool.pool.stored_on_ssd(state)
+    assert not pool.pool.stored_on_ssd(second)
+    pool.pool.not_stored_on_ssd(first)
     pool.pool.check_invariants()
     pool.hit("ab")
     assert pool.spill() == keys_of("ab")
@@ -96,8 +96,22 @@ def test_an_ssd_copy_stays_while_another_stands_on_it() -> None:
 def test_a_limited_spill_takes_bases_first_and_goes_on() -> None:
     pool = Harness(10, ssd_bytes=100)
     pool.store("abc")
-    assert [change.key for change in pool.pool.spill(2)] == keys_of("abc")[:2]
-    assert [change.key for change in pool.pool.spill(2)] == keys_of("abc")[2:]
+    assert [spill.change.key for spill in pool.pool.spill(2)] == keys_of("abc")[:2]
+    assert [spill.change.key for spill in pool.pool.spill(2)] == keys_of("abc")[2:]
+
+
+def test_a_spill_that_its_part_has_outlived_says_nothing_about_a_later_one() -> None:
+    pool = Harness(10, ssd_bytes=100)
+    pool.store("a")
+    [former] = pool.pool.spill(1)
+    pool.leave_arena("a")
+    pool.store("a")
+    [later] = pool.pool.spill(1)
+    assert later.change == former.change
+    pool.pool.not_stored_on_ssd(former)
+    assert not pool.pool.stored_on_ssd(former), "what was read may have been anything"
+    assert pool.pool.stored_on_ssd(later)
+    assert not pool.pool.stored_on_ssd(later), "it is said once"
 
 
 # ---- purge and restore
@@ -172,9 +186,9 @@ def test_a_copy_in_the_arena_that_others_need_stays_when_the_one_on_ssd_is_lost(
 def test_while_the_arena_is_kept_what_was_lost_waits() -> None:
     pool = Harness(12, shape=HYBRID, ssd_bytes=4)
     pool.store("a", (0, 1))
-    [base, _] = pool.pool.spill(2)
-    assert pool.pool.stored_on_ssd(base.key, base.part)
-    pool.pool.not_stored_on_ssd(last_key("a"), 1)
+    base, state = pool.pool.spill(2)
+    assert pool.pool.stored_on_ssd(base)
+    pool.pool.not_stored_on_ssd(state)
     pool.leave_arena("a")
     pool.pool.keep_arena()
     assert not pool.pool.discard(last_key("a"), 0, Tier.SSD), "the state would go with it"
@@ -191,8 +205,7 @@ def test_what_was_lost_is_dropped_in_steps() -> None:
     path = "a" * 1000
     pool = Harness(len(path), ssd_bytes=len(path))
     pool.store(path)
-    for change in pool.pool.spill(len(path)):
-        assert pool.pool.stored_on_ssd(change.key, change.part)
+    assert all(pool.pool.stored_on_ssd(spill) for spill in pool.pool.spill(len(path)))
     assert pool.pool.make_room(len(path))
     pool.lose("a")
     dropped_in_steps = []

@@ -85,9 +85,7 @@ class Harness:
     def spill(self) -> list[bytes]:
         """Copy everything worth it; the keys of what is kept."""
         return [
-            change.key
-            for change in self.pool.spill(100)
-            if self.pool.stored_on_ssd(change.key, change.part)
+            spill.change.key for spill in self.pool.spill(100) if self.pool.stored_on_ssd(spill)
         ]
 
 
