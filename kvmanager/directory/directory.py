@@ -55,8 +55,8 @@ class Directory:
     """See the module text."""
 
     def __init__(self) -> None:
-        self._table = BlockTable()
         self._sets = HolderSets()
+        self._table = BlockTable(self._sets.current)
         self._nodes: dict[NodeName, _Node] = {}
         self._columns: dict[int, NodeName] = {}
 
@@ -67,8 +67,8 @@ class Directory:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that anybody holds. Counts them."""
-        return self._table.num_live()
+        """Blocks that anybody holds."""
+        return self._table.num_live
 
     def position(self, node: NodeName) -> Position:
         """Where to go on asking; `FROM_THE_BEGINNING` where a snapshot is needed."""
@@ -134,7 +134,7 @@ class Directory:
         known = self._nodes.pop(node, None)
         if known is not None:
             del self._columns[known.column]
-            self._renumber(without=known.column)
+            self._sets.drop_column(known.column)
 
     def match(self, rule: ResumeRule, keys: Sequence[bytes], now_s: float) -> list[NodeCoverage]:
         """Who holds how much of the prompt whose whole block keys, in order, are `keys`.
@@ -162,11 +162,10 @@ class Directory:
         return coverages(rule, flags[:, columns], ends, nodes)
 
     def nodes(self, now_s: float) -> list[NodeState]:
-        """What is known of each node, by name. Counts all blocks."""
+        """What is known of each node, by name."""
         counts = self._table.counts(len(self._sets))
-        counts[: NOBODY + 1] = 0
-        rows = self._sets.rows(np.arange(len(self._sets), dtype=np.uint32))
-        num_blocks = counts @ (rows != 0)
+        used = np.flatnonzero(counts).astype(np.uint32)
+        num_blocks = counts[used] @ (self._sets.rows(self._sets.current(used)) != 0)
         states = []
         for name, known in sorted(self._nodes.items()):
             epoch, seq = known.position
@@ -209,11 +208,9 @@ class Directory:
         is_new &= after != NOBODY
         self._table.insert(keys[is_new], after[is_new])
         if self._sets.is_crowded:
-            self._renumber()
-
-    def _renumber(self, without: int | None = None) -> None:
-        used = self._table.counts(len(self._sets)) > 0
-        self._table.renumber(self._sets.renumber(used, without))
+            self._sets.drop_unused(self._table.counts(len(self._sets)) > 0)
+            if self._sets.has_many_equals:
+                self._table.rewrite()
 
 
 def check_feed(node: NodeName, feed: CacheFeed) -> None:

@@ -23,19 +23,27 @@ _FIRST_CROWD: Final = 4096
 
 
 class HolderSets:
-    """Interned rows of flags. Ids stay until `renumber`, but the two above stay for ever."""
+    """Interned rows of flags. The two numbers above stay what they are for ever.
+
+    Sets that become equal when a node is dropped keep their numbers: `current` says which of them
+    counts. No number is given anew before `drop_unused` has heard that no block has it.
+    """
 
     def __init__(self) -> None:
         self._rows = np.zeros((64, 8), dtype=np.uint16)
+        self._current: SetIds = np.arange(64, dtype=np.uint32)
+        """By number; `UNUSED` for numbers of no set."""
         self._num_columns = 0
         self._free_columns: list[int] = []
         self._ids: dict[bytes, int] = {}
         self._steps: dict[tuple[int, int, int], int] = {}
         self._num = 1
+        self._free: list[int] = []
         self._crowd = _FIRST_CROWD
         self._intern(self._rows[UNUSED])
 
     def __len__(self) -> int:
+        """Numbers that were ever given."""
         return self._num
 
     @property
@@ -46,7 +54,7 @@ class HolderSets:
     @property
     def is_crowded(self) -> bool:
         """Whether it is time to look for sets that no block has any more."""
-        return self._num + len(self._steps) >= self._crowd
+        return self._num - len(self._free) + len(self._steps) >= self._crowd
 
     def add_column(self) -> int:
         """A column for one more node."""
@@ -54,10 +62,46 @@ class HolderSets:
             return self._free_columns.pop()
         if self._num_columns == self._rows.shape[1]:
             self._rows = np.pad(self._rows, ((0, 0), (0, self._num_columns)))
-            live = self._rows[NOBODY : self._num]
-            self._ids = {row.tobytes(): NOBODY + i for i, row in enumerate(live)}
+            live = np.flatnonzero(self._is_current())
+            self._ids = {self._rows[number].tobytes(): number for number in live.tolist()}
         self._num_columns += 1
         return self._num_columns - 1
+
+    def drop_column(self, column: int) -> None:
+        """The node of this column holds nothing any more. The column can be given anew."""
+        self._free_columns.append(column)
+        self._steps.clear()
+        changed = np.flatnonzero(self._is_current() & (self._rows[: self._num, column] != 0))
+        for number in changed.tolist():
+            del self._ids[self._rows[number].tobytes()]
+        self._rows[: self._num, column] = 0
+        for number in changed.tolist():
+            self._current[number] = self._ids.setdefault(self._rows[number].tobytes(), number)
+        self._current = self._current[self._current]
+
+    def drop_unused(self, used: npt.NDArray[np.bool_]) -> None:
+        """Forget sets whose number no block has, given whether one has it by number."""
+        self._steps.clear()
+        needed = used.copy()
+        needed[self._current[np.flatnonzero(used)]] = True
+        needed[: NOBODY + 1] = True
+        for number in np.flatnonzero(~needed & (self._current[: self._num] != UNUSED)).tolist():
+            if self._current[number] == number:
+                del self._ids[self._rows[number].tobytes()]
+            self._current[number] = UNUSED
+            self._free.append(number)
+        self._crowd = max(_FIRST_CROWD, 2 * (self._num - len(self._free)))
+
+    @property
+    def has_many_equals(self) -> bool:
+        """Whether so many numbers mean another one that blocks should be given the current ones."""
+        known = self._current[: self._num]
+        num_equal = np.count_nonzero((known != UNUSED) & (known != np.arange(self._num)))
+        return bool(4 * num_equal > self._crowd)
+
+    def current(self, ids: SetIds) -> SetIds:
+        """The numbers that these sets have now."""
+        return self._current[ids]
 
     def rows(self, ids: SetIds) -> npt.NDArray[np.uint16]:
         """The flags of these sets: [len(ids), columns]."""
@@ -73,26 +117,6 @@ class HolderSets:
         steps = [self._step(code >> 16, column, code & 0xFFFF) for code in different.tolist()]
         return np.array(steps, dtype=np.uint32)[inverse]
 
-    def renumber(self, used: npt.NDArray[np.bool_], without: int | None = None) -> SetIds:
-        """Forget sets that are not `used` (by id), and the column `without` in all others.
-
-        What each id is from now on; blocks must be told at once. The column can be given anew.
-        """
-        rows = self._rows.copy()
-        if without is not None:
-            rows[:, without] = 0
-            self._free_columns.append(without)
-        self._ids.clear()
-        self._steps.clear()
-        self._num = NOBODY
-        mapping = np.zeros(len(rows), dtype=np.uint32)
-        self._intern(rows[UNUSED])
-        mapping[NOBODY] = NOBODY
-        for old in (np.flatnonzero(used[NOBODY + 1 :]) + NOBODY + 1).tolist():
-            mapping[old] = self._intern(rows[old])
-        self._crowd = max(_FIRST_CROWD, 2 * self._num)
-        return mapping
-
     def _step(self, old: int, column: int, flags: int) -> int:
         key = (old, column, flags)
         new = self._steps.get(key)
@@ -107,9 +131,19 @@ class HolderSets:
         found = self._ids.get(name)
         if found is not None:
             return found
-        if self._num == len(self._rows):
-            self._rows = np.pad(self._rows, ((0, len(self._rows)), (0, 0)))
-        new, self._num = self._num, self._num + 1
+        if self._free:
+            new = self._free.pop()
+        else:
+            if self._num == len(self._rows):
+                self._rows = np.pad(self._rows, ((0, len(self._rows)), (0, 0)))
+                self._current = np.pad(self._current, (0, len(self._current)))
+            new, self._num = self._num, self._num + 1
         self._rows[new] = row
-        self._ids[name] = new
+        self._current[new] = self._ids[name] = new
         return new
+
+    def _is_current(self) -> npt.NDArray[np.bool_]:
+        """By number, from `NOBODY` on, whether it is that of a set."""
+        is_current: npt.NDArray[np.bool_] = self._current[: self._num] == np.arange(self._num)
+        is_current[UNUSED] = False
+        return is_current

@@ -5,12 +5,19 @@ Does not know what a holder set is, but for two numbers: 0 marks a place that wa
 
 Keys are digests, so their top bits are the hash. They choose a bucket of 8 places, one cache line
 of keys; a key whose bucket is full goes to the next. A place never becomes "never used" again, so a
-search may stop at the first bucket that has such a place. When four fifths of the places are used,
-all are put into a new table, twice as large if that many keys are alive.
+search may stop at the first bucket that has such a place.
+
+No call takes time that grows with the table. When most places are used, the memory of a new table
+is taken, as much as the keys that are held need, and then the old table is emptied into it. Both
+are done a little at a time by the calls that insert; while keys move, the old table is searched
+second. A value may come to mean another one (`reads_as`): places are rewritten when their keys
+move, not before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import ceil
 from typing import Final
 
 import numpy as np
@@ -20,43 +27,61 @@ from kvmanager.directory.holders import NOBODY, UNUSED, SetIds
 
 Keys = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int64]
 
 ABSENT: Final = -1
 
 _WIDTH: Final = 8
 _MIN_BUCKETS: Final = 128
 _MAX_LOAD: Final = 0.8
+_PREPARE_LOAD: Final = 0.72
+"""Above it the next table is prepared; it is ready half way from here to `_MAX_LOAD`."""
 _NEW_LOAD: Final = 0.6
+"""At most, when everything is in a new table that was held as it was prepared."""
+_MOVE_LOAD: Final = 0.1
+"""The share of the new places that is inserted into while the old table is emptied."""
+_LEAST_PLACES: Final = 1 << 13
+"""Prepared or moved by each call that inserts: 100 KB."""
 _STRIDE: Final = 1 << 15
 """Keys handled at a time, so that what lies between stays in the processor's cache."""
 
 
-class BlockTable:
-    """uint64 keys, uint32 values of at least `NOBODY`."""
+class _Buckets:
+    """Places of a fixed number, to be used when all are `prepared`."""
 
-    def __init__(self) -> None:
-        self._allocate(_MIN_BUCKETS)
+    def __init__(self, num_buckets: int) -> None:
+        self.keys: Keys = np.empty((num_buckets, _WIDTH), dtype=np.uint64)
+        self.ids: SetIds = np.empty((num_buckets, _WIDTH), dtype=np.uint32)
+        self.num_used = 0
+        self._num_prepared = 0
+        self._mask = num_buckets - 1
+        self._shift = np.uint64(64 - self._mask.bit_length())
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._ids.nbytes
+        return self.keys.nbytes + self.ids.nbytes
 
     @property
     def num_places(self) -> int:
-        return self._ids.size
+        return self.ids.size
 
-    def num_live(self) -> int:
-        """Keys that somebody holds; counted anew each time."""
-        return int(np.count_nonzero(self._ids > NOBODY))
+    def prepare(self, num_places: int) -> bool:
+        """Clear so many more places. Their first touch takes the memory, which is what costs time.
+        -> Whether all are prepared.
+        """
+        end = self._num_prepared + num_places
+        self.keys.reshape(-1)[self._num_prepared : end] = 0
+        self.ids.reshape(-1)[self._num_prepared : end] = UNUSED
+        self._num_prepared = end
+        return end >= self.num_places
 
     def find(self, keys: Keys) -> Places:
-        """The place of each key, `ABSENT` where there is none; good until the next `insert`."""
         places: Places = np.full(len(keys), ABSENT, dtype=np.int64)
         pending = np.arange(len(keys))
         buckets = self._home(keys)
         while pending.size:
-            ids = self._ids[buckets]
-            hits = (self._keys[buckets] == keys[pending, None]) & (ids != UNUSED)
+            ids = self.ids[buckets]
+            hits = (self.keys[buckets] == keys[pending, None]) & (ids != UNUSED)
             columns = hits.argmax(axis=1)
             found = hits[np.arange(len(hits)), columns]
             places[pending[found]] = (buckets * _WIDTH + columns)[found]
@@ -65,96 +90,204 @@ class BlockTable:
             buckets = (buckets[further] + 1) & self._mask
         return places
 
-    def lookup(self, keys: Keys) -> SetIds:
-        """The value of each key, `NOBODY` where there is none."""
-        places = self.find(keys)
-        ids = self._ids.reshape(-1)[places]
-        ids[places == ABSENT] = NOBODY
-        return ids
-
-    def at(self, places: Places) -> SetIds:
-        """The values at places that `find` named."""
-        values: SetIds = self._ids.reshape(-1)[places]
-        return values
-
-    def put(self, places: Places, ids: SetIds) -> None:
-        """Set the values at places that `find` named."""
-        self._ids.reshape(-1)[places] = ids
-
-    def insert(self, keys: Keys, ids: SetIds) -> None:
-        """Enter keys that are not in the table, each once and in ascending order."""
-        if self._num_used + len(keys) > _MAX_LOAD * self.num_places:
-            self._rebuild(len(keys))
-        for start in range(0, len(keys), _STRIDE):
-            self._enter(keys[start : start + _STRIDE], ids[start : start + _STRIDE])
-
-    def counts(self, num_ids: int) -> npt.NDArray[np.int64]:
-        """How many places have each value below `num_ids`."""
-        counts: npt.NDArray[np.int64] = np.zeros(num_ids, dtype=np.int64)
-        flat = self._ids.reshape(-1)
-        for start in range(0, len(flat), 8 * _STRIDE):
-            counts += np.bincount(flat[start : start + 8 * _STRIDE], minlength=num_ids)
-        return counts
-
-    def renumber(self, mapping: SetIds) -> None:
-        """Replace every value `id` by `mapping[id]`. 0 and 1 must stay what they are."""
-        flat = self._ids.reshape(-1)
-        for start in range(0, len(flat), 8 * _STRIDE):
-            part = flat[start : start + 8 * _STRIDE]
-            np.take(mapping, part, out=part, mode="clip")
-
-    def items(self) -> tuple[Keys, SetIds]:
-        """Keys that somebody holds, and their values, in no order."""
-        live = self._ids > NOBODY
-        return self._keys[live], self._ids[live]
-
-    def _allocate(self, num_buckets: int) -> None:
-        self._keys = np.zeros((num_buckets, _WIDTH), dtype=np.uint64)
-        self._ids = np.zeros((num_buckets, _WIDTH), dtype=np.uint32)
-        self._mask = num_buckets - 1
-        self._shift = np.uint64(64 - self._mask.bit_length())
-        self._num_used = 0
-
-    def _home(self, keys: Keys) -> Places:
-        return (keys >> self._shift).astype(np.int64)
-
-    def _rebuild(self, num_more: int) -> None:
-        keys, ids = self.items()
-        order = np.argsort(keys)
-        needed = (len(keys) + num_more) / (_NEW_LOAD * _WIDTH)
-        self._allocate(max(_MIN_BUCKETS, 1 << max(0, int(np.ceil(needed)) - 1).bit_length()))
-        for start in range(0, len(order), _STRIDE):
-            chosen = order[start : start + _STRIDE]
-            self._enter_first(keys[chosen], ids[chosen])
-
-    def _enter_first(self, keys: Keys, ids: SetIds) -> None:
-        """`_enter` while a table is filled in ascending order: home buckets are mostly empty."""
-        buckets = self._home(keys)
-        rank = _rank_in_group(buckets)
-        fits = (rank < _WIDTH) & ~self._ids[buckets].any(axis=1)
-        places = (buckets * _WIDTH + rank)[fits]
-        self._keys.reshape(-1)[places], self._ids.reshape(-1)[places] = keys[fits], ids[fits]
-        self._num_used += len(places)
-        self._enter(keys[~fits], ids[~fits])
-
-    def _enter(self, keys: Keys, ids: SetIds) -> None:
-        """Each round takes the free places of the buckets; what found none goes one further."""
-        flat_keys, flat_ids = self._keys.reshape(-1), self._ids.reshape(-1)
+    def enter(self, keys: Keys, ids: SetIds) -> None:
+        """Ascending keys that are not here. Each round takes the free places of the buckets; what
+        found none goes one further.
+        """
+        flat_keys, flat_ids = self.keys.reshape(-1), self.ids.reshape(-1)
         buckets = self._home(keys)
         while keys.size:
-            present = self._ids[buckets]
+            present = self.ids[buckets]
             num_free = np.cumsum(present <= NOBODY, axis=1)
             rank = _rank_in_group(buckets)
             fits = rank < num_free[:, -1]
             columns = (num_free == rank[:, None] + 1).argmax(axis=1)
             places = (buckets * _WIDTH + columns)[fits]
-            self._num_used += int(np.count_nonzero(flat_ids[places] == UNUSED))
+            self.num_used += int(np.count_nonzero(flat_ids[places] == UNUSED))
             flat_keys[places], flat_ids[places] = keys[fits], ids[fits]
             rest = np.flatnonzero(~fits)
             following = (buckets[rest] + 1) & self._mask
             order = np.argsort(following, kind="stable")
             buckets, rest = following[order], rest[order]
             keys, ids = keys[rest], ids[rest]
+
+    def _home(self, keys: Keys) -> Places:
+        return (keys >> self._shift).astype(np.int64)
+
+
+class BlockTable:
+    """uint64 keys, uint32 values of at least `NOBODY`.
+
+    `reads_as` says for each value what it means now; what it says of 0 and 1 is 0 and 1. A value
+    that means another one must not get a meaning of its own again while `counts` has places of it.
+    """
+
+    def __init__(self, reads_as: Callable[[SetIds], SetIds] = lambda ids: ids) -> None:
+        self._reads_as = reads_as
+        self._new = _Buckets(_MIN_BUCKETS)
+        self._new.prepare(self._new.num_places)
+        self._next: _Buckets | None = None
+        self._old: _Buckets | None = None
+        self._num_moved = 0
+        """Buckets of the old table that are empty."""
+        self._counts: Counts = np.zeros(64, dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        tables = (self._next, self._new, self._old)
+        return sum(buckets.nbytes for buckets in tables if buckets is not None)
+
+    @property
+    def num_places(self) -> int:
+        """Of the table that keys are entered into."""
+        return self._new.num_places
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether another table is prepared or emptied."""
+        return self._next is not None or self._old is not None
+
+    @property
+    def num_live(self) -> int:
+        """Keys that somebody holds."""
+        used = np.flatnonzero(self._counts).astype(np.uint32)
+        return int(self._counts[used[self._reads_as(used) > NOBODY]].sum())
+
+    def counts(self, num_ids: int) -> Counts:
+        """How many places have each value below `num_ids`, whatever it means now; 0 for 0 and 1."""
+        counts: Counts = np.zeros(num_ids, dtype=np.int64)
+        known = self._counts[:num_ids]
+        counts[: len(known)] = known
+        return counts
+
+    def find(self, keys: Keys) -> Places:
+        """The place of each key, `ABSENT` where there is none; good until the next `insert`."""
+        places = self._new.find(keys)
+        if self._old is not None:
+            others = np.flatnonzero(places == ABSENT)
+            older = self._old.find(keys[others])
+            # A place that is free in the old table must stay so: it may have been moved already.
+            held = (older != ABSENT) & (self._old.ids.reshape(-1)[older] > NOBODY)
+            places[others[held]] = older[held] + self._new.num_places
+        return places
+
+    def lookup(self, keys: Keys) -> SetIds:
+        """What the value of each key means, `NOBODY` where there is none."""
+        places = self.find(keys)
+        ids = self.at(places)
+        ids[places == ABSENT] = NOBODY
+        return ids
+
+    def at(self, places: Places) -> SetIds:
+        """What the values at places that `find` named mean; anything for `ABSENT`."""
+        return self._reads_as(self._values(places))
+
+    def put(self, places: Places, ids: SetIds) -> None:
+        """Set the values at places that `find` named."""
+        self._count(self._values(places), -1)
+        self._count(ids, 1)
+        if self._old is None:
+            self._new.ids.reshape(-1)[places] = ids
+            return
+        is_old = places >= self._new.num_places
+        self._new.ids.reshape(-1)[places[~is_old]] = ids[~is_old]
+        self._old.ids.reshape(-1)[places[is_old] - self._new.num_places] = ids[is_old]
+
+    def insert(self, keys: Keys, ids: SetIds) -> None:
+        """Enter keys that `find` does not find, each once and in ascending order."""
+        self._go_on(len(keys))
+        if self._new.num_used + len(keys) > _MAX_LOAD * self._new.num_places:
+            # A very large insert.
+            self._finish_change()
+            self._prepare_next(len(keys))
+            self._finish_change()
+        for start in range(0, len(keys), _STRIDE):
+            self._new.enter(keys[start : start + _STRIDE], ids[start : start + _STRIDE])
+        self._count(ids, 1)
+
+    def rewrite(self) -> None:
+        """Begin to write into each place what its value means; the calls that insert go on with it.
+
+        Does nothing while keys move anyway.
+        """
+        if not self.is_changing:
+            self._prepare_next(0)
+
+    def items(self) -> tuple[Keys, SetIds]:
+        """Keys that somebody holds, and what their values mean, in no order. Takes long."""
+        keys, ids = [], []
+        for buckets in (self._new, self._old):
+            if buckets is not None:
+                meant = self._reads_as(buckets.ids.reshape(-1))
+                keys.append(buckets.keys.reshape(-1)[meant > NOBODY])
+                ids.append(meant[meant > NOBODY])
+        return np.concatenate(keys), np.concatenate(ids)
+
+    def _values(self, places: Places) -> SetIds:
+        if self._old is None:
+            return self._new.ids.reshape(-1)[places]
+        is_old = places >= self._new.num_places
+        ids: SetIds = self._new.ids.reshape(-1)[np.where(is_old, 0, places)]
+        ids[is_old] = self._old.ids.reshape(-1)[places[is_old] - self._new.num_places]
+        return ids
+
+    def _count(self, ids: SetIds, sign: int) -> None:
+        if not ids.size:
+            return
+        found = np.bincount(ids)
+        if len(found) > len(self._counts):
+            self._counts = np.pad(self._counts, (0, 2 * len(found) - len(self._counts)))
+        self._counts[: len(found)] += sign * found
+        self._counts[: NOBODY + 1] = 0
+
+    def _go_on(self, num_keys: int) -> None:
+        """Prepare or move as much as the insertion of so many keys must, to be done in time."""
+        if self._old is not None:
+            rate = self._old.num_places / (_MOVE_LOAD * self._new.num_places)
+            self._move(max(_LEAST_PLACES, ceil(rate * num_keys)))
+        elif self._next is not None:
+            room = (_MAX_LOAD - _PREPARE_LOAD) / 2 * self._new.num_places
+            rate = self._next.num_places / room
+            self._prepare(max(_LEAST_PLACES, ceil(rate * num_keys)))
+        elif self._new.num_used > _PREPARE_LOAD * self._new.num_places:
+            self._prepare_next(num_keys)
+
+    def _prepare_next(self, num_more: int) -> None:
+        num_more = max(num_more, int((_MAX_LOAD - _PREPARE_LOAD) * self._new.num_places))
+        needed = ceil((self.num_live + num_more) / (_NEW_LOAD * _WIDTH))
+        self._next = _Buckets(max(_MIN_BUCKETS, 1 << (needed - 1).bit_length()))
+        self._prepare(_LEAST_PLACES)
+
+    def _prepare(self, num_places: int) -> None:
+        assert self._next is not None
+        if self._next.prepare(num_places):
+            self._old, self._new, self._next = self._new, self._next, None
+            self._num_moved = 0
+
+    def _finish_change(self) -> None:
+        if self._next is not None:
+            self._prepare(self._next.num_places)
+        if self._old is not None:
+            self._move(self._old.num_places)
+
+    def _move(self, num_places: int) -> None:
+        """Empty so many places of the old table into the new one."""
+        assert self._old is not None
+        moved = slice(self._num_moved, self._num_moved + ceil(num_places / _WIDTH))
+        ids, keys = self._old.ids[moved].reshape(-1), self._old.keys[moved].reshape(-1)
+        live = np.flatnonzero(ids > NOBODY)
+        meant = self._reads_as(ids[live])
+        self._count(ids[live], -1)
+        ids[live] = NOBODY
+        live, meant = live[meant > NOBODY], meant[meant > NOBODY]
+        self._count(meant, 1)
+        order = np.argsort(keys[live])
+        for start in range(0, len(order), _STRIDE):
+            chosen = order[start : start + _STRIDE]
+            self._new.enter(keys[live[chosen]], meant[chosen])
+        self._num_moved = moved.stop
+        if _WIDTH * self._num_moved >= self._old.num_places:
+            self._old = None
 
 
 def _rank_in_group(values: Places) -> Places:

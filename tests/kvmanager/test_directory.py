@@ -287,6 +287,44 @@ def test_pages_of_a_snapshot_are_complete_with_the_last() -> None:
     assert (state.complete, state.num_blocks, state.seq, state.age_s) == (True, 2, 7, 3.0)
 
 
+def test_nodes_that_begin_anew_again_and_again_leave_nothing_behind() -> None:
+    """Each time with other tiers for the same blocks, so that all sets are new ones."""
+    directory = Directory()
+    rng = random.Random(4)
+    keys = block_keys(range(300), 1, root_key(b"model"))
+    nodes = [NodeName("c", f"n{i}") for i in range(3)]
+    held: dict[NodeName, dict[bytes, int]] = {node: {} for node in nodes}
+    sizes = []
+    for seq in range(120):
+        node = nodes[seq % 3]
+        held[node] = {key: rng.randrange(1, 512) for key in rng.sample(keys, 200)}
+        assert directory.apply(node, feed(held[node], seq + 1, snapshot=True), 0.0)
+        sizes.append(directory.nbytes)
+    assert max(sizes) < 2_000_000
+    for key in keys:
+        assert directory.holders(key) == {
+            n: blocks[key] for n, blocks in held.items() if key in blocks
+        }
+    counts = {state.node: state.num_blocks for state in directory.nodes(0.0)}
+    assert counts == {"n0": 200, "n1": 200, "n2": 200}
+
+
+def test_blocks_are_rewritten_when_most_sets_of_a_node_that_left_have_become_equal() -> None:
+    directory = Directory()
+    rng = random.Random(3)
+    keys = block_keys(range(4000), 1, root_key(b"model"))
+    held = [{key: rng.randrange(1, 512) for key in keys} for _ in range(2)]
+    for node, blocks in zip(NODES, held, strict=False):
+        assert directory.apply(node, feed(blocks, snapshot=True), 0.0)
+    directory.forget(NODES[1])
+    assert directory._sets.has_many_equals
+    for seq in range(20):
+        some = {key: rng.randrange(1, 512) for key in rng.sample(keys, 400)}
+        assert directory.apply(NODES[2], feed(some, seq + 1, snapshot=not seq), 0.0)
+    assert not directory._sets.has_many_equals
+    assert {key: directory.holders(key)[NODES[0]] for key in keys} == held[0]
+
+
 def test_sets_nobody_needs_any_more_are_dropped() -> None:
     directory = Directory()
     rng = random.Random(2)

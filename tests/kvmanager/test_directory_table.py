@@ -28,7 +28,7 @@ def test_what_was_inserted_is_found_and_nothing_else() -> None:
     assert (table.lookup(keys) == ids_of(keys)).all()
     assert (table.lookup(others) == NOBODY).all()
     assert (table.find(others) == ABSENT).all()
-    assert table.num_live() == 50_000
+    assert table.num_live == 50_000
 
 
 def test_growth_in_small_steps_loses_nothing() -> None:
@@ -57,7 +57,7 @@ def test_freed_places_are_used_again_and_a_table_of_them_does_not_grow() -> None
         keys = keys_of(range(start, start + places // 2))
         table.insert(keys, ids_of(keys))
         table.put(table.find(keys), np.full(len(keys), NOBODY, dtype=np.uint32))
-    assert table.num_live() == 0
+    assert table.num_live == 0
     assert table.num_places == places
 
 
@@ -69,17 +69,95 @@ def test_key_zero_is_a_key_like_others() -> None:
     assert table.lookup(zero).tolist() == [7]
 
 
-def test_renumbering_reaches_every_place() -> None:
+class Meanings:
+    """What values mean: themselves until they are told otherwise. Counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.meant = np.arange(2000, dtype=np.uint32)
+        self.num_asked = 0
+
+    def __call__(self, ids: SetIds) -> SetIds:
+        self.num_asked += len(ids)
+        meant: SetIds = self.meant[ids]
+        return meant
+
+
+def test_no_insert_moves_more_than_a_few_places_for_each_key() -> None:
+    meanings = Meanings()
+    table = BlockTable(meanings)
+    all_keys = np.random.default_rng(1).permutation(keys_of(range(300_000)))
+    most = 0
+    for part in np.array_split(all_keys, 300):
+        before = meanings.num_asked
+        table.insert(np.sort(part), ids_of(np.sort(part)))
+        most = max(most, meanings.num_asked - before)
+    assert table.num_places >= 300_000
+    assert most <= 20_000
+    assert (table.lookup(all_keys) == ids_of(all_keys)).all()
+
+
+def test_a_large_insert_finds_room_at_once() -> None:
     table = BlockTable()
-    keys = keys_of(range(3000))
+    few, many = keys_of(range(50_000)), keys_of(range(50_000, 400_000))
+    table.insert(few, ids_of(few))
+    table.insert(many, ids_of(many))
+    assert (table.lookup(few) == ids_of(few)).all()
+    assert (table.lookup(many) == ids_of(many)).all()
+
+
+def test_a_value_reads_as_what_it_means_and_is_rewritten_in_time() -> None:
+    meanings = Meanings()
+    table = BlockTable(meanings)
+    keys = keys_of(range(100_000))
     table.insert(keys, ids_of(keys))
-    mapping = np.arange(1100, dtype=np.uint32)
-    mapping[2:] += 5
-    table.renumber(mapping)
-    assert (table.lookup(keys) == ids_of(keys) + 5).all()
-    counts = table.counts(1200)
-    assert counts[UNUSED] == table.num_places - 3000
-    assert counts[2:].sum() == 3000
+    meanings.meant[2:200] = NOBODY
+    meanings.meant[200:1010] = 1010
+    gone = ids_of(keys) < 200
+    assert (table.lookup(keys) == np.where(gone, NOBODY, 1010)).all()
+    assert table.num_live == np.count_nonzero(~gone)
+    assert table.counts(1100)[2:1010].sum() == 100_000
+    table.rewrite()
+    none = keys[:0]
+    for _ in range(100):
+        table.insert(none, ids_of(none))
+    assert not table.is_changing
+    assert (table.lookup(keys) == np.where(gone, NOBODY, 1010)).all()
+    assert np.flatnonzero(table.counts(1100)).tolist() == [1010]
+
+
+def test_writes_evictions_and_new_meanings_while_keys_move_equal_an_array() -> None:
+    rng = np.random.default_rng(5)
+    meanings = Meanings()
+    table = BlockTable(meanings)
+    keys = keys_of(range(60_000))
+    # More and more of them are in use, the earlier ones less and less.
+    order_of_use = rng.permutation(len(keys))
+    model = np.full(len(keys), NOBODY, dtype=np.uint32)
+    num_changing = 0
+    for step in range(200):
+        start = 250 * step
+        chosen = np.sort(rng.choice(order_of_use[start : start + 10_000], 900, replace=False))
+        # A value that has come to mean another one is not used again.
+        value = NOBODY if step % 3 == 2 else 2 + step
+        values = np.full(len(chosen), value, dtype=np.uint32)
+        places = table.find(keys[chosen])
+        is_new = places == ABSENT
+        table.put(places[~is_new], values[~is_new])
+        table.insert(keys[chosen][is_new], values[is_new])
+        model[chosen] = value
+        if step % 20 == 19:
+            meanings.meant[meanings.meant == 2 + step - 10] = int(rng.choice([NOBODY, 1999]))
+        num_changing += table.is_changing
+        if table.is_changing or step % 25 == 0:
+            assert (table.lookup(keys) == meanings.meant[model]).all()
+    assert num_changing > 10
+    assert (table.lookup(keys) == meanings.meant[model]).all()
+    live = meanings.meant[model] > NOBODY
+    assert table.num_live == np.count_nonzero(live)
+    found, ids = table.items()
+    order = np.argsort(found)
+    assert (found[order] == keys[live]).all()
+    assert (ids[order] == meanings.meant[model][live]).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -97,7 +175,7 @@ def test_any_sequence_of_writes_equals_a_dict(steps: list[tuple[bool, set[int]]]
         model |= dict.fromkeys(chosen, value)
     keys = np.array(sorted(model), dtype=np.uint64)
     assert table.lookup(keys).tolist() == [model[int(key)] for key in keys]
-    assert table.num_live() == sum(value != NOBODY for value in model.values())
+    assert table.num_live == sum(value != NOBODY for value in model.values())
 
 
 def flags_of(*flags: int) -> Flags:
@@ -130,24 +208,42 @@ def test_sets_stay_what_they_are_when_columns_are_added() -> None:
     assert sets.rows(wide)[:, [7, more[-1]]].tolist() == [[1, 9], [2, 9], [3, 9]]
 
 
-def test_renumbering_drops_unused_sets_and_a_column() -> None:
+def used(sets: HolderSets, *ids: SetIds) -> npt.NDArray[np.bool_]:
+    """Which numbers blocks have, if these are all of them."""
+    found = np.zeros(len(sets), dtype=np.bool_)
+    for some in ids:
+        found[some] = True
+    return found
+
+
+def test_a_column_that_is_dropped_leaves_nothing_and_serves_another_node() -> None:
     sets = HolderSets()
     first, second = sets.add_column(), sets.add_column()
     kept = sets.stepped(nobodies(3), first, flags_of(1, 2, 3))
-    kept = sets.stepped(kept, second, flags_of(7, 7, 7))
-    used = np.zeros(len(sets), dtype=np.bool_)
-    used[kept[:2]] = True
-    mapping = sets.renumber(used, without=second)
-    assert mapping[NOBODY] == NOBODY
-    assert len(sets) == 4
-    assert sets.rows(mapping[kept[:2]])[:, first].tolist() == [1, 2]
+    both = sets.stepped(kept, second, flags_of(7, 7, 7))
+    only = sets.stepped(nobodies(1), second, flags_of(5))
+    sets.drop_column(second)
+    assert sets.current(both).tolist() == kept.tolist()
+    assert sets.current(only).tolist() == [NOBODY]
+    assert sets.current(np.array([UNUSED, NOBODY], dtype=np.uint32)).tolist() == [UNUSED, NOBODY]
     assert sets.add_column() == second
-    assert sets.rows(mapping[kept[:2]])[:, second].tolist() == [0, 0]
+    assert sets.rows(sets.current(both))[:, second].tolist() == [0, 0, 0]
+    again = sets.stepped(sets.current(both), second, flags_of(4, 4, 4))
+    assert sets.rows(again).tolist() == [[1, 4], [2, 4], [3, 4]]
 
 
-def test_sets_that_only_one_node_held_become_the_empty_set_without_it() -> None:
+def test_a_number_is_given_anew_when_no_block_has_it() -> None:
     sets = HolderSets()
-    only = sets.add_column()
-    held = sets.stepped(nobodies(1), only, flags_of(5))
-    used = np.ones(len(sets), dtype=np.bool_)
-    assert sets.renumber(used, without=only)[held].tolist() == [NOBODY]
+    first, second = sets.add_column(), sets.add_column()
+    ids = sets.stepped(nobodies(3), first, flags_of(1, 2, 3))
+    both = sets.stepped(ids, second, flags_of(7, 7, 7))
+    sets.drop_column(second)
+    # Blocks have the first number only by another one that means it.
+    sets.drop_unused(used(sets, both[:1], ids[1:2]))
+    assert sets.current(both[:1]).tolist() == ids[:1].tolist()
+    assert sets.rows(ids[:2]).tolist() == [[1, 0], [2, 0]]
+    num_numbers = len(sets)
+    fresh = sets.stepped(nobodies(3), second, flags_of(1, 2, 3))
+    assert sorted(fresh.tolist()) == sorted([ids[2], both[1], both[2]])
+    assert sets.rows(sets.current(fresh)).tolist() == [[0, 1], [0, 2], [0, 3]]
+    assert len(sets) == num_numbers
