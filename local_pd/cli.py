@@ -49,7 +49,12 @@ async def serve_pd(config: FrontConfig) -> None:
             lease_s=config.lease_s,
             affinity_slack=config.affinity_slack,
             keep_leases=False,
-            instances=InstancesConfig(log_dir=config.log_dir, tls=tls, poll_load=True),
+            instances=InstancesConfig(
+                log_dir=config.log_dir,
+                tls=tls,
+                poll_load=True,
+                drained_hold_s=config.drained_hold_s,
+            ),
         ),
     )
     host = config.listen.rpartition(":")[0]

@@ -94,8 +94,9 @@ class PdCluster(Protocol):
         """Give the instance nothing new that another can serve; returns when its engine has nothing
         to do and no slot of it is held. What is under way ends there. Cancelling ends the wait and,
         where the front runs elsewhere, the drain: a caller that is gone cannot. Else `resume` does,
-        also after an error. Raises UnknownInstance, and NoInstance when the engine does not serve
-        any more: nobody can tell what became of its requests.
+        also after an error; where it is not called within `drained_hold_s`, the front gives the
+        instance work again by itself. Raises UnknownInstance, and NoInstance when the engine does
+        not serve any more: nobody can tell what became of its requests.
         """
         ...
 

@@ -248,10 +248,13 @@ class EmbeddedPdCluster:
         # What an engine has to do is known from its metrics only; nothing signals it. A request may
         # be on its way there while one look finds the engine idle, so two have to.
         num_idle = 0
-        while found.serves and num_idle < 2:
-            await asyncio.sleep(self._config.drain_poll_interval_s)
-            await self._instances.look(instance)
-            num_idle = 0 if self._is_busy(found) else num_idle + 1
+        try:
+            while found.serves and num_idle < 2:
+                await asyncio.sleep(self._config.drain_poll_interval_s)
+                await self._instances.look(instance)
+                num_idle = 0 if self._is_busy(found) else num_idle + 1
+        finally:
+            self._instances.drained(instance)
         if not found.serves:
             raise NoInstance(f"{self._name}: {instance} is not drained but gone: {found.reason}")
 

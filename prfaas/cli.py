@@ -53,7 +53,9 @@ async def serve_prefill(config: PrefillFrontConfig) -> None:
                 max_wait_s=config.max_wait_s,
                 order=config.queue.order(),
             ),
-            instances=InstancesConfig(log_dir=config.log_dir, tls=tls),
+            instances=InstancesConfig(
+                log_dir=config.log_dir, tls=tls, drained_hold_s=config.drained_hold_s
+            ),
         ),
     )
     host = config.listen.rpartition(":")[0]

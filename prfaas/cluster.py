@@ -30,7 +30,10 @@ class PrefillCluster(Protocol):
         ...
 
     async def drain(self, instance: str) -> None:
-        """Give the instance no more jobs; returns when it has none. Raises UnknownInstance."""
+        """Give the instance no more jobs; returns when it has none. Cancelling ends the wait and,
+        where the front runs elsewhere, the drain. Else `resume` does; where it is not called within
+        `drained_hold_s`, the front gives the instance work again by itself. Raises UnknownInstance.
+        """
         ...
 
     async def resume(self, instance: str) -> None:

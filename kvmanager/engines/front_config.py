@@ -34,7 +34,8 @@ class TlsSection(BaseModel):
 class FrontConfig(BaseModel):
     """One front. `listen` is its gRPC address; `metrics_port` 0 means no metrics server. What only
     one kind of front knows (queue bounds; leases and affinity) the other one does not look at;
-    `prfaas.front_config` adds the order of the queue.
+    `prfaas.front_config` adds the order of the queue. An instance that has drained is given work
+    again after `drained_hold_s` without a word of whoever drained it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,6 +48,7 @@ class FrontConfig(BaseModel):
     max_wait_s: float = Field(default=120.0, gt=0)
     lease_s: float = Field(default=30.0, gt=0)
     affinity_slack: int = Field(default=4, ge=0)
+    drained_hold_s: float = Field(default=60.0, gt=0)
     log_dir: Path = Path("logs")
     tls: TlsSection | None = None
 

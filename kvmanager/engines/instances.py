@@ -79,13 +79,17 @@ class InstanceSpec(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class InstancesConfig:
-    """Probing and supervision. `poll_load` reads the engines' metrics with every probe."""
+    """Probing and supervision. `poll_load` reads the engines' metrics with every probe. An instance
+    that has drained is given work again after `drained_hold_s`: whoever drained it, and should say
+    what comes next, may have died.
+    """
 
     probe_interval_s: float = 2.0
     start_probe_interval_s: float = 0.5
     probe_timeout_s: float = 5.0
     health: HealthConfig = field(default_factory=HealthConfig)
     poll_load: bool = False
+    drained_hold_s: float = 60.0
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     log_dir: Path = Path("logs")
     tls: TlsFiles | None = None
@@ -202,6 +206,8 @@ class Instances:
         self._agents: dict[str, AgentControl] = {}
         self._instances: dict[str, Instance] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._holds: dict[str, asyncio.TimerHandle] = {}
+        """The ends of drains that are over, by instance."""
 
     @property
     def by_name(self) -> Mapping[str, Instance]:
@@ -262,9 +268,21 @@ class Instances:
     def set_draining(self, name: str, draining: bool) -> None:
         """Take an instance out of placement, or back in. Raises KeyError for an unknown name."""
         instance = self._instances[name]
+        if hold := self._holds.pop(name, None):
+            hold.cancel()
         if instance.draining != draining:
             instance.draining = draining
             self._on_change(instance)
+
+    def drained(self, name: str) -> None:
+        """Nobody waits any more for the drain of a known instance: unless `set_draining` says
+        otherwise, it is back in placement after `drained_hold_s`.
+        """
+        if not self._instances[name].draining:
+            return
+        self.set_draining(name, True)
+        loop = asyncio.get_running_loop()
+        self._holds[name] = loop.call_later(self._config.drained_hold_s, self._hold_over, name)
 
     def set_role(self, name: str, role: Role, epoch: int) -> None:
         """From now on the instance has this role by the order of this epoch. Raises KeyError for an
@@ -282,6 +300,8 @@ class Instances:
 
     async def close(self) -> None:
         """Stop probing, stop supervised engines, close connections."""
+        for hold in self._holds.values():
+            hold.cancel()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -291,6 +311,11 @@ class Instances:
         await asyncio.gather(*(agent.close() for agent in self._agents.values()))
         if self._session is not None:
             await self._session.close()
+
+    def _hold_over(self, name: str) -> None:
+        held_s = self._config.drained_hold_s
+        logger.warning("%s: given work again, nobody did after %g s without", name, held_s)
+        self.set_draining(name, False)
 
     def _supervise(self, instance: Instance, engine: EngineSpec) -> Supervisor:
         def on_event(event: SupervisorEvent) -> None:

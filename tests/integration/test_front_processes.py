@@ -68,9 +68,12 @@ async def front_process(kind: str, config: Path) -> AsyncIterator[tuple[str, int
             await process.wait()
 
 
-def write_config(path: Path, engine: FakeEngine, agent: FakeAgent, role: str) -> Path:
+def write_config(
+    path: Path, engine: FakeEngine, agent: FakeAgent, role: str, **settings: float
+) -> Path:
     instance = {"name": "i0", "url": engine.url, "agent": agent.target, "role": role}
-    path.write_text(yaml.safe_dump({"name": "c", "listen": "127.0.0.1:0", "instances": [instance]}))
+    config = {"name": "c", "listen": "127.0.0.1:0", "instances": [instance]} | settings
+    path.write_text(yaml.safe_dump(config))
     return path
 
 
@@ -102,6 +105,53 @@ async def test_the_pd_front_as_a_process(tmp_path: Path) -> None:
         assert slot.engine_url == engine.url
         await front.release(slot, "done")
         assert not agent.landings
+        await front.close()
+    await engine.stop()
+    await agent.stop()
+
+
+# A gateway that converts an instance, as far as its drain. It is killed before it says more.
+DRAINER = """
+import asyncio, sys
+from local_pd import RemotePdCluster
+from prfaas import RemotePrefillCluster
+
+async def main(kind, target):
+    pd = RemotePdCluster("c", target, has_prefill_instances=False)
+    front = pd if kind == "pd" else RemotePrefillCluster("c", target)
+    await front.drain("i0")
+    print("drained", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["pd", "prefill"])
+async def test_what_a_killed_gateway_left_drained_is_given_work_again(
+    tmp_path: Path, kind: str
+) -> None:
+    agent = await FakeAgent("i0").start()
+    engine = await FakeEngine(agent).start()
+    config = write_config(tmp_path / "front.yaml", engine, agent, "prefill", drained_hold_s=2.0)
+    async with front_process(kind, config) as (target, _):
+        front = RemotePrefillCluster("c", target)
+        if kind == "pd":
+            front = RemotePdCluster("c", target, has_prefill_instances=True)
+        gateway = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", DRAINER, kind, target,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": ROOT},
+        )  # fmt: skip
+        assert gateway.stdout is not None
+        async with asyncio.timeout(30):
+            assert await gateway.stdout.readline() == b"drained\n"
+        gateway.kill()
+        await gateway.wait()
+        assert (await front.report()).instances[0].draining
+        async with asyncio.timeout(20):
+            while (await front.report()).instances[0].draining:
+                await asyncio.sleep(0.1)
         await front.close()
     await engine.stop()
     await agent.stop()

@@ -456,6 +456,45 @@ async def test_draining_waits_for_slots_that_are_held(rig: Rig) -> None:
         await draining
 
 
+@pytest.mark.parametrize("dies", [False, True])
+async def test_an_instance_that_was_left_drained_is_given_work_again(dies: bool) -> None:
+    """Whoever drained it was killed: neither `resume` nor anything else comes."""
+    instances = replace(CONFIG.instances, drained_hold_s=0.4)
+    async with make_rig("remote", replace(CONFIG, instances=instances)) as rig:
+        instance = rig.embedded._instances.by_name["d0"]
+        rig.engines["d0"].waiting = 1
+        await eventually(lambda: instance.load.num_requests == 1)
+        draining = asyncio.create_task(rig.front.drain("d0"))
+        await eventually(lambda: instance.draining)
+        await asyncio.sleep(0.5)
+        assert instance.draining  # it still has something to do
+        rig.engines["d0"].waiting, rig.engines["d0"].healthy = 0, not dies
+        await asyncio.gather(draining, return_exceptions=True)
+        assert isinstance(draining.exception(), NoInstance) is dies
+        assert instance.draining
+        await eventually(lambda: not instance.draining)
+
+
+async def test_whoever_resumes_or_drains_again_is_not_overruled() -> None:
+    instances = replace(CONFIG.instances, drained_hold_s=0.4)
+    async with make_rig("remote", replace(CONFIG, instances=instances)) as rig:
+        instance = rig.embedded._instances.by_name["d0"]
+        await rig.front.drain("d0")
+        await rig.front.resume("d0")
+        rig.engines["d0"].waiting = 1
+        await eventually(lambda: instance.load.num_requests == 1)
+        draining = asyncio.create_task(rig.front.drain("d0"))
+        await asyncio.sleep(0.6)
+        assert instance.draining
+        rig.engines["d0"].waiting = 0
+        await draining
+        await asyncio.sleep(0.25)
+        await rig.front.drain("d0")
+        await asyncio.sleep(0.25)
+        assert instance.draining
+        await eventually(lambda: not instance.draining)
+
+
 async def test_an_engine_that_dies_is_not_drained(rig: Rig) -> None:
     """Nobody can tell what became of its requests."""
     instance = rig.embedded._instances.by_name["d0"]

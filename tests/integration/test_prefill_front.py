@@ -387,6 +387,22 @@ async def test_draining_lets_jobs_end_and_takes_no_new_ones(rig: Rig) -> None:
             await call("p9")
 
 
+async def test_a_drain_ends_with_the_caller_that_waited_for_it(rig: Rig) -> None:
+    """A remote one at least: it cannot say any more what comes next."""
+    rig.hold()
+    task = asyncio.create_task(rig.front.submit(prefill_job(1)))
+    await rig.engines[0].wait_requests(1)
+    draining = asyncio.create_task(rig.front.drain("p0"))
+    instance = rig.embedded._instances.by_name["p0"]
+    await eventually(lambda: instance.draining)
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
+    if rig.front is not rig.embedded:
+        await eventually(lambda: not instance.draining)
+    rig.let_go()
+    await task
+
+
 async def test_an_instance_that_comes_back_is_used_again(rig: Rig) -> None:
     rig.engines[0].healthy = False
     await eventually(lambda: not rig.embedded._instances.by_name["p0"].transfers)
