@@ -7,7 +7,8 @@ more. A slot is a place in a batch that keeps the time per token within its obje
 Three policies, which differ in the moment whose decode load counts:
 
 - `predicted` (Mooncake 7.4): the moment when the request would begin to decode. Every decode takes
-  the same time `decode_s`. Requests in prefill that land by then are added, decodes that end by
+  the same time `decode_s`; before any answer has ended that is unknown, and no decode counts as
+  ended by then. Requests in prefill that land by then are added, decodes that end by
   then are taken away. Early rejection on the present load lags by the length of a prefill and makes
   prefill and decode load swing against each other; this does not.
 - `present` (7.2): now, before prefill begins. To compare with.
@@ -126,8 +127,10 @@ def decode_load_at(decode: DecodeView, at_s: float) -> DecodeLoad:
     """
     ended = _num_ended(decode, at_s)
     landed = bisect_right(decode.landing_s, at_s)
-    # What lands and ends before the moment in question is gone again.
-    over = bisect_right(decode.landing_s, at_s - decode.decode_s) if at_s > 0 else 0
+    over = 0
+    if at_s > 0 and decode.decode_s is not None:
+        # What lands and ends before the moment in question is gone again.
+        over = bisect_right(decode.landing_s, at_s - decode.decode_s)
     held = decode.slots_used + decode.num_waiting
     left_share = (held - ended) / held if held else 0.0
     landed_share = (landed - over) / len(decode.landing_s) if decode.landing_s else 0.0
@@ -179,7 +182,8 @@ def tenant_refusal(
     if retry_s is None:
         # One of its own must end: they are spread over the time that a request takes.
         requests, _ = tenants.in_flight(request.tenant)
-        retry_s = (request.prediction.landed_s + decode.decode_s) / max(1, requests)
+        whole_s = request.prediction.landed_s + (decode.decode_s or 0.0)
+        retry_s = whole_s / max(1, requests)
     return _refused(AdmissionReason(refusal.reason.value), retry_s, config, dict(refusal.numbers))
 
 
@@ -249,21 +253,28 @@ def _num_ended(decode: DecodeView, at_s: float) -> int:
     """Of the requests that decode or wait now, those that are over at a later moment.
 
     What waits begins when a slot falls free, so nothing of it ends within one decode time, and all
-    together end at most as fast as full batches allow.
+    together end at most as fast as full batches allow. While nobody knows how long a decode takes,
+    none is known to end.
     """
     if at_s <= 0:
         return 0
+    decode_s = decode.decode_s
     if decode.left_s is not None:
         of_running = bisect_right(decode.left_s, at_s)
-    elif decode.decode_s > 0:
-        of_running = int(decode.slots_used * min(1.0, at_s / decode.decode_s))
+    elif decode_s is None:
+        of_running = 0
     else:
-        of_running = decode.slots_used
-    if at_s <= decode.decode_s or not decode.num_waiting:
+        of_running = int(decode.slots_used * _share(at_s, decode_s))
+    if decode_s is None or at_s <= decode_s or not decode.num_waiting:
         return of_running
-    rounds = (at_s - decode.decode_s) / decode.decode_s if decode.decode_s > 0 else math.inf
+    rounds = (at_s - decode_s) / decode_s if decode_s > 0 else math.inf
     of_waiting = min(decode.num_waiting, decode.slots_total * min(rounds, decode.num_waiting))
     return of_running + int(of_waiting)
+
+
+def _share(at_s: float, decode_s: float) -> float:
+    """Of the requests that decode now, how many are over in `at_s` > 0 from now."""
+    return at_s / decode_s if at_s < decode_s else 1.0
 
 
 def _refused(

@@ -146,10 +146,12 @@ def slot_wait_s(decode: DecodeView, landed_s: float) -> float:
 
 
 def release_s(decode: DecodeView, num_releases: int) -> float:
-    """From now until so many decodes have ended, when every slot that falls free is taken again."""
+    """From now until so many decodes have ended, when every slot that falls free is taken again.
+    Where nobody knows how long a decode takes, 0 stands for "any time from now on".
+    """
     if num_releases <= 0:
         return 0.0
-    spread_s = num_releases * decode.decode_s / max(1, decode.slots_total)
+    spread_s = num_releases * (decode.decode_s or 0.0) / max(1, decode.slots_total)
     if decode.left_s is None:
         return spread_s
     if num_releases <= len(decode.left_s):

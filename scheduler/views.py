@@ -93,18 +93,18 @@ class DecodeView:
     """The decode side of a PD cluster as one pool of slots.
 
     A slot is a place in a batch that keeps the time per token within its objective. `decode_s` is
-    how long a request decodes on average and `step_s` one step. `left_s` are the predicted times
-    until each running decode ends, ascending, where output lengths are known. None where they are
-    not: then slots fall free evenly, one per `decode_s` / slots, which holds whatever the lengths
-    are like, while "average less what it has had" would say 0 for all that last longer.
-    `landing_s` are the predicted times until each request now in prefill can decode, ascending;
-    `landing_kv_bytes` is what they take together.
+    how long a request decodes on average (None: no answer has ended yet, so nobody knows) and
+    `step_s` one step. `left_s` are the predicted times until each running decode ends, ascending,
+    where output lengths are known. None where they are not: then slots fall free evenly, one per
+    `decode_s` / slots, which holds whatever the lengths are like, while "average less what it has
+    had" would say 0 for all that last longer. `landing_s` are the predicted times until each
+    request now in prefill can decode, ascending; `landing_kv_bytes` is what they take together.
     """
 
     slots_total: int
     slots_used: int = 0
     num_waiting: int = 0
-    decode_s: float = 0.0
+    decode_s: float | None = None
     step_s: float = 0.0
     left_s: tuple[float, ...] | None = None
     landing_s: tuple[float, ...] = ()
@@ -113,8 +113,9 @@ class DecodeView:
     landing_kv_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("slots_total", "slots_used", "num_waiting", "decode_s", "step_s"):
+        for name in ("slots_total", "slots_used", "num_waiting", "step_s"):
             _check(name, getattr(self, name))
+        _check("decode_s", self.decode_s or 0.0)
         for name in ("kv_bytes", "landing_kv_bytes"):
             _check(name, getattr(self, name))
         if self.left_s is not None and len(self.left_s) != self.slots_used:

@@ -44,7 +44,7 @@ def decode_view(
         slots_total=slots,
         slots_used=min(num_decoding, slots),
         num_waiting=max(0, num_decoding - slots),
-        decode_s=known.decode_s or 0.0,
+        decode_s=known.decode_s,
         step_s=known.step_s or 0.0,
         landing_s=tuple(sorted(max(0.0, leg.lands_at_s - now_s) for leg in landing)),
         landing_kv_bytes=sum(leg.kv_bytes for leg in landing),

@@ -106,6 +106,16 @@ async def test_the_last_usable_instance_of_a_role_and_model_stays(rig: Rig) -> N
     assert rig.pd.calls == []
 
 
+async def test_nothing_is_converted_while_an_instance_drains_that_somebody_left(rig: Rig) -> None:
+    rig.pd.instances["p0"].draining = True
+    reason = "p0 drains, and not for this gateway"
+    assert rig.keeper.ask(TO_PREFILL).reason == reason
+    assert rig.keeper.ask(TO_PREFILL, only="d0").reason == reason
+    assert rig.keeper.converting == frozenset()
+    rig.pd.instances["p0"].draining = False
+    assert rig.keeper.ask(TO_PREFILL).effects
+
+
 async def test_an_instance_may_be_asked_for(rig: Rig) -> None:
     rig.pd.instances["d1"].running = 9
     start = rig.keeper.ask(TO_PREFILL, only="d1")

@@ -141,7 +141,11 @@ async def test_one_conversion_runs_at_a_time(rig: Rig) -> None:
 
 async def test_an_instance_that_was_left_draining_is_given_work_again(rig: Rig) -> None:
     rig.pd.instances["d1"].draining = True
-    assert (await rig.pages.overview()).instances[1].phase == "draining"
+    shown = await rig.pages.overview()
+    assert shown.instances[1].phase == "draining"
+    assert shown.busy_with == "d1 drains, and not for this gateway"
+    said = await rig.refused(409, "conversion_runs", instance="d0", role="prefill")
+    assert said == "d1 drains, and not for this gateway. Try again later."
     said = await rig.refused(409, "not_usable", instance="d1", role="prefill")
     assert "Order the role that it has (decode): that gives it work again." in said
     status, role = await rig.order(instance="d1", role="decode")
