@@ -137,8 +137,11 @@ class EmbeddedPrefillCluster:
     async def drain(self, instance: str) -> None:
         """See `PrefillCluster.drain`."""
         self._set_draining(instance, draining=True)
-        while self._queue.running_on(instance) > 0:
-            await self._changed.wait()
+        try:
+            while self._queue.running_on(instance) > 0:
+                await self._changed.wait()
+        finally:
+            self._instances.drained(instance)
 
     async def resume(self, instance: str) -> None:
         """See `PrefillCluster.resume`."""

@@ -3,6 +3,7 @@
 It does not know what the cluster does with a job; it carries calls to any `PrefillCluster`.
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -48,6 +49,10 @@ class PrefillServer:
             await self._cluster.drain(request.name)
         except UnknownInstance as error:
             raise RpcError("NOT_FOUND", str(error)) from error
+        except asyncio.CancelledError:
+            # Who waited for its end is gone; nobody else would give the instance work again.
+            await self._cluster.resume(request.name)
+            raise
         return Empty()
 
     async def _resume(self, request: InstanceName) -> Empty:

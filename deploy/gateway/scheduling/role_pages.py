@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from deploy.gateway.errors import ApiError
-from deploy.gateway.scheduling.roles import RoleKeeper, is_usable
+from deploy.gateway.scheduling.roles import RoleKeeper, drained_by_others, is_usable
 from kvmanager.engines.jobs import ClusterReport, InstanceReport, Role
 from kvmanager.rpc import RpcError
 from local_pd.cluster import PdCluster
@@ -112,7 +112,7 @@ class RolePages:
             cluster=report.name,
             instances=[_role(item, now) for item in report.instances],
             conversion=None if now is None else _change(now, for_s),
-            busy_with=busy_with,
+            busy_with=busy_with or drained_by_others(report),
             last=None if last is None else _ended(*last),
         )
 
@@ -155,6 +155,8 @@ class RolePages:
                     f"has ({instance.role}): that gives it work again."
                 )
             raise ApiError(409, "not_usable", message, param="instance")
+        if drained_by_others(report, order.instance):
+            raise ApiError(409, "conversion_runs", f"{start.reason}. Try again later.")
         message = f"{order.instance} stays {instance.role}: {start.reason}."
         raise ApiError(409, "last_of_its_role", message, param="instance")
 

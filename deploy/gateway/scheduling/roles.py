@@ -7,6 +7,8 @@ One conversion at a time, asked for by the long-term loop or by an operator (rol
 Effects are performed in order, and what came of them is reported back. Whatever gives an instance
 back (the old role, `resume`) is tried until the front has answered, before anything else is begun:
 an instance that stays drained is lost to both roles. So is it when the gateway ends meanwhile.
+When the gateway is killed, the front gives the instance back after a while (`drained_hold_s`
+there). Until then the gateway that returns begins no conversion.
 
 A conversion that would leave a role without a usable instance does not begin; one that comes to,
 because others died while its instance drained, is given up.
@@ -144,6 +146,8 @@ class RoleKeeper:
         report = report or self._report()
         if report is None or wish.cluster != report.name:
             return Start((), f"no report of a PD cluster {wish.cluster}")
+        if left := drained_by_others(report, only):
+            return Start((), left)
         start = self._converter.start(
             wish, _candidates(report, wish.from_role, only), self._clock(), only=only
         )
@@ -288,6 +292,14 @@ class RoleKeeper:
         for role in _ROLES:
             num = sum(item.role == role for item in report.instances)
             self._instances.labels(report.name, role).set(num)
+
+
+def drained_by_others(report: ClusterReport, wanted: str = "") -> str:
+    """Why no conversion may begin though this gateway converts nothing: an instance other than the
+    `wanted` one drains, for somebody else or for a gateway that is gone. "": none does.
+    """
+    names = (item.name for item in report.instances if item.draining and item.name != wanted)
+    return next((f"{name} drains, and not for this gateway" for name in names), "")
 
 
 def is_usable(instance: InstanceReport) -> bool:
