@@ -50,6 +50,30 @@ def test_decodes_of_unknown_age_end_evenly() -> None:
     assert [decode_load_at(view, t).occupied for t in (0, 2.5, 5, 10, 20)] == [4, 3, 2, 0, 0]
 
 
+def test_while_nobody_knows_how_long_a_decode_takes_none_counts_as_ended() -> None:
+    view = DecodeView(slots_total=4, slots_used=4, num_waiting=1, landing_s=(1.0, 2.0))
+    assert [decode_load_at(view, t).occupied for t in (0, 1.5, 5, 1e6)] == [5, 6, 7, 7]
+    # Where their lengths are known, those that decode end all the same; what waits does not.
+    known = replace(view, left_s=(1.0, 1.0, 1.0, 9.0))
+    assert decode_load_at(known, 5.0).occupied == 7 - 3
+
+
+def test_a_full_pool_admits_nothing_more_before_the_first_answer_has_ended() -> None:
+    pool = DecodeView(slots_total=32, slots_used=30)
+    late = AdmissionRequest(Prediction(prefill_s=30.0))
+    assert verdict(pool, request=late).admitted
+    assert verdict(replace(pool, landing_s=(5.0,)), request=late).admitted
+    assert not verdict(replace(pool, landing_s=(5.0, 6.0)), request=late).admitted
+    found = verdict(replace(pool, slots_used=32), request=late)
+    assert (found.reason, found.numbers["occupied"]) == (AdmissionReason.DECODE_LOAD, 32)
+    assert found.retry_after_s == 1
+
+
+def test_decodes_that_take_no_time_are_over_at_any_later_moment() -> None:
+    view = replace(FULL, left_s=None, decode_s=0.0, num_waiting=9, landing_s=(1.0,))
+    assert [decode_load_at(view, t).occupied for t in (0, 0.5, 2)] == [13, 0, 0]
+
+
 def test_memory_follows_those_that_hold_it() -> None:
     view = replace(FULL, kv_bytes=400.0, landing_s=(1.0, 2.0), landing_kv_bytes=100.0)
     assert decode_load_at(view, 0.0).kv_bytes == 400

@@ -108,7 +108,7 @@ def decode_views(draw: st.DrawFn) -> DecodeView:
         slots_total=draw(st.integers(0, 8)),
         slots_used=used,
         num_waiting=draw(st.integers(0, 5)),
-        decode_s=draw(seconds),
+        decode_s=draw(st.one_of(st.none(), seconds)),
         step_s=draw(st.floats(0, 1)),
         left_s=draw(st.one_of(st.none(), times)),
         landing_s=tuple(sorted(draw(st.lists(seconds, max_size=6)))),

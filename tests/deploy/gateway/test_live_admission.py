@@ -71,6 +71,13 @@ def test_what_will_have_room_by_then_is_let_in() -> None:
     assert Door(policy="present").refused(decode=FULL, prediction=late).code == "decode_load"
 
 
+def test_a_full_region_is_full_before_the_first_answer_has_ended() -> None:
+    unknown = DecodeView(slots_total=4, slots_used=4)
+    Door().admit(decode=DecodeView(slots_total=4, slots_used=3))
+    error = Door().refused(decode=unknown, prediction=Prediction(prefill_s=60.0))
+    assert (error.code, error.retry_after_s) == ("decode_load", 1)
+
+
 def test_a_queue_that_makes_the_first_token_late_is_a_reason_if_asked() -> None:
     slow = Prediction(queue_s=9.0, prefill_s=4.0)
     Door().admit(prediction=slow)
