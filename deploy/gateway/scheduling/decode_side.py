@@ -69,8 +69,8 @@ def _num_slots(item: InstanceReport) -> int:
     """
     slots = item.decode_slots or UNTOLD_SLOTS
     is_full = item.kv_usage is not None and item.kv_usage >= FULL_SHARE
-    if is_full and item.num_waiting > 0 and item.num_running > 0:
-        return min(slots, item.num_running)
+    if is_full and item.num_waiting > 0:
+        return min(slots, max(1, item.num_running))
     return slots
 
 

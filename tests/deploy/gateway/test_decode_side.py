@@ -91,7 +91,7 @@ def test_an_engine_with_memory_elsewhere_takes_what_the_full_one_does_not() -> N
         ({"num_waiting": 0}, 256),
         ({"num_waiting": 1}, 20),
         ({"kv_usage": None}, 256),
-        ({"num_running": 0}, 256),  # one that is about to start
+        ({"num_running": 0}, 1),
         ({"num_running": 1}, 1),
         ({"decode_slots": 16}, 16),
         ({"decode_slots": 0}, 20),
