@@ -7,10 +7,6 @@ the request there, normalised by what this prompt takes to prefill from its firs
 weight of 1 the best score is about the earliest end of the prefill; a greater weight spends a
 little waiting to save compute.
 
-When the instance with the longest cached prefix loses because it is busy, its prefix is hot: the
-choice says from where to which instance it is worth copying, so that the next requests find it in
-both places (Mooncake 6.2). Small differences are not worth a copy.
-
 Pure. Knows no queue order, no links and no bytes.
 """
 
@@ -41,31 +37,22 @@ class ChoiceReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceConfig:
-    """Weights of a placement. A copy is worth it from `min_copy_tokens` more than the chosen has,
-    and when the holder has at least `copy_ratio` times as much.
-    """
+    """Weights of a placement."""
 
     match_weight: float = 1.25
-    min_copy_tokens: int = 1024
-    copy_ratio: float = 1.5
 
     def __post_init__(self) -> None:
-        if not (self.match_weight >= 0 and self.min_copy_tokens > 0 and self.copy_ratio >= 1):
-            raise ValueError(
-                f"{self}: match_weight must not be negative, min_copy_tokens must be above 0, "
-                "copy_ratio at least 1"
-            )
+        if not self.match_weight >= 0:
+            raise ValueError(f"{self}: match_weight must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen instance (None: none is usable), why, and what should be copied to it."""
+    """The chosen instance (None: none is usable) and why."""
 
     instance: str | None
     reason: ChoiceReason
     cached_tokens: int = 0
-    copy_from: str | None = None
-    copy_tokens: int = 0
     numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
@@ -130,21 +117,13 @@ def choose_instance(
     }
     if longest <= best_hit:
         reason = ChoiceReason.CACHED if best_hit else ChoiceReason.LEAST_LOADED
-        return Choice(best.name, reason, best_hit, numbers=MappingProxyType(numbers))
+        return Choice(best.name, reason, best_hit, MappingProxyType(numbers))
     numbers |= {
         "holder_score": holder.score,
         "holder_cached_tokens": longest,
         "holder_wait_s": holder.wait_s,
     }
-    pays = longest - best_hit >= config.min_copy_tokens and longest >= config.copy_ratio * best_hit
-    return Choice(
-        best.name,
-        ChoiceReason.HOLDER_BUSY,
-        best_hit,
-        holder.name if pays else None,
-        longest - best_hit if pays else 0,
-        MappingProxyType(numbers),
-    )
+    return Choice(best.name, ChoiceReason.HOLDER_BUSY, best_hit, MappingProxyType(numbers))
 
 
 def _hit(hits: Mapping[str, int], instance: InstanceView) -> int:

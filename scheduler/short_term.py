@@ -76,12 +76,10 @@ class RouteDecision(Decision):
     """A routing result with the predictions it was taken from.
 
     `local` is None only for `direct`, `remote` (of the best candidate) wherever there is none.
-    `cache_from` names the cluster whose longer cached prefix is to be moved to the target first.
     """
 
     local: Prediction | None = None
     remote: Prediction | None = None
-    cache_from: str | None = None
 
     @property
     def predicted(self) -> Prediction | None:
@@ -261,5 +259,4 @@ def _decision(request: RequestShape, chosen: Chosen) -> RouteDecision:
         MappingProxyType(numbers),
         local.prediction,
         None if remote is None else remote.prediction,
-        taken.cache_from,
     )

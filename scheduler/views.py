@@ -65,21 +65,14 @@ class InstanceView:
     running_tokens: int = 0
     running_s: float = 0.0
     num_requests: int = 0
-    decode_slots_used: int = 0
-    decode_slots_total: int = 0
-    decode_kv_bytes: float = 0.0
-    decode_kv_total_bytes: float | None = None
 
     def __post_init__(self) -> None:
         work = self.queued_tokens, self.queued_s, self.running_tokens, self.running_s
-        held = self.num_requests, self.decode_slots_used, self.decode_slots_total
-        values = (*work, *held, self.decode_kv_bytes)
+        values = (*work, self.num_requests)
         # One look at all of them, since every route makes many of these. A sum keeps nan and inf.
         if min(values) >= 0 and sum(values) < math.inf:
             return
         for name in ("queued_tokens", "queued_s", "running_tokens", "running_s", "num_requests"):
-            _check(name, getattr(self, name))
-        for name in ("decode_slots_used", "decode_slots_total", "decode_kv_bytes"):
             _check(name, getattr(self, name))
 
     @property

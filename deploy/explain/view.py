@@ -128,9 +128,7 @@ def _cached(record: RequestRecord) -> str:
     at = {"PD cluster": record.local_cached_tokens, **record.prefill_cached_tokens}
     if record.landing_cached_tokens is not None:
         at["landing"] = record.landing_cached_tokens
-    known = ", ".join(f"{where} {num:,}" for where, num in at.items())
-    moved = f"; the longer prefix of {record.cache_from} was to be moved first"
-    return known + (moved if record.cache_from else "")
+    return ", ".join(f"{where} {num:,}" for where, num in at.items())
 
 
 def _link(numbers: Mapping[str, Number]) -> str:

@@ -91,7 +91,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     target: str = ""
     reason: str = ""
     numbers: Mapping[str, Number] = {}
-    cache_from: str = ""
     predicted_ttft_s: float | None = None
     predictions: dict[str, dict[str, float]] = {}
     tenant: str = ""
@@ -138,7 +137,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         }
 
     def _predicted(self, decision: RouteDecision) -> None:
-        self.cache_from = decision.cache_from or ""
         sides = {"local": decision.local, "remote": decision.remote}
         self.predictions = {
             side: {name: round(value, 6) for name, value in found._asdict().items()}

@@ -42,7 +42,6 @@ ROUTE = RouteDecision(
     },
     LOCAL,
     REMOTE,
-    "home",
 )
 RESULT = PrefillResult(
     instance="far-0",
@@ -95,7 +94,7 @@ def test_a_record_says_where_why_and_with_what_numbers() -> None:
         "prefill cluster far (above_threshold)",
         "more tokens are uncached than the threshold",
         "12,345 tokens, 8,249 of them uncached where it is computed, 12,345 at the PD cluster",
-        "PD cluster 0, far 4,096, landing 512; the longer prefix of home was to be moved first",
+        "PD cluster 0, far 4,096, landing 512",
         "1,024 tokens uncached",
         "1Gbit/s, 2.9 MiB waiting",
         "7.0 MiB in 2.100 s, 93% of it before the prefill ended; 1.0 MiB were there already",

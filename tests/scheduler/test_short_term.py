@@ -21,7 +21,7 @@ from scheduling_cases import (
 )
 
 from scheduler.routing import HAND_OFF, ONE_ENGINE, Reason, RequestShape
-from scheduler.short_term import RouteConfig, RouteDecision, route
+from scheduler.short_term import RouteConfig, RouteDecision, choose, route
 from scheduler.views import (
     ClusterView,
     DecodeView,
@@ -38,6 +38,11 @@ def routed(
     num_tokens: int, snapshot: RegionSnapshot, now_s: float = 0.0, **fields: object
 ) -> RouteDecision:
     return route(prompt(num_tokens, **fields), snapshot, CONFIG, now_s)
+
+
+def moved_from(num_tokens: int, snapshot: RegionSnapshot, **fields: object) -> str | None:
+    """The cluster whose longer cached prefix is moved first."""
+    return choose(prompt(num_tokens, **fields), snapshot, CONFIG, 0.0).taken.cache_from
 
 
 def test_the_threshold_decides_where_nothing_waits() -> None:
@@ -199,31 +204,32 @@ def test_overheads_belong_to_their_targets() -> None:
 def test_scarce_bandwidth_lets_every_cluster_have_its_own_cache() -> None:
     view = region(far(link=SCARCE))
     found = routed(20_000, view, prefill_cached_tokens={"far": 19_000})
-    assert (found.target, found.cache_from) == ("far", None)
+    assert (found.target, found.numbers["move_s"]) == ("far", 0)
     assert found.local is not None
     assert found.local.prefill_s == pytest.approx(4.5)
     near_hit = routed(20_000, view, local_cached_tokens=19_000)
-    assert (near_hit.reason, near_hit.cache_from) == (Reason.BELOW_THRESHOLD, None)
+    assert (near_hit.reason, near_hit.numbers["move_s"]) == (Reason.BELOW_THRESHOLD, 0)
 
 
 def test_abundant_bandwidth_moves_the_best_cache_to_where_it_is_computed() -> None:
     found = routed(20_000, region(far()), prefill_cached_tokens={"far": 19_000})
     assert (found.target, found.reason) == (HAND_OFF, Reason.BELOW_THRESHOLD)
-    assert found.cache_from == "far"
+    assert moved_from(20_000, region(far()), prefill_cached_tokens={"far": 19_000}) == "far"
     assert found.numbers["cached_tokens"] == 19_000
     assert found.numbers["move_s"] == pytest.approx(0.02)
     back = far(link_back=GOOD_LINK)
     sent = routed(40_000, region(back), local_cached_tokens=29_000)
-    assert (sent.target, sent.cache_from) == ("far", "pd")
+    assert sent.target == "far"
+    assert moved_from(40_000, region(back), local_cached_tokens=29_000) == "pd"
     assert sent.numbers["uncached_tokens"] == 11_000
 
 
 def test_a_move_that_saves_nothing_is_left() -> None:
     slow_back = far(link_back=replace(GOOD_LINK, available_bytes_per_s=1e7))
     found = routed(40_000, region(slow_back), local_cached_tokens=29_000)
-    assert (found.target, found.cache_from) == ("far", None)
-    little = routed(9000, region(far()), prefill_cached_tokens={"far": 200})
-    assert little.cache_from is None
+    assert found.target == "far"
+    assert moved_from(40_000, region(slow_back), local_cached_tokens=29_000) is None
+    assert moved_from(9000, region(far()), prefill_cached_tokens={"far": 200}) is None
 
 
 def test_a_full_decode_pool_delays_both_sides_alike() -> None:

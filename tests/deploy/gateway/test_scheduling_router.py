@@ -221,7 +221,7 @@ def test_no_route_counts_on_a_move_that_may_not_be_made() -> None:
     shape = RequestShape(num_prompt_tokens=1900, prefill_cached_tokens={"far": 1800})
     scheduler = known(region)
     decision = scheduler.route(MODEL, shape)
-    assert (decision.target, decision.cache_from) == ("far", None)
+    assert (decision.target, decision.numbers["move_s"]) == ("far", 0)
     assert not scheduler.moves_caches(scheduler.route(MODEL, SHORT), "home")
 
 
