@@ -59,4 +59,6 @@ async def serve_pd(config: FrontConfig) -> None:
     )
     host = config.listen.rpartition(":")[0]
     server = PdServer(cluster, config.listen, tls)
-    await serve_front(cluster, server, host, config.metrics_port)
+    await serve_front(
+        cluster, server, host, metrics_prefix="prfaas_pd", metrics_port=config.metrics_port
+    )

@@ -60,4 +60,6 @@ async def serve_prefill(config: PrefillFrontConfig) -> None:
     )
     host = config.listen.rpartition(":")[0]
     server = PrefillServer(cluster, config.listen, tls)
-    await serve_front(cluster, server, host, config.metrics_port)
+    await serve_front(
+        cluster, server, host, metrics_prefix="prfaas_prefill", metrics_port=config.metrics_port
+    )

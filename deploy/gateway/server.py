@@ -13,6 +13,8 @@ from typing import Final
 from aiohttp import web
 
 from deploy.gateway.app import Gateway, create_app
+from kvmanager.loop_metrics import LoopCollector
+from kvmanager.loop_watch import LoopWatch
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -34,9 +36,11 @@ async def serve_gateway(
     try:
         host, port = runner.addresses[0][:2]
         on_ready(host, port)
-        await stop.wait()
-        logger.info("draining %d requests", gateway.num_in_flight)
-        await gateway.drain()
+        with LoopWatch() as watch:
+            gateway.metrics.registry.register(LoopCollector("prfaas_gateway", watch.gaps))
+            await stop.wait()
+            logger.info("draining %d requests", gateway.num_in_flight)
+            await gateway.drain()
     finally:
         await runner.cleanup()
 

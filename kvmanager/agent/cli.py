@@ -23,6 +23,8 @@ from kvmanager.agent.messages import SERVICE
 from kvmanager.agent.metrics import MetricsServer
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
+from kvmanager.loop_metrics import LoopCollector
+from kvmanager.loop_watch import LoopWatch
 from kvmanager.pool.ssd import SsdError
 from kvmanager.rpc import RpcError, RpcServer
 from transport import TransportError
@@ -146,7 +148,9 @@ async def serve(config: AgentConfig) -> None:
             metrics = MetricsServer(agent.metrics, control_host, config.metrics_port)
             ready["metrics"] = f"{control_host}:{await metrics.start()}"
         print(json.dumps(ready), flush=True)
-        await stopping.wait()
+        with LoopWatch() as watch:
+            agent.metrics.registry.register(LoopCollector("prfaas_agent", watch.gaps))
+            await stopping.wait()
         logger.info("stopping")
     finally:
         await rpc.stop(grace_s=0.2)

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
@@ -25,6 +26,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvmanager.agent.link_messages import LinkFeed, LinkStep, LinkView, WatchLinks
+from kvmanager.loop_watch import aligned_delay_s
 from kvmanager.transfer_records import BadRequest
 from netmon.detector import Condition
 from netmon.interfaces import interface_to, read_interface
@@ -189,7 +191,7 @@ class LinkWatch:
             except Exception:
                 # The next look may well succeed, and routing would go blind without it.
                 logger.exception("a look at the links failed")
-            await asyncio.sleep(self._settings.interval_s)
+            await asyncio.sleep(aligned_delay_s(self._settings.interval_s, time.monotonic()))
 
     def _look_at(
         self,

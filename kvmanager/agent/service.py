@@ -51,6 +51,7 @@ from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.transfer_io import TransferIo, now_s
 from kvmanager.arena import Arena, remove_stale
 from kvmanager.custody import Key, Kind
+from kvmanager.loop_watch import aligned_delay_s
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfer_records import (
     CancelOutbox,
@@ -416,7 +417,7 @@ class NodeAgent:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(aligned_delay_s(TICK_S, now_s()))
             before = set(self.table.outboxes)
             try:
                 self.prober.tick(now_s())

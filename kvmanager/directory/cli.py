@@ -26,6 +26,8 @@ from kvmanager.directory.feed_client import DirectoryFollower, FollowTiming
 from kvmanager.directory.messages import SERVICE, NodeState
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
+from kvmanager.loop_metrics import LoopCollector
+from kvmanager.loop_watch import LoopWatch
 from kvmanager.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
@@ -92,10 +94,12 @@ async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
         port = await server.start()
         await directory.follow(config.targets)
         _say_ready(control=f"{host}:{port}")
-        while not await _stopped(stopping):
-            metrics.update(await directory.nodes(), directory.core.nbytes)
+        with LoopWatch() as watch:
+            metrics.show_loop(watch)
+            while not await _stopped(stopping):
+                metrics.update(await directory.nodes(), directory.core.nbytes)
     finally:
-        metrics.close()
+        await metrics.close()
         await server.stop(grace_s=0.2)
         await directory.close()
 
@@ -115,10 +119,12 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
         await reached(redis)
         await follower.follow(config.targets)
         _say_ready()
-        while not await _stopped(stopping):
-            metrics.update(await reader.nodes(), 0)
+        with LoopWatch() as watch:
+            metrics.show_loop(watch)
+            while not await _stopped(stopping):
+                metrics.update(await reader.nodes(), 0)
     finally:
-        metrics.close()
+        await metrics.close()
         await follower.stop()
         await reader.close()
 
@@ -135,12 +141,16 @@ class _Metrics:
             registry = self._metrics.registry
             self._server, self._thread = start_http_server(config.metrics_port, host, registry)
 
+    def show_loop(self, watch: LoopWatch) -> None:
+        self._metrics.registry.register(LoopCollector("prfaas_directory", watch.gaps))
+
     def update(self, nodes: list[NodeState], nbytes: int) -> None:
         self._metrics.update(nodes, self._follower.counts, nbytes)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._server is not None:
-            self._server.shutdown()
+            # Waits for the server's next look at its own state, up to half a second away.
+            await asyncio.to_thread(self._server.shutdown)
             self._server.server_close()
             self._thread.join()
 

@@ -11,7 +11,10 @@ import signal
 import sys
 from typing import Protocol
 
-from prometheus_client import start_http_server
+from prometheus_client import REGISTRY, start_http_server
+
+from kvmanager.loop_metrics import LoopCollector
+from kvmanager.loop_watch import LoopWatch
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 
@@ -35,10 +38,13 @@ class FrontServer(Protocol):
     async def stop(self, grace_s: float = 1.0) -> None: ...
 
 
-async def serve_front(front: Front, server: FrontServer, host: str, metrics_port: int = 0) -> None:
+async def serve_front(
+    front: Front, server: FrontServer, host: str, *, metrics_prefix: str, metrics_port: int = 0
+) -> None:
     """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT.
 
-    Raises whatever keeps either from starting; nothing stays behind then.
+    `metrics_prefix` begins the names of metrics of the process itself. Raises whatever keeps either
+    from starting; nothing stays behind then.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -56,10 +62,13 @@ async def serve_front(front: Front, server: FrontServer, host: str, metrics_port
         }
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
-        await stop.wait()
+        with LoopWatch() as watch:
+            REGISTRY.register(LoopCollector(metrics_prefix, watch.gaps))
+            await stop.wait()
         logger.info("%s: stopping", front.name)
         if metrics is not None:
-            metrics[0].shutdown()
+            # Waits for the server's next look at its own state, up to half a second away.
+            await asyncio.to_thread(metrics[0].shutdown)
             metrics[0].server_close()
     finally:
         await server.stop()

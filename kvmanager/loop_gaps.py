@@ -1,0 +1,181 @@
+"""What a gap of an event loop was made of, and what a process tells of its gaps. Pure: no clocks.
+
+A gap is a stretch in which the loop ran nothing that was due. The machine's part of it is the time
+in which the kernel ran something else, or the whole process was stopped; the rest is our own:
+computing, waiting for files, locks or Python's interpreter lock.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+LEAST_GAP_S: Final = 0.01
+"""Anything shorter is an ordinary pause between two callbacks."""
+
+BUCKETS_S: Final = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the histogram."""
+
+LATELY_S: Final = 60.0
+
+Frame = tuple[str, int, str]
+"""File, line and function."""
+
+Stack = tuple[Frame, ...]
+"""The innermost frame is the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawGap:
+    """A gap as the loop sees it: a callback due at `due_s` ran at `ran_s`.
+
+    `cpu_s` is the CPU time of the loop's thread and `starved_s` the time it waited for a core, both
+    since `since_s`, when the callback before ran. None: the kernel does not tell.
+    """
+
+    since_s: float
+    due_s: float
+    ran_s: float
+    cpu_s: float
+    starved_s: float | None
+    gc_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A gap by whose time it was: `gap_s` is `own_s` and `machine_s`. `cpu_s` and `gc_s` (garbage
+    collection) are parts of `own_s`. `stacks` says how often the loop's thread was seen where.
+    """
+
+    ended_s: float
+    gap_s: float
+    own_s: float
+    cpu_s: float
+    gc_s: float
+    stacks: tuple[tuple[Stack, int], ...] = ()
+
+    @property
+    def machine_s(self) -> float:
+        """When the kernel gave the loop no core, or had stopped the process."""
+        return self.gap_s - self.own_s
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """A stretch in which the whole process was stopped for `most_s` or a little less."""
+
+    began_s: float
+    ended_s: float
+    most_s: float
+
+    def within_s(self, began_s: float, ended_s: float) -> float:
+        """How much of it may lie between two times."""
+        return min(self.most_s, max(0.0, min(self.ended_s, ended_s) - max(self.began_s, began_s)))
+
+
+def judge(raw: RawGap, halts: Iterable[Halt] = (), other_starved_s: float = 0.0) -> Gap:
+    """Whose time a gap was.
+
+    Time that the kernel gave no core may have passed shortly before the gap, since `since_s`; all
+    of it is taken off. `other_starved_s` is how long another thread of the process waited for a
+    core meanwhile: where the loop computed nothing it may have waited for a lock of that thread,
+    Python's own above all, and is not blamed. CPU time is our own in any case. Where the kernel
+    does not say how long the thread waited for a core, nothing else is.
+    """
+    gap_s = raw.ran_s - raw.due_s
+    least_own_s = max(0.0, min(gap_s, raw.cpu_s - (raw.due_s - raw.since_s)))
+    if raw.starved_s is None:
+        own_s = min(gap_s, raw.cpu_s)
+    else:
+        # A thread that is stopped does not wait for a core: the two never overlap.
+        halted_s = sum(halt.within_s(raw.due_s, raw.ran_s) for halt in halts)
+        rest_s = gap_s - halted_s - raw.starved_s
+        held_up_s = min(other_starved_s, max(0.0, rest_s - raw.cpu_s))
+        own_s = max(least_own_s, rest_s - held_up_s)
+    return Gap(
+        ended_s=raw.ran_s,
+        gap_s=gap_s,
+        own_s=own_s,
+        cpu_s=min(raw.cpu_s, own_s),
+        gc_s=min(raw.gc_s, own_s),
+    )
+
+
+def halt_of_sleeper(
+    slept_s: tuple[float, float, float], starved_s: float, gil_wait_s: float
+) -> Halt | None:
+    """Whether the process was stopped while another thread of it slept.
+
+    `slept_s` is when that thread fell asleep, when it wanted to wake up and when it did. Of the
+    time after that it waited `starved_s` for a core and about `gil_wait_s` for the interpreter
+    lock: both happen in a process that runs. The halt may have begun before it wanted to wake up.
+    """
+    asleep_s, due_s, awake_s = slept_s
+    halted_s = awake_s - due_s - starved_s - gil_wait_s
+    if halted_s < LEAST_GAP_S + gil_wait_s / 2:
+        return None
+    return Halt(asleep_s, awake_s, halted_s + (due_s - asleep_s))
+
+
+class LoopGaps:
+    """Counts the gaps of one loop: histograms of both parts, and the longest own ones."""
+
+    def __init__(self) -> None:
+        self.own = GapHistogram()
+        self.machine = GapHistogram()
+        self.longest_own_s = 0.0
+        # Falling lengths at rising times: what a longer and later one makes irrelevant is dropped.
+        self._lately: deque[tuple[float, float]] = deque()
+
+    def add(self, gap: Gap) -> None:
+        """Gaps come in the order of their ends."""
+        self.own.add(gap.own_s)
+        self.machine.add(gap.machine_s)
+        self.longest_own_s = max(self.longest_own_s, gap.own_s)
+        while self._lately and self._lately[-1][1] <= gap.own_s:
+            self._lately.pop()
+        self._lately.append((gap.ended_s, gap.own_s))
+        self._forget(gap.ended_s)
+
+    def longest_own_lately_s(self, now_s: float) -> float:
+        """The longest own gap that ended within `LATELY_S`."""
+        self._forget(now_s)
+        return self._lately[0][1] if self._lately else 0.0
+
+    def _forget(self, now_s: float) -> None:
+        while self._lately and self._lately[0][0] < now_s - LATELY_S:
+            self._lately.popleft()
+
+
+class GapHistogram:
+    """How many gaps of which length; those shorter than `LEAST_GAP_S` are not counted."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum_s = 0.0
+
+    def add(self, length_s: float) -> None:
+        if length_s >= LEAST_GAP_S:
+            self._counts[bisect.bisect_left(BUCKETS_S, length_s)] += 1
+            self.sum_s += length_s
+
+    def buckets(self) -> Sequence[tuple[str, int]]:
+        """Upper bound and number of gaps that are not longer, as Prometheus wants them."""
+        total = 0
+        buckets = []
+        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        return buckets
+
+
+def describe(gap: Gap) -> str:
+    """One line about a gap, for a log."""
+    text = f"the event loop stood still for {gap.gap_s * 1e3:.0f} ms, {gap.own_s * 1e3:.0f} ms own"
+    details = [f"{gap.cpu_s * 1e3:.0f} ms computing"] if gap.cpu_s >= 1e-3 else []
+    if gap.gc_s >= 1e-3:
+        details.append(f"{gap.gc_s * 1e3:.0f} ms collecting garbage")
+    return f"{text} ({', '.join(details)})" if details else text

@@ -1,0 +1,79 @@
+"""What the kernel tells of threads of this process that were kept from running (Linux).
+
+It does not know why: other processes, a CPU quota, a busy interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+
+
+class StarvedClock:
+    """How long one thread has waited for a core, in all. Any thread may read it."""
+
+    def __init__(self, native_id: int) -> None:
+        try:
+            path = f"/proc/self/task/{native_id}/schedstat"
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # the thread is over, or the kernel does not count this
+            self._file = -1
+
+    def read_s(self) -> float | None:
+        """None when the kernel does not tell."""
+        if self._file < 0:
+            return None
+        try:
+            # Time on a core, time waited for one, both in nanoseconds, and number of runs.
+            return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
+        except OSError:
+            return None  # the thread is over
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class StarvedClocks:
+    """The same of all threads that run Python."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[int, StarvedClock] = {}
+
+    def read_s(self) -> dict[int, float]:
+        """By native thread id. Threads of which the kernel tells nothing are missing."""
+        alive = {thread.native_id or 0 for thread in threading.enumerate()} - {0}  # 0: not started
+        for native_id in self._clocks.keys() - alive:
+            self._clocks.pop(native_id).close()
+        times = {}
+        for native_id in alive:
+            if native_id not in self._clocks:
+                self._clocks[native_id] = StarvedClock(native_id)
+            starved_s = self._clocks[native_id].read_s()
+            if starved_s is not None:
+                times[native_id] = starved_s
+        return times
+
+    def close(self) -> None:
+        """Idempotent."""
+        for clock in self._clocks.values():
+            clock.close()
+        self._clocks.clear()
+
+
+def num_own_switches() -> int:
+    """How often this thread has fallen asleep by itself."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def gil_wait_s(switches_before: int) -> float:
+    """About how long this thread has waited for the interpreter lock since `num_own_switches`.
+
+    A waiting thread asks for the lock anew after each switch interval, and sleeps meanwhile. Two
+    more are those of a sleep on purpose. Right only of a thread that slept on purpose once.
+    """
+    return max(0, num_own_switches() - switches_before - 2) * sys.getswitchinterval()
