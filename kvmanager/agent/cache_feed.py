@@ -11,19 +11,20 @@ after a while; who might not have heard of it starts from nothing again.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterable
+from typing import Final
 
 from kvmanager.agent import messages
+from kvmanager.agent.change_log import ChangeLog, Latest
 from kvmanager.pool.records import PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind
 
 SHORT_KEY_BYTES: Final = 8
-MAX_KEYS_PER_REPLY: Final = 25_000
+MAX_KEYS_PER_REPLY: Final = 8192
+"""A reply is put together in one turn of the event loop: in about 5 ms."""
 MAX_GONE: Final = 1 << 17
 """How many blocks that have gone are remembered."""
 
@@ -33,11 +34,6 @@ MAX_CURSORS: Final = 256
 _BITS_PER_TIER: Final = len(PartKind)
 _ENGINE_SHIFT: Final = _BITS_PER_TIER * len(Tier)
 _MAX_PARTS: Final = 256
-
-
-class _Latest(NamedTuple):
-    seq: int
-    at_s: float
 
 
 class CacheFeed:
@@ -54,8 +50,9 @@ class CacheFeed:
         self._forgotten_seq = 0
         self._flags: dict[bytes, int] = {}
         self._parts: dict[bytes, int] = {}  # bit 256 * tier + part
-        self._held: OrderedDict[bytes, _Latest] = OrderedDict()
-        self._gone: OrderedDict[bytes, _Latest] = OrderedDict()
+        self._seqs: dict[bytes, int] = {}  # of the latest change
+        self._held = ChangeLog()
+        self._gone = ChangeLog()
         self._cursors: OrderedDict[int, tuple[int, int]] = OrderedDict()  # (has come to, began at)
 
     @property
@@ -103,9 +100,9 @@ class CacheFeed:
         known = epoch == self.epoch and self._forgotten_seq <= begun <= self._seq
         if not known or position % 2:
             known, position, begun = False, 0, self._seq
-        news = _first_after(self._held, position, max_keys + 1)
+        news = self._held.after(position, max_keys + 1)
         if known:
-            news += _first_after(self._gone, position, max_keys + 1)
+            news += self._gone.after(position, max_keys + 1)
         news.sort(key=lambda item: item[1].seq)
         page = news[:max_keys]
         more = len(news) > len(page)
@@ -140,37 +137,21 @@ class CacheFeed:
             return
         self._seq += 2
         self._last_change = self._seq
-        latest = _Latest(self._seq, now_s)
-        self._held.pop(key, None)
-        self._gone.pop(key, None)
+        latest = Latest(self._seq, now_s)
+        seq_before = self._seqs.get(key)
+        if seq_before is not None:
+            (self._held if key in self._flags else self._gone).remove(key, seq_before)
+        self._seqs[key] = self._seq
         if flags:
             self._flags[key] = flags
-            self._held[key] = latest
+            self._held.add(key, latest)
             return
         del self._flags[key]
-        self._gone[key] = latest
+        self._gone.add(key, latest)
         if len(self._gone) > self._keep_gone:
-            self._forgotten_seq = self._gone.popitem(last=False)[1].seq
-
-
-def _first_after(
-    latest: OrderedDict[bytes, _Latest], seq: int, limit: int
-) -> list[tuple[bytes, _Latest]]:
-    """The oldest `limit` changes after `seq`, in time that hardly grows with all there are."""
-    newest = list(itertools.islice(_after(latest, seq), limit + 1))
-    if len(newest) <= limit:
-        return newest[::-1]
-    later = itertools.dropwhile(lambda item: item[1].seq <= seq, latest.items())
-    return list(itertools.islice(later, limit))
-
-
-def _after(latest: OrderedDict[bytes, _Latest], seq: int) -> Iterator[tuple[bytes, _Latest]]:
-    """Newest first."""
-    for key in reversed(latest):
-        found = latest[key]
-        if found.seq <= seq:
-            return
-        yield key, found
+            forgotten, last = self._gone.pop_first()
+            del self._seqs[forgotten]
+            self._forgotten_seq = last.seq
 
 
 def _flags(shape: CacheShape, parts: int) -> int:

@@ -2,6 +2,7 @@
 
 import random
 import struct
+import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,6 +139,16 @@ def test_a_long_snapshot_ends_though_much_was_forgotten_before_it() -> None:
     follower.catch_up(feed, max_keys=7)
     assert follower.num_snapshots == 1
     assert len(follower.held) == 50
+
+
+def test_a_page_costs_the_same_wherever_it_begins() -> None:
+    """Going through all held blocks for each page, this takes seven seconds."""
+    feed, follower = CacheFeed(), Follower()
+    feed.engine_changed([(key(number), 1) for number in range(200_000)], 0.0)
+    begin_s = time.thread_time()
+    follower.catch_up(feed, max_keys=250)
+    assert time.thread_time() - begin_s < 3.0
+    assert len(follower.held) == 200_000
 
 
 @settings(max_examples=60, deadline=None)
