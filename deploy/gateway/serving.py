@@ -265,6 +265,7 @@ class Serving:
             answer = _first_answer(answer, plan)
         except BaseException:
             self._lessons.over(target.instance)
+            self._services.tell_ended(target.instance)
             raise
         finally:
             self._lessons.direct_over(key)

@@ -1,5 +1,6 @@
 """What goes through the gateway is what the engine would have said to the client itself."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -199,4 +200,23 @@ async def test_the_front_hears_the_end_of_what_it_gave_to_an_engine(
     await region.record()
     await region.until(lambda: len(region.pd.ended_at) >= num_given)
     assert region.pd.ended_at == ["d0"] * num_given
+    assert region.gateway.scheduler.ledger.change_since({"d0"}, 0.0) == 0
+
+
+async def test_the_front_hears_of_requests_that_an_engine_never_answered(region: Any) -> None:
+    """One whose client leaves, and one that the engine fails before another try is answered."""
+    region.engine.first_token.clear()
+    asking = asyncio.create_task(region.post({"model": "tiny", "prompt": "short"}))
+    await region.until(lambda: region.engine.num_serving == 1)
+    asking.cancel()
+    await region.until(lambda: region.pd.ended_at == ["d0"])
+    region.engine.first_token.set()
+
+    async def fail_once(request: Any, body: Any) -> Any:
+        region.engine.reply = None
+        return web.json_response({"error": {"message": "dying"}}, status=500)
+
+    region.engine.reply = fail_once
+    assert (await region.post({"model": "tiny", "prompt": "short"}))[0] == 200
+    await region.until(lambda: region.pd.ended_at == ["d0"] * 3)
     assert region.gateway.scheduler.ledger.change_since({"d0"}, 0.0) == 0
