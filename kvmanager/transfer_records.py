@@ -128,7 +128,7 @@ class Outbox:
     opened_s: float
     lease_until_s: float
     attempt: int = 1
-    """How many times an outbox of this id has been opened."""
+    """Names this opening: larger than that of any outbox which this host has opened before."""
     state: State = State.OPEN
     error: str = ""
     attached: set[int] = field(default_factory=set)
@@ -190,7 +190,7 @@ class TellFailed:
     transfer_id: bytes
     reason: str
     attempt: int = 0
-    """Which opening of an outbox; 0 for a landing."""
+    """Which opening of an outbox; 0 for a landing, whose id is used once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,15 +25,21 @@ Rules.
    landing's blocks are held by the receiver until `landing_dropped`, an outbox's by the sender
    until `outbox_ended`; besides, an abandoned landing is held by every connection of its instance,
    and an outbox by every worker that may be about to write into it, until it lets go, its process
-   is gone, or the drain time is over. Those are all workers with the outbox's layout, since an
-   engine writes as soon as it has said `attach`, without waiting for an answer; once one instance
-   has attached, the workers of the others are out of it.
+   is gone, or the drain time is over. Those are all workers with the outbox's layout that were
+   connected when it was opened, since an engine writes as soon as it has said `attach`, without
+   waiting for an answer; once one instance has attached, the workers of the others are out of it.
+   A connection that is made later may not fill the outbox: nobody would tell it of an end that
+   came before it, and `last_attempt` tells it which outboxes those are.
 4. Engine death. An outbox that is not filled fails at once with any of the engines that fill it.
    One that is filled is sent to its end: nothing of the engine is needed any more.
 5. One end never waits for the other: what happens at the peer arrives as `landing_failed` or
    `outbox_ended` through the transport.
 6. Whoever asks about a transfer that is over or unknown is told at once, and nothing else happens.
    Records of ended transfers are kept `report_keep_s` for reports.
+7. Attempts. An outbox may be opened again for another engine, and what the engine of the first
+   opening says may arrive late. So each opening has a number, what engines say of an outbox names
+   it, and what names another than the present one changes nothing. Numbers rise, and they are not
+   below the time of opening in microseconds: a restarted agent does not use a number again.
 
 It may not know message formats, the layout behind a fingerprint, tokens' contents or the arena.
 """
@@ -99,6 +105,8 @@ class TransferTable:
         self._block_bytes = block_bytes
         self._peers: dict[int, EnginePeer] = {}
         self._lingering_until_s: dict[int, float] = {}
+        self.last_attempt = 0
+        """Of the outbox that was opened last."""
 
     # ---- the control plane
 
@@ -124,11 +132,13 @@ class TransferTable:
             raise BadRequest(f"outbox {spec.transfer_id.hex()} exists")
         lease_s = self._check(spec.nbytes, spec.lease_s)
         runs = self._take((Kind.OUTBOX, spec.transfer_id), self._num_blocks(spec.nbytes))
-        attempt = before.attempt + 1 if before is not None else 1
+        attempt = self.last_attempt = max(self.last_attempt + 1, int(now_s * 1e6))
         outbox = Outbox(spec, runs, now_s, lease_until_s=now_s + lease_s, attempt=attempt)
         self.outboxes[spec.transfer_id] = outbox
         for conn_id in self._peers.keys() - self._lingering_until_s.keys():
-            self._hold_if_it_may_fill(outbox, self._peers[conn_id])
+            peer = self._peers[conn_id]
+            if peer.role == "worker" and peer.fingerprint == spec.fingerprint:
+                self.custody.hold(outbox.key, conn_id)
         return outbox
 
     def renew(self, transfer_id: bytes, lease_s: float, now_s: float) -> float:
@@ -203,39 +213,37 @@ class TransferTable:
     def connect(self, peer: EnginePeer) -> None:
         """An engine connection was welcomed."""
         self._peers[peer.conn_id] = peer
-        for outbox in self.outboxes.values():
-            if outbox.state is State.OPEN:
-                self._hold_if_it_may_fill(outbox, peer)
 
-    def attach(self, conn_id: int, transfer_id: bytes) -> list[Effect]:
+    def attach(self, conn_id: int, transfer_id: bytes, attempt: int) -> list[Effect]:
         """The engine will write into the outbox."""
-        outbox = self.outboxes.get(transfer_id)
+        outbox = self._opening(transfer_id, attempt)
         if outbox is None or outbox.state is not State.OPEN:
-            attempt = outbox.attempt if outbox is not None else 0
             return [TellFailed(conn_id, transfer_id, _why_not(outbox), attempt)]
-        if outbox.spec.fingerprint != self._peers[conn_id].fingerprint:
-            why_not = "the outbox has another KV layout"
-            return [TellFailed(conn_id, transfer_id, why_not, outbox.attempt)]
-        instance = self._peers[conn_id].instance
-        if any(self._peers[other].instance != instance for other in outbox.attached):
-            why_not = "another engine fills this outbox"
-            return [TellFailed(conn_id, transfer_id, why_not, outbox.attempt)]
+        why_not = self._why_it_may_not_fill(conn_id, outbox)
+        if why_not:
+            return [TellFailed(conn_id, transfer_id, why_not, attempt)]
         outbox.attached.add(conn_id)
-        self.custody.hold(outbox.key, conn_id)
+        instance = self._peers[conn_id].instance
         for other in self.custody.holders(outbox.key):
             if self._peers[other].instance != instance:
                 self.custody.let_go(outbox.key, other)
         return []
 
     def ready(
-        self, conn_id: int, transfer_id: bytes, ranges: Iterable[tuple[int, int]], now_s: float
+        self,
+        conn_id: int,
+        transfer_id: bytes,
+        attempt: int,
+        ranges: Iterable[tuple[int, int]],
+        now_s: float,
     ) -> list[Effect]:
         """The (offset, length) ranges hold their final bytes. Implies `attach`.
 
         A range outside the transfer fails it: whoever computed it computed others wrongly too.
         """
-        effects = self._attach_if_new(conn_id, transfer_id)
-        outbox = self.outboxes.get(transfer_id)
+        outbox = self._opening(transfer_id, attempt)
+        is_new = outbox is None or conn_id not in outbox.attached
+        effects = self.attach(conn_id, transfer_id, attempt) if is_new else []
         if effects or outbox is None or outbox.state is not State.OPEN:
             return effects
         fresh: list[tuple[int, int]] = []
@@ -249,11 +257,15 @@ class TransferTable:
         return [ForwardReady(transfer_id, fresh)] if fresh else []
 
     def prefill_end(
-        self, conn_id: int, transfer_id: bytes, tp_rank: int, now_s: float
+        self, conn_id: int, transfer_id: bytes, attempt: int, tp_rank: int, now_s: float
     ) -> list[Effect]:
-        """The last chunk's forward pass is over on `tp_rank`. Of no interest after the end."""
-        outbox = self.outboxes.get(transfer_id)
+        """The last chunk's forward pass is over on `tp_rank`. Of no interest after the end, nor
+        from an engine that does not fill the outbox.
+        """
+        outbox = self._opening(transfer_id, attempt)
         if outbox is None or outbox.state is not State.OPEN or outbox.prefill_end_s is not None:
+            return []
+        if conn_id not in outbox.attached:
             return []
         outbox.ended_ranks.add(tp_rank)
         if not outbox.ended_ranks.issuperset(range(self._peers[conn_id].tp_size)):
@@ -261,10 +273,25 @@ class TransferTable:
         outbox.prefill_end_s = now_s
         return [RecordPrefillEnd(transfer_id)]
 
-    def abort(self, conn_id: int, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
-        """The engine gives the outbox up and does not write into it any more."""
-        self._leave_outbox(conn_id, transfer_id)
-        return self._end_outbox(self.outboxes.get(transfer_id), State.FAILED, reason, now_s)
+    def abort(
+        self, conn_id: int, transfer_id: bytes, attempt: int, reason: str, now_s: float
+    ) -> list[Effect]:
+        """The engine gives the outbox up and does not write into it any more.
+
+        The outbox ends with that, unless another engine fills it.
+        """
+        outbox = self._opening(transfer_id, attempt)
+        if outbox is None:
+            return []
+        is_others = self._is_filled_by_another(conn_id, outbox)
+        self._leave_outbox(conn_id, outbox)
+        return [] if is_others else self._end_outbox(outbox, State.FAILED, reason, now_s)
+
+    def release_outbox(self, conn_id: int, transfer_id: bytes, attempt: int) -> None:
+        """The engine does not write into the outbox any more."""
+        outbox = self._opening(transfer_id, attempt)
+        if outbox is not None:
+            self._leave_outbox(conn_id, outbox)
 
     def watch(self, conn_id: int, transfer_id: bytes) -> list[Effect]:
         """Tell this engine how the landing ends; it owns what landed."""
@@ -280,12 +307,11 @@ class TransferTable:
             return [TellLanded(conn_id, transfer_id)]
         return self._claim(landing) if landing.state is State.LANDED else []
 
-    def release(self, conn_id: int, transfer_id: bytes, now_s: float) -> list[Effect]:
-        """The engine does not touch the transfer's memory any more.
+    def release_landing(self, conn_id: int, transfer_id: bytes, now_s: float) -> list[Effect]:
+        """The engine does not touch the landing's memory any more.
 
         Its instance's landing is over with that, and a landing that it only watched is cancelled.
         """
-        self._leave_outbox(conn_id, transfer_id)
         landing = self.landings.get(transfer_id)
         if landing is None or landing.watcher is None:
             return []
@@ -406,24 +432,27 @@ class TransferTable:
             *(TellFailed(conn_id, transfer_id, reason, outbox.attempt) for conn_id in tell),
         ]
 
-    def _attach_if_new(self, conn_id: int, transfer_id: bytes) -> list[Effect]:
+    def _opening(self, transfer_id: bytes, attempt: int) -> Outbox | None:
+        """The outbox of this attempt; None when it is not the present one."""
         outbox = self.outboxes.get(transfer_id)
-        if outbox is not None and conn_id in outbox.attached:
-            return []
-        return self.attach(conn_id, transfer_id)
+        return outbox if outbox is not None and outbox.attempt == attempt else None
 
-    def _hold_if_it_may_fill(self, outbox: Outbox, peer: EnginePeer) -> None:
-        filler = next(iter(outbox.attached), None)
-        is_other = filler is not None and self._peers[filler].instance != peer.instance
-        fits = peer.role == "worker" and peer.fingerprint == outbox.spec.fingerprint
-        if fits and not is_other:
-            self.custody.hold(outbox.key, peer.conn_id)
+    def _why_it_may_not_fill(self, conn_id: int, outbox: Outbox) -> str:
+        if outbox.spec.fingerprint != self._peers[conn_id].fingerprint:
+            return "the outbox has another KV layout"
+        if self._is_filled_by_another(conn_id, outbox):
+            return "another engine fills this outbox"
+        if conn_id not in self.custody.holders(outbox.key):
+            return "the outbox was opened before this connection, or was released by it"
+        return ""
 
-    def _leave_outbox(self, conn_id: int, transfer_id: bytes) -> None:
-        outbox = self.outboxes.get(transfer_id)
-        if outbox is not None:
-            outbox.attached.discard(conn_id)
-            self.custody.let_go(outbox.key, conn_id)
+    def _is_filled_by_another(self, conn_id: int, outbox: Outbox) -> bool:
+        instance = self._peers[conn_id].instance
+        return any(self._peers[other].instance != instance for other in outbox.attached)
+
+    def _leave_outbox(self, conn_id: int, outbox: Outbox) -> None:
+        outbox.attached.discard(conn_id)
+        self.custody.let_go(outbox.key, conn_id)
 
     def _hold_for_instance(self, landing: Landing, instance: str) -> None:
         for peer in self._peers.values():

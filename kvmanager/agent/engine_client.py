@@ -68,7 +68,6 @@ RECONNECT_MAX_S: Final = 2.0
 MAX_UNSENT_BYTES: Final = 8 << 20
 
 _RECV_BYTES: Final = 64 << 10
-_ID_BYTES: Final = 16
 
 
 class EngineEvents(Protocol):
@@ -92,7 +91,8 @@ class EngineEvents(Protocol):
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         """A watched landing failed, or an outbox that this engine fills or might be asked to.
 
-        A worker answers for an outbox with `release` and does not write into it any more.
+        `attempt`: which opening of the outbox; 0 for a landing. A worker answers for an outbox with
+        `release` of that attempt and does not write into it any more.
         """
 
     def on_cache_found(self, found: CacheFound) -> None:
@@ -155,11 +155,11 @@ class EngineClient:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
-    def attach(self, transfer_id: bytes) -> bool:
-        """We will write into this outbox."""
-        return self._send(Attach(transfer_id))
+    def attach(self, transfer_id: bytes, attempt: int) -> bool:
+        """We will write into this opening of the outbox."""
+        return self._send(Attach(transfer_id, attempt))
 
-    def ready(self, transfer_id: bytes, ranges: Iterable[tuple[int, int]]) -> bool:
+    def ready(self, transfer_id: bytes, attempt: int, ranges: Iterable[tuple[int, int]]) -> bool:
         """These (offset, length) ranges of the outbox are final. True when all were handed over."""
         try:
             pairs = [(int(offset), int(length)) for offset, length in ranges]
@@ -169,34 +169,34 @@ class EngineClient:
             logger.error("ready(%r) called with bad ranges: %s", transfer_id, error)
             return False
         return all(
-            self._send(Ready(transfer_id, pairs[start : start + MAX_RANGES_PER_READY]))
+            self._send(Ready(transfer_id, attempt, pairs[start : start + MAX_RANGES_PER_READY]))
             for start in range(0, len(pairs), MAX_RANGES_PER_READY)
         )
 
-    def prefill_end(self, transfer_id: bytes, tp_rank: int | None = None) -> bool:
+    def prefill_end(self, transfer_id: bytes, attempt: int, tp_rank: int | None = None) -> bool:
         """The last chunk's forward pass is over on this rank (default: the rank of our Hello)."""
         rank = self._hello.tp_rank if tp_rank is None else tp_rank
-        return self._send(PrefillEnd(transfer_id, rank))
+        return self._send(PrefillEnd(transfer_id, attempt, rank))
 
-    def abort(self, transfer_id: bytes, reason: str) -> bool:
+    def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:
         """Give the outbox up; we no longer write into it."""
-        return self._send(Abort(transfer_id, str(reason)[:4000]))
+        return self._send(Abort(transfer_id, attempt, str(reason)[:4000]))
 
     def watch(self, transfer_id: bytes) -> bool:
         """Ask for one on_landed or on_failed of this landing."""
         return self._send(Watch(transfer_id))
 
-    def release(self, transfer_id: bytes) -> bool:
-        """We no longer touch this transfer's memory."""
-        return self._send(Release(transfer_id))
+    def release(self, transfer_id: bytes, attempt: int = 0) -> bool:
+        """We no longer write into this opening of the outbox; 0: we no longer read the landing."""
+        return self._send(Release(transfer_id, attempt))
 
     def cache_find(self, handle: int, keys: Sequence[bytes]) -> bool:
         """Ask what is cached of this prefix. One `on_cache_found` answers while connected."""
-        return self._send_cache(lambda: CacheFind(handle, _joined(keys)))
+        return self._send_made(lambda: CacheFind(handle, _joined(keys)))
 
     def cache_free(self, handle: int) -> bool:
         """We no longer read what this `cache_find` found, or do not want the answer."""
-        return self._send_cache(lambda: CacheFree(handle))
+        return self._send_made(lambda: CacheFree(handle))
 
     def cache_reserve(
         self,
@@ -212,7 +212,7 @@ class EngineClient:
 
         One `on_cache_slots` answers while connected.
         """
-        return self._send_cache(
+        return self._send_made(
             lambda: CacheReserve(handle, parent, first_block, _joined(keys), list(parts), replaces)
         )
 
@@ -224,30 +224,23 @@ class EngineClient:
         `parts` are (index into the keys of `cache_reserve`, part), as in the slots given.
         """
         rank = self._hello.tp_rank
-        return self._send_cache(lambda: CacheWritten(handle, rank, list(parts), is_last))
+        return self._send_made(lambda: CacheWritten(handle, rank, list(parts), is_last))
 
     def cache_cancel(self, handle: int) -> bool:
         """Take a `cache_reserve` back that no worker has heard of."""
-        return self._send_cache(lambda: CacheCancel(handle))
+        return self._send_made(lambda: CacheCancel(handle))
 
     def _send(self, message: TransferMessage) -> bool:
-        try:
-            if len(message.transfer_id) != _ID_BYTES:
-                raise ProtocolError("a transfer id has 16 bytes")
-            frame = encode_frame(message)
-        except Exception:
-            # A caller's mistake must not cost the engine its loop nor us our connection.
-            logger.exception("message to the agent not sent: %r", message)
-            return False
-        return self._send_frame(frame)
+        return self._send_made(lambda: message)
 
-    def _send_cache(self, make: Callable[[], CacheMessage]) -> bool:
+    def _send_made(self, make: Callable[[], TransferMessage | CacheMessage]) -> bool:
         try:
             frame = encode_frame(make())
             # What the agent's decoder refuses would cost the connection: refuse it here.
             decode_engine_message(frame[LENGTH_BYTES:])
         except Exception:
-            logger.exception("message about the prefix cache not sent")
+            # A caller's mistake must not cost the engine its loop.
+            logger.exception("message to the agent not sent")
             return False
         return self._send_frame(frame)
 

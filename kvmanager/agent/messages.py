@@ -113,7 +113,9 @@ class OpenOutbox(msgspec.Struct, frozen=True):
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):
-    """`attempt`: how many times an outbox of this id has been opened, this one included."""
+    """`attempt` names this opening of the outbox to the engine that fills it: it is larger than
+    that of any outbox which this agent, or one before it on this host, has opened before.
+    """
 
     arena_epoch: str
     runs: Runs

@@ -5,7 +5,9 @@ It does not know sockets, threads or what a message causes.
 A frame is a little-endian u32 length and that many bytes of msgpack: one message, a map whose
 "type" names it. Unknown fields are ignored, unknown types and values outside their bounds are a
 `ProtocolError`. Every id is the 16 raw bytes of a transfer id; the same id may name a landing and
-an outbox of one agent, when a prefill is handed over inside a host.
+an outbox of one agent, when a prefill is handed over inside a host. An outbox may be opened again
+under its id, for another try: whatever is said of an outbox names the `attempt`, which is above 0,
+rises with every opening, and does not come again when the agent restarts.
 
 Who may touch memory, and how it comes back:
 
@@ -13,6 +15,8 @@ Who may touch memory, and how it comes back:
   means stop; a worker answers `Release` (or `Abort`) once no copy into the outbox is under way,
   and only then are the blocks used for something else. That holds for an outbox that it has not
   begun to fill as well: all workers that might are told, must answer, and must not begin later.
+  Those are the workers that were connected when it was opened; no other may fill it, so a worker
+  must not begin an outbox with an attempt up to its `Welcome.last_attempt`.
   What was said to be `Ready` must not be written again; a transfer that completes needs no
   `Release`.
 - An engine that waits for a landing says `Watch`, on one connection. `Landed` makes its instance
@@ -37,8 +41,8 @@ import msgspec
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.placement import StatePlacement
 
-PROTOCOL_VERSION: Final = 2
-"""1: first version. 2: the prefix cache."""
+PROTOCOL_VERSION: Final = 3
+"""1: first version. 2: the prefix cache. 3: what is said of an outbox names the attempt."""
 
 MAX_FRAME_BYTES: Final = 4 << 20
 MAX_RANGES_PER_READY: Final = 8192
@@ -49,6 +53,7 @@ _LENGTH: Final = struct.Struct("<I")
 LENGTH_BYTES: Final = _LENGTH.size
 
 TransferId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Attempt = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -87,12 +92,14 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """This engine will fill this outbox; its death fails the transfer."""
 
     transfer_id: TransferId
+    attempt: Attempt
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """These (offset, length) ranges of the outbox hold their final bytes."""
 
     transfer_id: TransferId
+    attempt: Attempt
     ranges: Annotated[list[tuple[Offset, Offset]], msgspec.Meta(max_length=MAX_RANGES_PER_READY)]
 
 
@@ -100,6 +107,7 @@ class PrefillEnd(msgspec.Struct, frozen=True, tag="prefill_end"):
     """The forward pass of the last chunk is over on this rank."""
 
     transfer_id: TransferId
+    attempt: Attempt
     tp_rank: Rank = 0
 
 
@@ -107,6 +115,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """The engine gives the outbox up and no longer writes into it."""
 
     transfer_id: TransferId
+    attempt: Attempt
     reason: Reason
 
 
@@ -117,9 +126,12 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """This engine neither reads nor writes the transfer's memory any more."""
+    """This engine does not write into this opening of the outbox any more; with `attempt` 0, it
+    does not read the landing any more.
+    """
 
     transfer_id: TransferId
+    attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
 
 
 class CacheFind(msgspec.Struct, frozen=True, tag="cache_find"):
@@ -175,7 +187,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     what an engine knew about the arena nothing holds any more.
 
     `placement` says which window tails and states are worth keeping; None: the agent has no prefix
-    cache, or none for this engine.
+    cache, or none for this engine. `last_attempt`: outboxes up to it were opened before this
+    connection, which may not fill them and does not hear how they end.
     """
 
     arena_epoch: str
@@ -183,6 +196,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     arena_bytes: int
     block_bytes: int
     placement: StatePlacement | None = None
+    last_attempt: int = 0
     version: int = PROTOCOL_VERSION
 
 
@@ -201,8 +215,8 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The watched landing, or an outbox that this engine fills or might fill, came to nothing.
 
-    `attempt`: which opening of the outbox, from 1; 0 for a landing. Where an engine dies before its
-    first byte, the same outbox may be opened again for another engine.
+    `attempt`: which opening of the outbox; 0 for a landing. Where an engine dies before its first
+    byte, the same outbox may be opened again for another engine.
     """
 
     transfer_id: TransferId

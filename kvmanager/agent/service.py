@@ -305,6 +305,7 @@ class NodeAgent:
             arena.nbytes,
             arena.block_bytes,
             self._join_cache(peer, hello),
+            self.table.last_attempt,
         )
 
     def _join_cache(self, peer: EnginePeer, hello: Hello) -> StatePlacement | None:
@@ -326,17 +327,20 @@ class NodeAgent:
         table, transfer_id = self.table, message.transfer_id
         match message:
             case Attach():
-                effects = table.attach(conn_id, transfer_id)
-            case Ready():
-                effects = table.ready(conn_id, transfer_id, message.ranges, now_s())
-            case PrefillEnd():
-                effects = table.prefill_end(conn_id, transfer_id, message.tp_rank, now_s())
-            case Abort():
-                effects = table.abort(conn_id, transfer_id, message.reason, now_s())
+                effects = table.attach(conn_id, transfer_id, message.attempt)
+            case Ready(_, attempt, ranges):
+                effects = table.ready(conn_id, transfer_id, attempt, ranges, now_s())
+            case PrefillEnd(_, attempt, tp_rank):
+                effects = table.prefill_end(conn_id, transfer_id, attempt, tp_rank, now_s())
+            case Abort(_, attempt, reason):
+                effects = table.abort(conn_id, transfer_id, attempt, reason, now_s())
             case Watch():
                 effects = table.watch(conn_id, transfer_id)
-            case Release():
-                effects = table.release(conn_id, transfer_id, now_s())
+            case Release(_, 0):
+                effects = table.release_landing(conn_id, transfer_id, now_s())
+            case Release(_, attempt):
+                table.release_outbox(conn_id, transfer_id, attempt)
+                effects = []
         self.perform(effects)
 
     def lost(self, conn_id: int) -> None:

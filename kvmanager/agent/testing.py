@@ -236,7 +236,7 @@ class FakeEngine:
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         if self.releases_failed:
-            self.client.release(transfer_id)
+            self.client.release(transfer_id, attempt)
         self.events.put(("failed", transfer_id.hex(), reason))
 
     def on_cache_found(self, found: CacheFound) -> None:

@@ -37,6 +37,11 @@ class TransferRef:
             params.cached_tokens,
         )
 
+    @property
+    def opening(self) -> tuple[bytes, int]:
+        """Which outbox, and which opening of it."""
+        return self.transfer_id, self.attempt
+
 
 @dataclass(frozen=True, slots=True)
 class PartPages:
@@ -119,7 +124,13 @@ class EndedSend:
     """A producer request that is over. `failure`: why its outbox stays incomplete, else ''."""
 
     transfer_id: bytes
+    attempt: int
     failure: str = ""
+
+    @property
+    def opening(self) -> tuple[bytes, int]:
+        """Which outbox, and which opening of it."""
+        return self.transfer_id, self.attempt
 
 
 @dataclass(slots=True)

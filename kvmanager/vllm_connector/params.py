@@ -10,7 +10,7 @@ digest of the n tokens whose KVCache will land, and where the cached blocks lie:
 the runs of arena blocks that hold its KV part. Knows no engine objects.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -39,7 +39,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"
 class ProducerParams(TransferParams, frozen=True, tag="producer"):
     """This engine prefills `num_tokens` tokens and hands their pages to its agent's outbox."""
 
-    attempt: int
+    attempt: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 
 
 class ConsumerParams(TransferParams, frozen=True, tag="consumer"):

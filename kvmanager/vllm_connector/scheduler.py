@@ -131,7 +131,8 @@ class SchedulerSide:
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
-        self._landings.on_failed(transfer_id)
+        if not attempt:  # of an outbox the workers hear themselves
+            self._landings.on_failed(transfer_id)
         self._agent_said.set()
 
     def on_cache_found(self, found: CacheFound) -> None:
@@ -169,7 +170,7 @@ class SchedulerSide:
             return params
         logger.error("request %s: %s; computing it here", request.request_id, problem)
         if isinstance(params, ProducerParams):
-            self._ended.append(EndedSend(params.id_bytes, problem))
+            self._ended.append(EndedSend(params.id_bytes, params.attempt, problem))
         elif isinstance(params, ConsumerParams):
             self._landings.refuse(params)
         return None
@@ -332,6 +333,7 @@ class SchedulerSide:
         if producer is not None:
             early = aborted or not producer.done
             failure = f"prefill ended early: {request.status.name}" if early else ""
-            self._ended.append(EndedSend(producer.ref.transfer_id, failure))
+            ref = producer.ref
+            self._ended.append(EndedSend(ref.transfer_id, ref.attempt, failure))
         self._cache.finished(request.request_id)
         self._landings.finished(request.request_id)

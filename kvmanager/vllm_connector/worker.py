@@ -12,6 +12,7 @@ reported so that vLLM recomputes the prompt.
 """
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -57,10 +58,13 @@ class WorkerSide:
         self._client: EngineClient | None = None
         self._access: ArenaAccess | None = None
         self._sending = threading.Lock()
-        # None: this worker gave the transfer up; later steps leave it alone.
-        self._outgoing: dict[bytes, Outgoing | None] = {}
-        # The last attempt that failed before its first step, of transfers unknown here.
-        self._lost: dict[bytes, int] = {}
+        # By opening. None: this worker gave it up; later steps leave it alone.
+        self._outgoing: dict[tuple[bytes, int], Outgoing | None] = {}
+        # Outboxes up to this attempt may have ended unheard: they are not begun any more. While
+        # there is no connection, none is.
+        self._may_begin_after: float = math.inf
+        # Attempts behind it that failed before their first step.
+        self._lost: set[int] = set()
         self._stats = TransferStats()
         self._cache = CacheWorker(layout, tp_rank, lambda: self._stats)
         self._results_lock = threading.Lock()
@@ -99,12 +103,16 @@ class WorkerSide:
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
+        with self._sending:
+            self._may_begin_after = welcome.last_attempt
+            self._lost.clear()
         self._cache.on_connected()
 
     def on_disconnected(self) -> None:
         """Every outbox is lost; their memory may belong to others soon."""
         logger.warning("agent disconnected")
         with self._sending:
+            self._may_begin_after = math.inf
             self._outgoing = dict.fromkeys(self._outgoing)
             self._drain()
         self._cache.on_disconnected()
@@ -122,18 +130,21 @@ class WorkerSide:
         """An outbox is over without success: stop, and say so once no copy is under way."""
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
         with self._sending:
-            if transfer_id in self._outgoing:
-                self._outgoing[transfer_id] = None
+            if (transfer_id, attempt) in self._outgoing:
+                self._outgoing[transfer_id, attempt] = None
             else:
-                self._remember_lost(transfer_id, attempt)
+                self._remember_lost(attempt)
             self._drain()
-        self._client_or_raise.release(transfer_id)
+        self._client_or_raise.release(transfer_id, attempt)
 
-    def _remember_lost(self, transfer_id: bytes, attempt: int) -> None:
+    def _remember_lost(self, attempt: int) -> None:
         """Its request, if this engine has one, must not begin to write."""
-        self._lost[transfer_id] = attempt
+        self._lost.add(attempt)
         if len(self._lost) > MAX_LOST:
-            del self._lost[next(iter(self._lost))]
+            # To forget one is safe only if nothing as old is begun: attempts rise with time.
+            oldest = min(self._lost)
+            self._lost.remove(oldest)
+            self._may_begin_after = max(self._may_begin_after, oldest)
 
     # Producer.
 
@@ -143,11 +154,11 @@ class WorkerSide:
             self._load_queue.put(load)
         for ended in meta.ended:
             with self._sending:
-                self._outgoing.pop(ended.transfer_id, None)
+                self._outgoing.pop(ended.opening, None)
                 if ended.failure:
                     self._drain()
             if ended.failure:
-                self._client_or_raise.abort(ended.transfer_id, ended.failure)
+                self._client_or_raise.abort(*ended.opening, ended.failure)
 
     def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
         """Send what the running step added to this attention layer."""
@@ -164,28 +175,33 @@ class WorkerSide:
                 if group.kind is KVKind.RECURRENT:
                     for layer in group.layers:
                         self._guarded_send(step, layer.name)
-            self._client_or_raise.prefill_end(step.ref.transfer_id, self._tp_rank)
+            self._client_or_raise.prefill_end(*step.ref.opening, self._tp_rank)
         self._cache.store(meta.stores)
 
     def _guarded_send(self, step: SendStep, layer_name: str) -> None:
-        transfer_id = step.ref.transfer_id
+        ref = step.ref
         try:
             with self._sending:
-                if self._lost.get(transfer_id, 0) >= step.ref.attempt:
+                if ref.attempt in self._lost:
                     return
-                if transfer_id not in self._outgoing:
-                    self._outgoing[transfer_id] = self._open(step.ref)
-                outgoing = self._outgoing[transfer_id]
+                if ref.opening not in self._outgoing:
+                    self._outgoing[ref.opening] = self._open(ref)
+                outgoing = self._outgoing[ref.opening]
                 if outgoing is not None and layer_name in outgoing.extents:
                     self._send(step, outgoing, outgoing.extents[layer_name])
+        except StaleArenaError as error:
+            logger.warning("transfer %s is not sent: %s", ref.transfer_id.hex(), error)
+            self._fail(ref, str(error))
         except Exception as error:
             # The engine must go on whatever happens to one transfer.
-            logger.exception("sending layer %s of %s", layer_name, transfer_id.hex())
-            self._fail(step.ref, f"{type(error).__name__}: {error}")
+            logger.exception("sending layer %s of %s", layer_name, ref.transfer_id.hex())
+            self._fail(ref, f"{type(error).__name__}: {error}")
 
     def _open(self, ref: TransferRef) -> Outgoing:
+        if ref.attempt <= self._may_begin_after:
+            raise StaleArenaError("the outbox was opened before this connection to the agent")
         space, _ = self._space(ref)
-        if not self._client_or_raise.attach(ref.transfer_id):
+        if not self._client_or_raise.attach(*ref.opening):
             raise StaleArenaError("the agent is gone")
         return Outgoing(
             space,
@@ -194,10 +210,10 @@ class WorkerSide:
 
     def _fail(self, ref: TransferRef, reason: str) -> None:
         with self._sending:
-            self._outgoing[ref.transfer_id] = None
+            self._outgoing[ref.opening] = None
             self._drain()
         self._stats.add_failed_send()
-        self._client_or_raise.abort(ref.transfer_id, reason)
+        self._client_or_raise.abort(*ref.opening, reason)
 
     def _send(self, step: SendStep, outgoing: Outgoing, extent: LayerExtent) -> None:
         blocks = step.blocks[extent.group_index]
@@ -212,7 +228,7 @@ class WorkerSide:
         self._stats.add_sent(nbytes)
 
         def copied() -> None:
-            self._client_or_raise.ready(step.ref.transfer_id, [(offset, nbytes)])
+            self._client_or_raise.ready(*step.ref.opening, [(offset, nbytes)])
 
         _, copier = self._access_or_raise.open(step.ref.arena_epoch)
         pages = self._pages[extent.layer.name]

@@ -52,14 +52,14 @@ def send(agent: AgentProcess, engine: FakeEngine, landing: ReserveReply, content
     """Fill an outbox for the landing in shuffled pieces and end the prefill."""
     transfer_id = bytes.fromhex(landing.transfer_id)
     outbox = agent.open_outbox(landing, NUM_TOKENS)
-    assert engine.client.attach(transfer_id)
+    assert engine.client.attach(transfer_id, outbox.attempt)
     engine.write(outbox.runs, content)
     cuts = sorted(random.Random(1).sample(range(1, len(content)), 20))
     pieces = list(zip([0, *cuts], [*cuts, len(content)], strict=True))
     random.Random(2).shuffle(pieces)
     for start, end in pieces:
-        assert engine.client.ready(transfer_id, [(start, end - start)])
-    assert engine.client.prefill_end(transfer_id)
+        assert engine.client.ready(transfer_id, outbox.attempt, [(start, end - start)])
+    assert engine.client.prefill_end(transfer_id, outbox.attempt)
 
 
 def landing_bytes(agent: AgentProcess) -> int:
@@ -199,9 +199,9 @@ def test_outbox_lease_ends_at_the_receiver_too(pair: Pair) -> None:
     landing = pair.receiver.reserve(NUM_TOKENS)
     pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
     outbox = pair.sender.open_outbox(landing, NUM_TOKENS, lease_s=0.8)
-    pair.producer.client.attach(bytes.fromhex(landing.transfer_id))
+    pair.producer.client.attach(bytes.fromhex(landing.transfer_id), outbox.attempt)
     pair.producer.write(outbox.runs, b"x" * 100)
-    pair.producer.client.ready(bytes.fromhex(landing.transfer_id), [(0, 100)])
+    pair.producer.client.ready(bytes.fromhex(landing.transfer_id), outbox.attempt, [(0, 100)])
     assert pair.producer.next() == ("failed", landing.transfer_id, "its lease ended")
     event, _, reason = pair.consumer.next()
     assert event == "failed"
@@ -212,9 +212,11 @@ def test_outbox_lease_ends_at_the_receiver_too(pair: Pair) -> None:
 def test_range_outside_fails_that_transfer_only(pair: Pair) -> None:
     landing = pair.receiver.reserve(NUM_TOKENS)
     pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
-    pair.sender.open_outbox(landing, NUM_TOKENS)
+    outbox = pair.sender.open_outbox(landing, NUM_TOKENS)
     wait_until(lambda: pair.receiver.status().num_landings.get("receiving") == 1)
-    pair.producer.client.ready(bytes.fromhex(landing.transfer_id), [(NBYTES - 1, 2)])
+    pair.producer.client.ready(
+        bytes.fromhex(landing.transfer_id), outbox.attempt, [(NBYTES - 1, 2)]
+    )
     event, _, reason = pair.producer.next()
     assert event == "failed"
     assert "ready range" in reason
@@ -228,8 +230,8 @@ def test_range_outside_fails_that_transfer_only(pair: Pair) -> None:
 def test_cancel_reaches_both_engines(pair: Pair) -> None:
     landing = pair.receiver.reserve(NUM_TOKENS)
     pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
-    pair.sender.open_outbox(landing, NUM_TOKENS)
-    pair.producer.client.attach(bytes.fromhex(landing.transfer_id))
+    outbox = pair.sender.open_outbox(landing, NUM_TOKENS)
+    pair.producer.client.attach(bytes.fromhex(landing.transfer_id), outbox.attempt)
     # A sender that comes only after the end hears of no landing, whatever ended it.
     wait_until(lambda: pair.receiver.status().num_received_connections > 0)
     cancel = Cancel(landing.transfer_id, "client gone")

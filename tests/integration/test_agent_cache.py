@@ -297,9 +297,9 @@ class Transfers:
         num_tokens = len(keys) * B
         outbox = self.sender.open_outbox(landing, num_tokens)
         transfer_id = bytes.fromhex(landing.transfer_id)
-        assert producer.client.attach(transfer_id)
+        assert producer.client.attach(transfer_id, outbox.attempt)
         producer.write(outbox.runs, self.bytes(keys, landing.cached_tokens))
-        assert producer.client.ready(transfer_id, [(0, landing.nbytes)])
+        assert producer.client.ready(transfer_id, outbox.attempt, [(0, landing.nbytes)])
         assert self.sender.wait(landing.transfer_id).state == "complete"
 
     @staticmethod

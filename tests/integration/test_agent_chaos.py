@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.agent.messages import Cancel, CancelReply, ReserveReply
+from kvmanager.agent.messages import Cancel, CancelReply, OpenOutboxReply, ReserveReply
 from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from kvmanager.arena import Arena
 from kvmanager.rpc import RpcError
@@ -58,10 +58,10 @@ class Producer(FakeEngine):
         self._writing = threading.Lock()
         self._failed: set[bytes] = set()
 
-    def fill(self, transfer_id: bytes, runs: list[tuple[int, int]], rng: random.Random) -> None:
+    def fill(self, transfer_id: bytes, outbox: OpenOutboxReply, rng: random.Random) -> None:
         arena = self.client.arena
         assert arena is not None
-        if not self.client.attach(transfer_id):
+        if not self.client.attach(transfer_id, outbox.attempt):
             return
         size = 50_000
         pieces = list(range(0, NBYTES, size))
@@ -69,9 +69,9 @@ class Producer(FakeEngine):
         gives_up = rng.random() < 0.15
         for number, offset in enumerate(pieces):
             if gives_up and number == len(pieces) // 2:
-                self.client.abort(transfer_id, "gave up")
+                self.client.abort(transfer_id, outbox.attempt, "gave up")
                 return
-            if not self._write_piece(arena, transfer_id, runs, (offset, size)):
+            if not self._write_piece(arena, transfer_id, outbox, (offset, size)):
                 return
             time.sleep(rng.random() * 0.004)
 
@@ -79,7 +79,7 @@ class Producer(FakeEngine):
         self,
         arena: Arena,
         transfer_id: bytes,
-        runs: list[tuple[int, int]],
+        outbox: OpenOutboxReply,
         piece: tuple[int, int],
     ) -> bool:
         offset, size = piece
@@ -87,16 +87,16 @@ class Producer(FakeEngine):
         with self._writing:
             if transfer_id in self._failed:
                 return False
-            for view in arena.view(runs, NBYTES).views(offset, len(data)):
+            for view in arena.view(outbox.runs, NBYTES).views(offset, len(data)):
                 view[:] = data[: len(view)]
                 data = data[len(view) :]
-        self.client.ready(transfer_id, [(offset, min(size, NBYTES - offset))])
+        self.client.ready(transfer_id, outbox.attempt, [(offset, min(size, NBYTES - offset))])
         return True
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         with self._writing:
             self._failed.add(transfer_id)
-        self.client.release(transfer_id)
+        self.client.release(transfer_id, attempt)
 
 
 def test_what_lands_is_what_was_sent(agents: list[AgentProcess]) -> None:
@@ -119,7 +119,7 @@ def test_what_lands_is_what_was_sent(agents: list[AgentProcess]) -> None:
                 continue
             began += 1
             thread = threading.Thread(
-                target=producer.fill, args=(transfer_id, outbox.runs, random.Random(began))
+                target=producer.fill, args=(transfer_id, outbox, random.Random(began))
             )
             thread.start()
             threads.append(thread)

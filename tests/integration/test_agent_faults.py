@@ -38,10 +38,10 @@ from pathlib import Path
 what, transfer_id = sys.argv[2], bytes.fromhex(sys.argv[3])
 with FakeEngine(AgentProcess(Path(sys.argv[1])), "victim") as engine:
     print("connected", flush=True)
-    sys.stdin.readline()
+    attempt = int(sys.stdin.readline())
     if what == "fill":
-        engine.client.attach(transfer_id)
-        engine.client.ready(transfer_id, [(0, 1000)])
+        engine.client.attach(transfer_id, attempt)
+        engine.client.ready(transfer_id, attempt, [(0, 1000)])
     else:
         engine.client.watch(transfer_id)
         assert engine.next()[0] == "landed"
@@ -62,9 +62,9 @@ class Victim:
         )
         assert self._line() == "connected"
 
-    def act(self) -> None:
+    def act(self, attempt: int = 0) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
+        self.process.stdin.write(f"{attempt}\n")
         self.process.stdin.flush()
         assert self._line() == "done"
 
@@ -103,17 +103,17 @@ def consumer(receiver: AgentProcess) -> Iterator[FakeEngine]:
 
 def begin(
     sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
-) -> ReserveReply:
-    """A transfer of which a part has arrived."""
+) -> tuple[ReserveReply, int]:
+    """A transfer of which a part has arrived, and the attempt of its outbox."""
     landing = receiver.reserve(NUM_TOKENS)
     transfer_id = bytes.fromhex(landing.transfer_id)
     consumer.client.watch(transfer_id)
     outbox = sender.open_outbox(landing, NUM_TOKENS)
-    producer.client.attach(transfer_id)
+    producer.client.attach(transfer_id, outbox.attempt)
     producer.write(outbox.runs, bytes(1000))
-    producer.client.ready(transfer_id, [(0, 1000)])
+    producer.client.ready(transfer_id, outbox.attempt, [(0, 1000)])
     wait_until(lambda: sender.wait(landing.transfer_id, 0.0).acked_bytes == 1000)
-    return landing
+    return landing, outbox.attempt
 
 
 def transfer_works(
@@ -124,9 +124,9 @@ def transfer_works(
     transfer_id = bytes.fromhex(landing.transfer_id)
     consumer.client.watch(transfer_id)
     outbox = sender.open_outbox(landing, NUM_TOKENS)
-    producer.client.attach(transfer_id)
+    producer.client.attach(transfer_id, outbox.attempt)
     producer.write(outbox.runs, content)
-    producer.client.ready(transfer_id, [(0, NBYTES)])
+    producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
     assert consumer.next() == ("landed", landing.transfer_id)
     assert consumer.read(landing.runs, NBYTES) == content
     consumer.client.release(transfer_id)
@@ -136,11 +136,11 @@ def transfer_works(
 def test_sending_agent_killed(
     sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
 ) -> None:
-    landing = begin(sender, receiver, producer, consumer)
+    landing, _ = begin(sender, receiver, producer, consumer)
     old_epoch = sender.status().arena_epoch
     sender.end(signal.SIGKILL)
     assert producer.next() == ("disconnected",)
-    assert not producer.client.attach(bytes.fromhex(landing.transfer_id))
+    assert not producer.client.attach(bytes.fromhex(landing.transfer_id), 1)
     event, transfer_id, _ = consumer.next()
     assert (event, transfer_id) == ("failed", landing.transfer_id)
     wait_until(lambda: receiver.status().landing_bytes == 0)
@@ -159,7 +159,7 @@ def test_sending_agent_killed(
 def test_receiving_agent_killed(
     sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
 ) -> None:
-    landing = begin(sender, receiver, producer, consumer)
+    landing, _ = begin(sender, receiver, producer, consumer)
     receiver.settings |= {"listen": receiver.ready["data"]}
     receiver.end(signal.SIGKILL)
     assert consumer.next() == ("disconnected",)
@@ -179,9 +179,9 @@ def test_receiving_agent_killed(
 def test_receiving_agent_gone_for_good(
     sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
 ) -> None:
-    landing = begin(sender, receiver, producer, consumer)
+    landing, attempt = begin(sender, receiver, producer, consumer)
     receiver.end(signal.SIGKILL)
-    producer.client.ready(bytes.fromhex(landing.transfer_id), [(0, 5000)])
+    producer.client.ready(bytes.fromhex(landing.transfer_id), attempt, [(0, 5000)])
     assert producer.next(15)[0] == "failed"
     wait_until(lambda: sender.status().outbox_bytes == 0)
 
@@ -213,9 +213,8 @@ def test_engine_killed_while_it_fills(
 ) -> None:
     landing = receiver.reserve(NUM_TOKENS)
     consumer.client.watch(bytes.fromhex(landing.transfer_id))
-    sender.open_outbox(landing, NUM_TOKENS)
     victim = Victim(sender, "fill", landing)
-    victim.act()
+    victim.act(sender.open_outbox(landing, NUM_TOKENS).attempt)
     wait_until(lambda: sender.wait(landing.transfer_id, 0.0).acked_bytes == 1000)
     victim.kill()
     event, _, reason = consumer.next(1.5)
@@ -236,8 +235,9 @@ def test_engine_killed_while_it_owns_a_landing(
     ):
         landing = receiver.reserve(NUM_TOKENS)
         victim = Victim(receiver, "watch", landing)
-        sender.open_outbox(landing, NUM_TOKENS)
-        producer.client.ready(bytes.fromhex(landing.transfer_id), [(0, NBYTES)])
+        outbox = sender.open_outbox(landing, NUM_TOKENS)
+        whole = [(0, NBYTES)]
+        producer.client.ready(bytes.fromhex(landing.transfer_id), outbox.attempt, whole)
         victim.act()
         assert receiver.status().landing_bytes > 0
         victim.kill()

@@ -56,9 +56,9 @@ def test_transfer_over_tls(agent: AgentProcess, files: dict[str, str], tmp_path:
         transfer_id = bytes.fromhex(landing.transfer_id)
         consumer.client.watch(transfer_id)
         outbox = sender.open_outbox(landing, NUM_TOKENS)
-        producer.client.attach(transfer_id)
+        producer.client.attach(transfer_id, outbox.attempt)
         producer.write(outbox.runs, content)
-        producer.client.ready(transfer_id, [(0, NBYTES)])
+        producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
         assert consumer.next() == ("landed", landing.transfer_id)
         assert consumer.read(landing.runs, NBYTES) == content
 

@@ -12,6 +12,7 @@ import pytest
 from kvmanager.agent.engine_client import EngineClient
 from kvmanager.agent.protocol import (
     PROTOCOL_VERSION,
+    Abort,
     Attach,
     CacheCancel,
     CacheFind,
@@ -172,17 +173,21 @@ def test_messages_arrive_in_order_and_the_arena_is_shared(
     assert client.arena is not None
     client.arena.view([(2, 1)], 5).views(0, 5)[0][:] = b"hello"
     assert agent.arena.view([(2, 1)], 5).views(0, 5)[0] == b"hello"
-    assert client.attach(TID)
-    assert client.ready(TID, [(0, 10), (20, 5)])
-    assert client.prefill_end(TID)
+    assert client.attach(TID, 7)
+    assert client.ready(TID, 7, [(0, 10), (20, 5)])
+    assert client.prefill_end(TID, 7)
     assert client.watch(TID)
+    assert client.abort(TID, 7, "no")
     assert client.release(TID)
-    assert [peer.read() for _ in range(5)] == [
-        Attach(TID),
-        Ready(TID, [(0, 10), (20, 5)]),
-        PrefillEnd(TID, 3),
+    assert client.release(TID, 7)
+    assert [peer.read() for _ in range(7)] == [
+        Attach(TID, 7),
+        Ready(TID, 7, [(0, 10), (20, 5)]),
+        PrefillEnd(TID, 7, 3),
         Watch(TID),
+        Abort(TID, 7, "no"),
         Release(TID),
+        Release(TID, 7),
     ]
     peer.send(Landed(TID), Failed(TID, "no"))
     assert events.next() == ("landed", TID)
@@ -212,8 +217,8 @@ def test_without_an_agent_everything_answers_false_until_one_comes(
     agent.listener.close()  # type: ignore[union-attr]
     agent.path.unlink()
     client.start()
-    assert not client.attach(TID)
-    assert not client.ready(TID, [(0, 1)])
+    assert not client.attach(TID, 7)
+    assert not client.ready(TID, 7, [(0, 1)])
     with pytest.raises(Empty):
         events.next(timeout_s=0.2)
     agent.listen()
@@ -295,7 +300,7 @@ def test_stuck_agent_never_blocks_the_caller(
     peer = connect(agent, client, events)
     ranges = [(i * 2, 1) for i in range(8000)]
     began_s = time.monotonic()
-    while client.ready(TID, ranges):
+    while client.ready(TID, 7, ranges):
         assert time.monotonic() - began_s < 20
     assert events.next() == ("disconnected",)
     peer.close()
@@ -311,15 +316,15 @@ def test_slow_agent_gets_everything(agent: StandIn, client: EngineClient, events
     peer = connect(agent, client, events)
     ranges = [(i << 32, 1) for i in range(8000)]
     for _ in range(20):  # far more than a socket buffer, less than the client's bound
-        assert client.ready(TID, ranges)
+        assert client.ready(TID, 7, ranges)
     for _ in range(20):
-        assert peer.read() == Ready(TID, ranges)
+        assert peer.read() == Ready(TID, 7, ranges)
     peer.close()
 
 
 def test_many_ranges_are_split(agent: StandIn, client: EngineClient, events: Events) -> None:
     peer = connect(agent, client, events)
-    assert client.ready(TID, ((i * 2, 1) for i in range(8193)))
+    assert client.ready(TID, 7, ((i * 2, 1) for i in range(8193)))
     parts = [peer.read(), peer.read()]
     assert [len(part.ranges) for part in parts if isinstance(part, Ready)] == [8192, 1]
     peer.close()
@@ -329,10 +334,12 @@ def test_callers_mistakes_answer_false(
     agent: StandIn, client: EngineClient, events: Events
 ) -> None:
     peer = connect(agent, client, events)
-    assert not client.attach(b"short")
-    assert not client.ready(TID, [(-1, 5)])
-    assert not client.ready(TID, [("a", 5)])  # type: ignore[list-item]
-    assert not client.prefill_end(None)  # type: ignore[arg-type]
+    assert not client.attach(b"short", 7)
+    assert not client.attach(TID, 0)
+    assert not client.release(TID, -1)
+    assert not client.ready(TID, 7, [(-1, 5)])
+    assert not client.ready(TID, 7, [("a", 5)])  # type: ignore[list-item]
+    assert not client.prefill_end(None, 7)  # type: ignore[arg-type]
     assert not client.cache_find(1, [b"short key"])
     assert not client.cache_find(-1, [TID])
     assert not client.cache_reserve(1, [TID], [(0, -1)], parent=TID)
@@ -399,7 +406,7 @@ def test_sends_from_many_threads_stay_whole_frames(
 
     def work() -> None:
         for index in range(200):
-            client.ready(TID, [(index, 1)] * 50)
+            client.ready(TID, 7, [(index, 1)] * 50)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

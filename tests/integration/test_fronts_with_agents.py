@@ -47,13 +47,13 @@ class Region:
     def fill(self, body: dict[str, Any]) -> None:
         """What the connector does during a prefill; `share` of the bytes become ready."""
         params = body["kv_transfer_params"]["prfaas"]
-        transfer_id = bytes.fromhex(params["transfer_id"])
-        self.producer.client.attach(transfer_id)
+        opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
+        self.producer.client.attach(*opening)
         self.producer.write(params["runs"], self.data)
         ready_bytes = int(len(self.data) * self.share)
-        self.producer.client.ready(transfer_id, [(0, ready_bytes)])
+        self.producer.client.ready(*opening, [(0, ready_bytes)])
         if self.share == 1.0:
-            self.producer.client.prefill_end(transfer_id, 0)
+            self.producer.client.prefill_end(*opening, 0)
 
     async def begin(self) -> tuple[DecodeSlot, asyncio.Task[PrefillResult]]:
         """Reserve, let the decode engine watch, submit."""

@@ -31,12 +31,13 @@ from kvmanager.agent.protocol import (
 TID = bytes(range(16))
 FROM_ENGINE: list[EngineMessage] = [
     Hello("prefill-0", "worker", 12, b"layout", 1, 2),
-    Attach(TID),
-    Ready(TID, [(0, 5), (1 << 40, 7)]),
-    PrefillEnd(TID, 1),
-    Abort(TID, "preempted"),
+    Attach(TID, 3),
+    Ready(TID, 3, [(0, 5), (1 << 40, 7)]),
+    PrefillEnd(TID, 3, 1),
+    Abort(TID, 3, "preempted"),
     Watch(TID),
     Release(TID),
+    Release(TID, 3),
 ]
 FROM_AGENT: list[AgentMessage] = [
     Welcome("epoch", "/dev/shm/x", 1 << 30, 65536),
@@ -108,17 +109,21 @@ def test_frame_over_the_limit_cannot_be_made() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Attach(b"short"),
+        Attach(b"short", 1),
+        Attach(TID, 0),
+        Ready(TID, -1, []),
+        Abort(TID, 1 << 62, "x"),
+        Release(TID, -1),
         Watch(bytes(17)),
-        Ready(TID, [(-1, 1)]),
-        Ready(TID, [(0, 1 << 62)]),
-        Ready(TID, [(0, 1)] * 8193),
-        PrefillEnd(TID, -1),
+        Ready(TID, 3, [(-1, 1)]),
+        Ready(TID, 3, [(0, 1 << 62)]),
+        Ready(TID, 3, [(0, 1)] * 8193),
+        PrefillEnd(TID, 3, -1),
         Hello("", "worker", 1, b""),
         Hello("x" * 201, "worker", 1, b""),
         Hello("x", "boss", 1, b""),  # type: ignore[arg-type]
         Hello("x", "worker", 1, b"", tp_size=0),
-        Abort(TID, "x" * 5000),
+        Abort(TID, 3, "x" * 5000),
     ],
 )
 def test_values_outside_their_bounds_are_refused(message: EngineMessage) -> None:

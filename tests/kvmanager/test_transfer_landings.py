@@ -31,7 +31,7 @@ class TestLanding:
         table.landing_accepted(TID)
         assert landing.state is State.RECEIVING
         assert table.landing_complete(TID, 1) == [Ended(landing.key), TellLanded(1, TID)]
-        assert table.release(1, TID, 2) == [DropLanding(TID, "released")]
+        assert table.release_landing(1, TID, 2) == [DropLanding(TID, "released")]
         assert used(table) == 3, "the receiver has not let go yet"
         table.landing_dropped(TID)
         assert used(table) == 0
@@ -65,13 +65,13 @@ class TestLanding:
         table.reserve(landing_spec(), 0)
         table.watch(1, TID)
         table.landing_complete(TID, 1)
-        assert table.release(3, TID, 2) == []
-        assert table.release(2, TID, 2) == [DropLanding(TID, "released")]
+        assert table.release_landing(3, TID, 2) == []
+        assert table.release_landing(2, TID, 2) == [DropLanding(TID, "released")]
 
     def test_release_before_it_landed_cancels(self, table: TransferTable) -> None:
         landing = table.reserve(landing_spec(), 0)
         table.watch(1, TID)
-        effects = table.release(1, TID, 1)
+        effects = table.release_landing(1, TID, 1)
         assert DropLanding(TID, "given up by its engine") in effects
         assert landing.state is State.CANCELLED
 

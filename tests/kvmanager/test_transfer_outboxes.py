@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from transfer_cases import (
+    BLOCK,
     IDS,
     TID,
     connected_table,  # noqa: F401
@@ -13,6 +14,7 @@ from transfer_cases import (
     used,
 )
 
+from kvmanager.blocks import BlockAllocator
 from kvmanager.custody import Kind
 from kvmanager.transfer_records import (
     CancelOutbox,
@@ -30,11 +32,13 @@ from kvmanager.transfers import TransferTable
 class TestOutbox:
     def test_whole_life(self, table: TransferTable) -> None:
         outbox = table.open_outbox(outbox_spec(), 0)
-        assert table.attach(1, TID) == []
-        assert table.ready(1, TID, [(0, 10), (20, 5)], 1) == [ForwardReady(TID, [(0, 10), (20, 5)])]
-        assert table.ready(1, TID, [(5, 20)], 1) == [ForwardReady(TID, [(10, 10)])]
-        assert table.prefill_end(1, TID, 0, 2) == [RecordPrefillEnd(TID)]
-        assert table.prefill_end(1, TID, 0, 3) == []
+        assert table.attach(1, TID, 1) == []
+        assert table.ready(1, TID, 1, [(0, 10), (20, 5)], 1) == [
+            ForwardReady(TID, [(0, 10), (20, 5)])
+        ]
+        assert table.ready(1, TID, 1, [(5, 20)], 1) == [ForwardReady(TID, [(10, 10)])]
+        assert table.prefill_end(1, TID, 1, 0, 2) == [RecordPrefillEnd(TID)]
+        assert table.prefill_end(1, TID, 1, 0, 3) == []
         assert table.outbox_ended(TID, None, 4) == [Ended(outbox.key)]
         assert used(table, Kind.OUTBOX) == 0
         assert outbox.state is State.COMPLETE
@@ -43,16 +47,18 @@ class TestOutbox:
         table.connect(peer(5, "tp", tp=(0, 2)))
         table.connect(peer(6, "tp", tp=(1, 2)))
         table.open_outbox(outbox_spec(), 0)
-        assert table.prefill_end(5, TID, 0, 1) == []
-        assert table.prefill_end(5, TID, 0, 1) == []
-        assert table.prefill_end(6, TID, 1, 1) == [RecordPrefillEnd(TID)]
+        table.attach(5, TID, 1)
+        table.attach(6, TID, 1)
+        assert table.prefill_end(5, TID, 1, 0, 1) == []
+        assert table.prefill_end(5, TID, 1, 0, 1) == []
+        assert table.prefill_end(6, TID, 1, 1, 1) == [RecordPrefillEnd(TID)]
 
     @pytest.mark.parametrize("bad", [(0, 26), (25, 1), (1 << 60, 1), (-1, 2), (3, -1)])
     def test_range_outside_fails_the_transfer(
         self, table: TransferTable, bad: tuple[int, int]
     ) -> None:
         outbox = table.open_outbox(outbox_spec(), 0)
-        effects = table.ready(1, TID, [(0, 1), bad], 1)
+        effects = table.ready(1, TID, 1, [(0, 1), bad], 1)
         assert any(isinstance(effect, CancelOutbox) for effect in effects)
         assert any(isinstance(effect, TellFailed) for effect in effects)
         assert outbox.state is State.FAILED
@@ -65,35 +71,39 @@ class TestOutbox:
         table.outbox_ended(TID, "cancelled", 1)
         for conn_id in told:
             assert used(table, Kind.OUTBOX) == 3
-            table.release(conn_id, TID, 2)
+            table.release_outbox(conn_id, TID, 1)
         assert used(table, Kind.OUTBOX) == 0
 
     def test_two_instances_never_write_into_one_outbox(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
-        assert table.attach(1, TID) == table.attach(2, TID) == []
-        (told,) = table.attach(3, TID)
+        assert table.attach(1, TID, 1) == table.attach(2, TID, 1) == []
+        (told,) = table.attach(3, TID, 1)
         assert isinstance(told, TellFailed)
         assert told.conn_id == 3
         assert "another engine" in told.reason
-        assert table.ready(3, TID, [(0, 5)], 1) == [told]
+        assert table.ready(3, TID, 1, [(0, 5)], 1) == [told]
         assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2}
 
-    def test_workers_that_come_later_might_write_too(self, table: TransferTable) -> None:
+    def test_only_workers_with_its_layout_that_were_connected_may_fill_it(
+        self, table: TransferTable
+    ) -> None:
+        table.connect(dataclasses.replace(peer(7, "a"), role="scheduler"))
+        table.connect(dataclasses.replace(peer(8, "a"), fingerprint=b"g" * 32))
+        table.connect(peer(9, "a"))
+        table.disconnected(9, 0)
         table.open_outbox(outbox_spec(), 0)
-        table.connect(peer(7, "c"))
-        table.connect(dataclasses.replace(peer(8, "c"), role="scheduler"))
-        table.connect(dataclasses.replace(peer(9, "c"), fingerprint=b"g" * 32))
-        assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2, 3, 7}
-        table.attach(7, TID)
-        assert table.custody.holders((Kind.OUTBOX, TID)) == {7}, "another instance fills it"
-        table.connect(peer(10, "c"))
-        table.connect(peer(11, "d"))
-        assert table.custody.holders((Kind.OUTBOX, TID)) == {7, 10}
+        table.connect(peer(10, "a"))
+        assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
+        for conn_id, reason in ((7, "before this"), (8, "another KV layout"), (10, "before this")):
+            (told,) = table.attach(conn_id, TID, 1)
+            assert isinstance(told, TellFailed)
+            assert reason in told.reason
+        assert table.attach(1, TID, 1) == []
 
     def test_memory_waits_for_the_sender_and_every_engine(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
-        table.attach(1, TID)
-        table.attach(2, TID)
+        table.attach(1, TID, 1)
+        table.attach(2, TID, 1)
         effects = table.cancel(TID, "client gone", 1)
         assert effects == [
             CancelOutbox(TID, "client gone"),
@@ -101,10 +111,10 @@ class TestOutbox:
             TellFailed(1, TID, "client gone", 1),
             TellFailed(2, TID, "client gone", 1),
         ]
-        table.release(1, TID, 2)
+        table.release_outbox(1, TID, 1)
         table.outbox_ended(TID, "cancelled", 2)
         assert used(table, Kind.OUTBOX) == 3
-        table.abort(2, TID, "as you wish", 3)
+        table.abort(2, TID, 1, "as you wish", 3)
         assert used(table, Kind.OUTBOX) == 0
         assert table.outboxes[TID].error == "client gone"
 
@@ -112,7 +122,7 @@ class TestOutbox:
         self, table: TransferTable
     ) -> None:
         table.open_outbox(outbox_spec(), 0)
-        table.attach(1, TID)
+        table.attach(1, TID, 1)
         table.cancel(TID, "x", 1)
         assert table.expire(100) == [GaveUpOnEngine((Kind.OUTBOX, TID))]
         assert used(table, Kind.OUTBOX) == 3, "the sender is never dropped by time"
@@ -122,15 +132,15 @@ class TestOutbox:
     def test_engine_death_fails_what_is_not_filled(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
         table.open_outbox(outbox_spec(IDS[1]), 0)
-        table.ready(1, TID, [(0, 24)], 1)
-        table.ready(1, IDS[1], [(0, 25)], 1)
-        table.attach(2, TID)
+        table.ready(1, TID, 1, [(0, 24)], 1)
+        table.ready(1, IDS[1], 2, [(0, 25)], 1)
+        table.attach(2, TID, 1)
         effects = table.disconnected(1, 2)
         assert CancelOutbox(TID, "its engine is lost") in effects
         assert TellFailed(2, TID, "its engine is lost", 1) in effects
         assert table.outboxes[IDS[1]].state is State.OPEN
         table.process_gone(1)
-        table.release(2, TID, 3)
+        table.release_outbox(2, TID, 1)
         table.outbox_ended(TID, "cancelled", 3)
         table.outbox_ended(IDS[1], None, 3)
         assert used(table, Kind.OUTBOX) == 0
@@ -138,12 +148,12 @@ class TestOutbox:
     def test_late_engine_is_told(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
         table.cancel(TID, "gone", 1)
-        for effects in (table.attach(1, TID), table.ready(1, TID, [(0, 1)], 1)):
+        for effects in (table.attach(1, TID, 1), table.ready(1, TID, 1, [(0, 1)], 1)):
             assert effects == [TellFailed(1, TID, "the transfer is over: cancelled (gone)", 1)]
 
     def test_sender_failure(self, table: TransferTable) -> None:
         outbox = table.open_outbox(outbox_spec(), 0)
-        table.attach(1, TID)
+        table.attach(1, TID, 1)
         assert table.outbox_ended(TID, "refused", 1) == [
             Ended(outbox.key),
             TellFailed(1, TID, "refused", 1),
@@ -154,7 +164,7 @@ class TestOutbox:
     def test_both_ends_of_one_transfer_in_one_agent(self, table: TransferTable) -> None:
         table.reserve(landing_spec(), 0)
         table.open_outbox(outbox_spec(), 0)
-        table.attach(1, TID)
+        table.attach(1, TID, 1)
         table.watch(3, TID)
         effects = table.cancel(TID, "x", 1)
         assert {type(effect) for effect in effects} == {
@@ -165,6 +175,89 @@ class TestOutbox:
         }
         table.landing_dropped(TID)
         table.outbox_ended(TID, "cancelled", 2)
-        table.release(1, TID, 2)
-        table.release(2, TID, 2)
+        table.release_outbox(1, TID, 1)
+        table.release_outbox(2, TID, 1)
         assert used(table) == used(table, Kind.OUTBOX) == 0
+
+
+class TestAttempts:
+    """An outbox that is opened again: what is said of the first opening concerns nobody."""
+
+    @pytest.fixture
+    def again(self, table: TransferTable) -> TransferTable:
+        """Engine b fills the second opening; engine a was told that the first one is over."""
+        table.open_outbox(outbox_spec(), 0)
+        table.attach(1, TID, 1)
+        table.cancel(TID, "x", 0)
+        table.outbox_ended(TID, "cancelled", 0)
+        table.release_outbox(1, TID, 1)
+        table.release_outbox(2, TID, 1)
+        assert table.open_outbox(outbox_spec(), 0).attempt == 2
+        table.attach(3, TID, 2)
+        return table
+
+    def test_a_late_ready_is_not_taken_for_the_new_bytes(self, again: TransferTable) -> None:
+        (told,) = again.ready(1, TID, 1, [(0, 10)], 3)
+        assert told == TellFailed(1, TID, "no such transfer at this agent", 1)
+        assert again.outboxes[TID].ready.total == 0
+
+    def test_a_late_attach_does_not_keep_the_new_engine_out(self, again: TransferTable) -> None:
+        again.release_outbox(3, TID, 2)
+        assert isinstance(again.attach(1, TID, 1)[0], TellFailed)
+        assert not again.outboxes[TID].attached
+
+    def test_a_late_abort_does_not_end_it(self, again: TransferTable) -> None:
+        assert again.abort(1, TID, 1, "prefill ended early", 3) == []
+        assert again.outboxes[TID].state is State.OPEN
+
+    def test_a_late_prefill_end_is_not_the_new_one(self, again: TransferTable) -> None:
+        assert again.prefill_end(3, TID, 1, 0, 3) == []
+        assert again.outboxes[TID].prefill_end_s is None
+
+    def test_a_late_release_leaves_the_new_memory_held(self, again: TransferTable) -> None:
+        again.release_outbox(3, TID, 1)
+        assert again.custody.holders((Kind.OUTBOX, TID)) == {3}
+
+    def test_numbers_do_not_start_again_when_the_first_one_is_forgotten(
+        self, table: TransferTable
+    ) -> None:
+        table.open_outbox(outbox_spec(), 0)
+        table.attach(1, TID, 1)
+        table.ready(1, TID, 1, [(0, 25)], 0)
+        table.outbox_ended(TID, None, 0)
+        table.expire(61)
+        assert not table.outboxes
+        assert table.open_outbox(outbox_spec(), 61).attempt > 1
+
+    def test_numbers_do_not_start_again_with_the_agent(self) -> None:
+        before, after = (TransferTable(BlockAllocator(8), BLOCK) for _ in range(2))
+        last = [before.open_outbox(outbox_spec(i, nbytes=1), 5.0).attempt for i in IDS][-1]
+        assert last == before.last_attempt == 5_000_003
+        assert after.open_outbox(outbox_spec(), 5.1).attempt > last
+
+
+class TestOthersFill:
+    def test_the_abort_of_an_engine_that_came_second_does_not_end_it(
+        self, table: TransferTable
+    ) -> None:
+        outbox = table.open_outbox(outbox_spec(), 0)
+        table.attach(1, TID, 1)
+        assert table.abort(3, TID, 1, "its client is gone", 1) == []
+        assert outbox.state is State.OPEN
+        assert table.abort(2, TID, 1, "its client is gone", 1) != []
+        assert outbox.state is State.FAILED
+
+    def test_the_prefill_end_of_an_engine_that_came_second_does_not_count(
+        self, table: TransferTable
+    ) -> None:
+        table.open_outbox(outbox_spec(), 0)
+        table.attach(1, TID, 1)
+        assert table.prefill_end(3, TID, 1, 0, 1) == []
+        assert table.prefill_end(1, TID, 1, 0, 2) == [RecordPrefillEnd(TID)]
+
+    def test_an_engine_that_reconnected_may_still_give_it_up(self, table: TransferTable) -> None:
+        outbox = table.open_outbox(outbox_spec(), 0)
+        table.disconnected(1, 1)
+        table.connect(peer(4, "a"))
+        assert table.abort(4, TID, 1, "opened before this connection", 1) != []
+        assert outbox.state is State.FAILED

@@ -1,5 +1,6 @@
 """The transfer table: what memory it gives to whom, and all its rules under random events."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -70,7 +71,7 @@ class TestSharedArena:
         table.watch(1, TID)
         table.landing_complete(TID, 1)
         table.custody.hold(landing.key, PROMOTION)
-        table.release(1, TID, 2)
+        table.release_landing(1, TID, 2)
         table.landing_dropped(TID)
         table.expire(10_000)
         assert used(table) == 3
@@ -125,15 +126,15 @@ class TestRoom:
         self, table: TransferTable
     ) -> None:
         table.open_outbox(outbox_spec(), 0)
-        table.attach(1, TID)
+        table.attach(1, TID, 1)
         with pytest.raises(BadRequest):
             table.open_outbox(outbox_spec(), 0)
         table.cancel(TID, "x", 0)
         table.outbox_ended(TID, "cancelled", 0)
         with pytest.raises(BadRequest):
             table.open_outbox(outbox_spec(), 0)
-        table.release(1, TID, 0)
-        table.release(2, TID, 0)
+        table.release_outbox(1, TID, 1)
+        table.release_outbox(2, TID, 1)
         assert table.open_outbox(outbox_spec(), 1).state is State.OPEN
 
 
@@ -240,24 +241,38 @@ class TableMachine(RuleBasedStateMachine):
             self.sending.remove(transfer_id)
             self.perform(self.table.outbox_ended(transfer_id, error, self.now_s))
 
-    @rule(transfer_id=ids, number=conns, what=st.sampled_from("arpxwl"), part=st.integers(0, 26))
-    def engine_says(self, transfer_id: bytes, number: int, what: str, part: int) -> None:
+    @rule(
+        transfer_id=ids,
+        number=conns,
+        what=st.sampled_from("arpxowl"),
+        part=st.integers(0, 26),
+        age=st.integers(0, 1),
+    )
+    def engine_says(self, transfer_id: bytes, number: int, what: str, part: int, age: int) -> None:
         conn_id = self.pick(number)
         if conn_id is None:
             return
+        outbox = self.table.outboxes.get(transfer_id)
+        attempt = (outbox.attempt if outbox is not None else 1) - age
+        before = copy.deepcopy(outbox)
         match what:
             case "a":
-                effects = self.table.attach(conn_id, transfer_id)
+                effects = self.table.attach(conn_id, transfer_id, attempt)
             case "r":
-                effects = self.table.ready(conn_id, transfer_id, [(0, part)], self.now_s)
+                ranges = [(0, part)]
+                effects = self.table.ready(conn_id, transfer_id, attempt, ranges, self.now_s)
             case "p":
-                effects = self.table.prefill_end(conn_id, transfer_id, 0, self.now_s)
+                effects = self.table.prefill_end(conn_id, transfer_id, attempt, 0, self.now_s)
             case "x":
-                effects = self.table.abort(conn_id, transfer_id, "bug", self.now_s)
+                effects = self.table.abort(conn_id, transfer_id, attempt, "bug", self.now_s)
             case "w":
                 effects = self.table.watch(conn_id, transfer_id)
+            case "o":
+                self.table.release_outbox(conn_id, transfer_id, attempt)
+                effects = []
             case _:
-                effects = self.table.release(conn_id, transfer_id, self.now_s)
+                effects = self.table.release_landing(conn_id, transfer_id, self.now_s)
+        assert outbox == before or not age, "what is said of an earlier attempt changes nothing"
         self.perform(effects)
 
     @rule(step_s=st.sampled_from([0.5, 3.0, 10.0]))

@@ -48,13 +48,13 @@ class Whole:
     def fill(self, body: dict[str, Any]) -> None:
         """What the connector does while the prefill runs."""
         params = body["kv_transfer_params"]["prfaas"]
-        transfer_id = bytes.fromhex(params["transfer_id"])
-        self.producer.client.attach(transfer_id)
+        opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
+        self.producer.client.attach(*opening)
         self.sent = os.urandom(self.nbytes)
         self.producer.write(params["runs"], self.sent)
-        self.producer.client.ready(transfer_id, [(0, int(self.nbytes * self.share))])
+        self.producer.client.ready(*opening, [(0, int(self.nbytes * self.share))])
         if self.share == 1.0:
-            self.producer.client.prefill_end(transfer_id, 0)
+            self.producer.client.prefill_end(*opening, 0)
 
     async def load(self, params: dict[str, Any]) -> str:
         """What the connector does before a decode."""

@@ -1,0 +1,205 @@
+"""The connector's worker half: which outboxes it fills, and what it tells the agent about them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvmanager.agent.protocol import Welcome
+from kvmanager.arena import Arena
+from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.vllm_connector import worker as module
+from kvmanager.vllm_connector.metadata import EndedSend, PrfaasMetadata, SendStep, TransferRef
+from kvmanager.vllm_connector.pages import LayerPages
+from kvmanager.vllm_connector.worker import WorkerSide
+
+PAGE = 96
+LAYOUT = KVLayout(
+    "m", "digest", "auto", "LBHNC", 1, (KVGroup(KVKind.FULL, 16, (KVLayer("full", PAGE),)),)
+)
+TID = bytes(range(16))
+NUM_TOKENS = 32
+"""Two pages, which two steps of 16 tokens compute."""
+
+
+class RecordingClient:
+    """Stands for the client of an agent that answers nothing."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena: Arena | None = arena
+        self.said: list[tuple[Any, ...]] = []
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+
+    def attach(self, transfer_id: bytes, attempt: int) -> bool:
+        self.said.append(("attach", transfer_id, attempt))
+        return True
+
+    def ready(self, transfer_id: bytes, attempt: int, ranges: list[tuple[int, int]]) -> bool:
+        self.said.append(("ready", transfer_id, attempt, ranges))
+        return True
+
+    def prefill_end(self, transfer_id: bytes, attempt: int, tp_rank: int) -> bool:
+        self.said.append(("prefill_end", transfer_id, attempt, tp_rank))
+        return True
+
+    def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:
+        self.said.append(("abort", transfer_id, attempt, reason))
+        return True
+
+    def release(self, transfer_id: bytes, attempt: int = 0) -> bool:
+        self.said.append(("release", transfer_id, attempt))
+        return True
+
+    def take(self) -> list[tuple[Any, ...]]:
+        said, self.said = self.said, []
+        return said
+
+
+class Engine:
+    """One worker with two pages of known bytes, connected to an agent."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.client = RecordingClient(arena)
+        self.arena = arena
+        unused: Any = None
+        self.side = WorkerSide(LAYOUT, 0, unused)
+        rows = torch.full((4, PAGE), 7, dtype=torch.uint8)
+        self.side._pages = {"full": LayerPages(LAYOUT.groups[0].layers[0], rows)}
+        self.client_as_any: Any = self.client
+        self.side.connect(self.client_as_any)
+        self.connect(last_attempt=0)
+
+    def connect(self, last_attempt: int) -> None:
+        arena = self.arena
+        welcome = Welcome(
+            arena.epoch,
+            str(arena.path),
+            arena.nbytes,
+            arena.block_bytes,
+            last_attempt=last_attempt,
+        )
+        self.client.arena = arena
+        self.side.on_connected(welcome, arena)
+
+    def disconnect(self) -> None:
+        self.client.arena = None
+        self.side.on_disconnected()
+
+    def step(self, attempt: int, computed_tokens: int, ended: EndedSend | None = None) -> None:
+        """One engine step that computes up to `computed_tokens` of the transfer's prompt."""
+        ref = TransferRef(TID, NUM_TOKENS, self.arena.epoch, ((0, 1),), attempt)
+        meta = PrfaasMetadata(ended=[ended] if ended is not None else [])
+        if computed_tokens:
+            num_blocks = computed_tokens // 16
+            meta.sends.append(SendStep(ref, ([1, 2][:num_blocks],), computed_tokens))
+        self.side.start_step(meta)
+        self.side.save_kv_layer(meta, "full")
+        self.side.wait_for_save(meta)
+
+    def written(self) -> bool:
+        return any(self.arena.memory[: 2 * PAGE])
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    arena = Arena.create(tmp_path, 4, 4096, prefault=False)
+    engine = Engine(arena)
+    yield engine
+    engine.side.close()
+    arena.close()
+
+
+def test_pages_are_announced_as_steps_fill_them(engine: Engine) -> None:
+    engine.step(5, 16)
+    engine.step(5, 32)
+    assert engine.client.take() == [
+        ("attach", TID, 5),
+        ("ready", TID, 5, [(0, PAGE)]),
+        ("ready", TID, 5, [(PAGE, PAGE)]),
+        ("prefill_end", TID, 5, 0),
+    ]
+    assert bytes(engine.arena.memory[: 2 * PAGE]) == bytes([7]) * 2 * PAGE
+
+
+def test_an_outbox_from_before_the_connection_is_not_begun(engine: Engine) -> None:
+    """Its end may have come while nobody could be told: the memory may be another transfer's."""
+    engine.disconnect()
+    engine.connect(last_attempt=5)
+    engine.step(5, 16)
+    engine.step(5, 32)
+    assert not engine.written()
+    (abort, end) = engine.client.take()
+    assert abort[:3] == ("abort", TID, 5)
+    assert "before" in abort[3]
+    assert end[0] == "prefill_end"
+    engine.step(6, 16)
+    assert ("attach", TID, 6) in engine.client.said
+    assert engine.written()
+
+
+def test_between_two_connections_no_outbox_is_begun(engine: Engine) -> None:
+    engine.disconnect()
+    engine.client.arena = engine.arena  # the new connection stands, and has not been told yet
+    engine.step(7, 16)
+    assert not engine.written()
+    assert [said[0] for said in engine.client.take()] == ["abort"]
+
+
+def test_an_outbox_that_was_begun_is_left_alone_after_a_reconnect(engine: Engine) -> None:
+    engine.step(5, 16)
+    engine.disconnect()
+    engine.connect(last_attempt=0)
+    engine.arena.memory[: 2 * PAGE] = bytes(2 * PAGE)
+    engine.step(5, 32)
+    assert not engine.written()
+
+
+def test_a_failed_outbox_is_not_written_any_more_and_is_released(engine: Engine) -> None:
+    engine.step(5, 16)
+    engine.side.on_failed(TID, "link lost", 5)
+    assert engine.client.take()[-1] == ("release", TID, 5)
+    engine.step(5, 32)
+    assert all(said[0] != "ready" for said in engine.client.take())
+
+
+def test_the_failure_of_an_earlier_attempt_does_not_stop_the_present_one(engine: Engine) -> None:
+    engine.step(6, 16)
+    engine.side.on_failed(TID, "its lease ended", 5)
+    assert engine.client.take()[-1] == ("release", TID, 5)
+    engine.step(6, 32)
+    assert ("ready", TID, 6, [(PAGE, PAGE)]) in engine.client.take()
+
+
+def test_the_end_of_an_earlier_attempt_does_not_end_the_present_one(engine: Engine) -> None:
+    """The request of the first attempt is aborted late, when the second one runs here as well."""
+    engine.step(6, 16)
+    engine.client.take()
+    engine.step(6, 32, ended=EndedSend(TID, 5, "prefill ended early"))
+    assert engine.client.take() == [
+        ("abort", TID, 5, "prefill ended early"),
+        ("ready", TID, 6, [(PAGE, PAGE)]),
+        ("prefill_end", TID, 6, 0),
+    ]
+
+
+def test_an_outbox_that_failed_before_its_first_step_is_not_begun(engine: Engine) -> None:
+    engine.side.on_failed(TID, "cancelled", 5)
+    engine.step(5, 16)
+    assert not engine.written()
+
+
+def test_however_many_outboxes_failed_none_of_them_is_begun(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_LOST", 3)
+    for attempt in (5, 3, 9, 7, 8):
+        engine.side.on_failed(TID, "cancelled", attempt)
+    for attempt in (3, 5, 7, 8, 9):
+        engine.step(attempt, 16)
+        assert not engine.written(), attempt
+    engine.step(6, 16)
+    assert engine.written(), "it did not fail, and is younger than those which were forgotten"
