@@ -77,7 +77,9 @@ class EngineEvents(Protocol):
     """
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
-        """Sends work from now on. `arena` is mapped; its epoch is new unless the agent lived on."""
+        """Sends work from now on. `arena` is mapped; where the agent lived on it is the object that
+        the connection before had.
+        """
 
     def on_disconnected(self) -> None:
         """Every watch, outbox and cache handle of this connection is lost, unanswered ones too.
@@ -122,6 +124,7 @@ class EngineClient:
         self._hello = hello
         self._events = events
         self._lock = threading.Lock()
+        self._mapped: Arena | None = None  # of the latest connection, kept between connections
         self._socket: socket.socket | None = None  # set while sends are possible
         self._unsent = bytearray()
         self._overflowed = False
@@ -329,12 +332,7 @@ class EngineClient:
             raise _Lost(f"the agent began with {type(welcome).__name__}")
         if welcome.version != PROTOCOL_VERSION:
             raise _Lost(f"the agent speaks version {welcome.version}, we {PROTOCOL_VERSION}")
-        arena = Arena.attach(
-            Path(welcome.arena_path),
-            welcome.arena_bytes,
-            welcome.block_bytes,
-            epoch=welcome.arena_epoch,
-        )
+        arena = self._mapped = self._map(welcome)
         with self._lock:
             self._socket = connection
             self.arena = arena
@@ -342,6 +340,22 @@ class EngineClient:
         logger.info("connected to the node agent at %s, epoch %s", self._path, arena.epoch)
         self._call("on_connected", welcome, arena)
         return messages[1:]
+
+    def _map(self, welcome: Welcome) -> Arena:
+        """The arena of this Welcome; raises ArenaError.
+
+        The mapping of the connection before is used again where it is of the same life of the same
+        agent: to pin another one would take a GPU's worker seconds.
+        """
+        path, nbytes = Path(welcome.arena_path), welcome.arena_bytes
+        known = self._mapped
+        if (
+            known is not None
+            and (known.path, known.epoch) == (path, welcome.arena_epoch)
+            and (known.nbytes, known.block_bytes) == (nbytes, welcome.block_bytes)
+        ):
+            return known
+        return Arena.attach(path, nbytes, welcome.block_bytes, epoch=welcome.arena_epoch)
 
     def _pump(
         self, connection: socket.socket, decoder: FrameDecoder, timeout_s: float | None

@@ -324,16 +324,16 @@ HOSTILE = [
     (b"\xff\xff\xff\x7f", "a frame of"),
     (b"\x01\x00\x00\x00\xc1", "bad message"),
     (encode_frame(Welcome("x", "x", 1, 1)), "bad message"),
-    (encode_frame(Attach(TID)), "before Hello"),
+    (encode_frame(Attach(TID, 1)), "before Hello"),
     (encode_frame(hello()) + encode_frame(hello()), "Hello twice"),
     (encode_frame(hello(version=7)), "version 7"),
     (encode_frame(hello(layout=b"")), "layout"),
     (encode_frame(hello(tp_size=2)), "ranks"),
     (encode_frame(hello(tp_rank=1)), "tp_rank 1"),
     (encode_frame(hello("engine", layout=OTHER_LAYOUT)), "instance engine is connected"),
-    (encode_frame(hello()) + encode_frame(Ready(b"short", [])), "bad message"),
-    (encode_frame(hello()) + encode_frame(Ready(TID, [(-1, 2)])), "bad message"),
-    (encode_frame(hello()) + encode_frame(Ready(TID, [(0, 1)] * 9000)), "bad message"),
+    (encode_frame(hello()) + encode_frame(Ready(b"short", 1, [])), "bad message"),
+    (encode_frame(hello()) + encode_frame(Ready(TID, 1, [(-1, 2)])), "bad message"),
+    (encode_frame(hello()) + encode_frame(Ready(TID, 1, [(0, 1)] * 9000)), "bad message"),
 ]
 
 

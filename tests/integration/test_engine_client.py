@@ -198,6 +198,23 @@ def test_messages_arrive_in_order_and_the_arena_is_shared(
     assert not client.watch(TID)
 
 
+def test_a_mapping_is_kept_while_the_agent_lives_on(
+    agent: StandIn, client: EngineClient, events: Events, tmp_path: Path
+) -> None:
+    peer = connect(agent, client, events)
+    mapped = client.arena
+    peer.close()
+    assert events.next() == ("disconnected",)
+    peer = connect(agent, client, events)
+    assert client.arena is mapped
+    peer.close()
+    assert events.next() == ("disconnected",)
+    agent.arena.close()
+    agent.arena = Arena.create(tmp_path, 4, prefault=False)
+    connect(agent, client, events).close()
+    assert client.arena is not mapped
+
+
 def test_events_behind_the_welcome_are_not_lost(
     agent: StandIn, client: EngineClient, events: Events
 ) -> None:
