@@ -15,41 +15,63 @@ from kvmanager.vllm_connector.pages import PageCopier, copier_for
 
 
 class StaleArenaError(Exception):
-    """The agent that gave this memory is gone or was restarted."""
+    """The memory is not this worker's to touch: its agent or the connection is another one now."""
 
 
 class ArenaAccess:
-    """Opens the connected agent's arena; a copier lives as long as its mapping is in use."""
+    """The connected agent's arena and its copier, which lives until another arena comes."""
 
     def __init__(self, client: EngineClient, device: torch.device) -> None:
         self._client = client
         self._device = device
         self._lock = threading.Lock()
-        self._arena: Arena | None = None
-        self._copier: PageCopier | None = None
+        self._ready: tuple[Arena, PageCopier] | None = None
+        self._is_closed = False
+
+    def prepare(self, arena: Arena) -> None:
+        """Make the arena of a new connection ready for copies, on the client's thread.
+
+        With a GPU this pins the whole arena, which takes about a second for each 10 GiB: not the
+        business of an engine's step. Does nothing for the arena that is ready already.
+        """
+        with self._lock:
+            if self._ready is not None and self._ready[0] is arena:
+                return
+            before, self._ready = self._ready, None
+        if before is not None:
+            before[1].close()
+        copier = copier_for(self._device, arena)
+        with self._lock:
+            if not self._is_closed:
+                self._ready = arena, copier
+                return
+        copier.close()
 
     def open(self, epoch: str) -> tuple[Arena, PageCopier]:
-        """The arena of this epoch; raises `StaleArenaError` when it is not the agent's any more."""
+        """The arena of this epoch; raises `StaleArenaError` when it is not the agent's any more, or
+        not ready yet.
+        """
         arena = self._client.arena
         if arena is None or arena.epoch != epoch:
             here = arena.epoch if arena else "none"
             raise StaleArenaError(f"the memory is in arena {epoch}, this worker has {here}")
         with self._lock:
-            if self._copier is None or self._arena is not arena:
-                if self._copier is not None:
-                    self._copier.close()
-                self._copier = copier_for(self._device, arena)
-                self._arena = arena
-            return arena, self._copier
+            ready = self._ready
+        if ready is None or ready[0] is not arena:
+            raise StaleArenaError(f"arena {epoch} is not ready for this worker's copies yet")
+        return ready
 
     def drain(self) -> None:
-        """Returns when no copy out of the engine is under way."""
+        """Returns when no copy out of the engine is under way and all are reported."""
         with self._lock:
-            copier = self._copier
-        if copier is not None:
-            copier.drain()
+            ready = self._ready
+        if ready is not None:
+            ready[1].drain()
 
     def close(self) -> None:
+        """Let go of the arena for good. Copies that are under way end first."""
         with self._lock:
-            if self._copier is not None:
-                self._copier.close()
+            self._is_closed = True
+            before, self._ready = self._ready, None
+        if before is not None:
+            before[1].close()

@@ -145,7 +145,9 @@ class CacheWorker:
             # Copies end in the order in which they begin: behind the last one all are over.
             last = copies[-1]
             pages = self._pages[last.layer]
-            copier.store(pages, last.block_ids, last.space, 0, lambda: self._copied(step))
+            copier.store(
+                pages, last.block_ids, last.space, 0, lambda error: self._copied(step, error)
+            )
         except BaseException:
             copier.drain()
             with self._writing_lock:
@@ -155,13 +157,20 @@ class CacheWorker:
         num_blocks = len({part.index for part in step.cached.parts})
         self._stats().add_cache_stored(sum(copy.space.nbytes for copy in copies), num_blocks)
 
-    def _copied(self, step: StoreStep) -> None:
+    def _copied(self, step: StoreStep, error: BaseException | None) -> None:
+        parts = [(part.index, part.part) for part in step.cached.parts]
+        if error is not None:
+            logger.error("storing under handle %d: %r", step.handle, error)
+            self._stats().add_failed_cache_store()
+            parts = []
         with self._writing_lock:
             writing = self._writing[step.handle]
             writing.num_copying -= 1
+            writing.ended = writing.ended or error is not None
             is_last = writing.ended and not writing.num_copying
             self._forget(step.handle, writing)
-        self._say(step, [(part.index, part.part) for part in step.cached.parts], is_last=is_last)
+        if parts or is_last:
+            self._say(step, parts, is_last=is_last)
 
     def _end(self, step: StoreStep) -> None:
         """Begin nothing more under this handle, and say so once no copy is under way."""
@@ -239,5 +248,5 @@ class CacheWorker:
         return self._client
 
 
-def _nothing() -> None:
+def _nothing(error: BaseException | None) -> None:
     """The agent hears of a handle's copies with the last one."""

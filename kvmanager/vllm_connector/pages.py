@@ -5,6 +5,7 @@ transfer's bytes and scatters them back. Knows no requests, groups or steps.
 """
 
 import ctypes
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
     from kvmanager.arena import Arena
     from transport import ByteSpace
 
-Done = Callable[[], None]
+logger = logging.getLogger("prfaas.kvmanager.connector")
+
+Done = Callable[[BaseException | None], None]
+"""Called once when a copy is over: with None, or with why its bytes are not there."""
+
+_REGISTER_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every context of the process."""
 
 
 class LayerPages:
@@ -68,7 +75,12 @@ def _is_one_run(cache: torch.Tensor) -> bool:
 
 
 class PageCopier(Protocol):
-    """Copies rows; `store` may return before the copy is over and calls `done` when it is."""
+    """Copies rows; `store` may return before the copy is over and calls `done` when it is.
+
+    Copies end in the order in which they began. A `store` that raises does not call `done`, and may
+    have written a part of its bytes. `done` may come from another thread and must not call the
+    copier.
+    """
 
     def store(
         self,
@@ -84,9 +96,10 @@ class PageCopier(Protocol):
     ) -> None: ...
 
     def drain(self) -> None:
-        """Returns when no `store` is under way."""
+        """Returns when no `store` is under way and every `done` has returned. Never raises."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait a little for copies under way, and let go of the arena; no copy may begin now."""
 
 
 def copier_for(device: torch.device, arena: "Arena") -> PageCopier:
@@ -120,7 +133,7 @@ class CpuPageCopier:
             for piece in pieces:
                 np.frombuffer(piece, np.uint8)[:] = rows[block, start : start + len(piece)]
                 start += len(piece)
-        done()
+        done(None)
 
     def load(
         self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
@@ -147,17 +160,22 @@ class CudaPageCopier:
     The gather is ordered with the forward pass, so the engine may overwrite the pages at once; the
     device-to-host copy overlaps the layers that follow. A thread waits for the copies' events and
     calls `done` in order. Loads run on the caller's thread and a stream of their own.
+
+    A CUDA error that shows behind a copy leaves the context unusable, so it fails every later one.
     """
 
     def __init__(self, device: torch.device, arena: "Arena") -> None:
         self._device = device
         self._arena = arena
+        self._pinned_address = _pin(device, arena.memory)
         self._store_stream = torch.cuda.Stream(device)
         self._load_stream = torch.cuda.Stream(device)
-        self._pinned_address = _pin(arena.memory)
+        # Stores whose `done` has not returned, with what the copy still reads.
         self._pending: deque[tuple[torch.cuda.Event, torch.Tensor, Done]] = deque()
         self._changed = threading.Condition()
+        self._failure: BaseException | None = None
         self._closed = False
+        self._loading = threading.Lock()
         self._thread = threading.Thread(
             target=self._complete, name="prfaas-cuda-store", daemon=True
         )
@@ -171,6 +189,8 @@ class CudaPageCopier:
         offset: int,
         done: Done,
     ) -> None:
+        if self._failure is not None:
+            raise RuntimeError("an earlier copy out of the GPU failed") from self._failure
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device, non_blocking=True)
         gathered = pages.rows.index_select(0, ids).view(-1)
         self._store_stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -180,18 +200,25 @@ class CudaPageCopier:
                 host = torch.frombuffer(piece, dtype=torch.uint8)
                 host.copy_(gathered[start : start + len(piece)], non_blocking=True)
                 start += len(piece)
-            event = torch.cuda.Event()
+            # Without `blocking` the thread that waits for it would use up a core.
+            event = torch.cuda.Event(blocking=True)
             event.record(self._store_stream)
         gathered.record_stream(self._store_stream)
         with self._changed:
             self._pending.append((event, gathered, done))
-            self._changed.notify()
+            self._changed.notify_all()
 
     def load(
         self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
     ) -> None:
         row_bytes = pages.rows.shape[1]
-        with torch.cuda.device(self._device), torch.cuda.stream(self._load_stream):
+        with (
+            self._loading,
+            torch.cuda.device(self._device),
+            torch.cuda.stream(self._load_stream),
+        ):
+            if self._closed:
+                raise RuntimeError("the arena of this copier is another agent's now")
             staged = torch.empty(len(block_ids) * row_bytes, dtype=torch.uint8, device=self._device)
             start = 0
             for piece in space.views(offset, staged.numel()):
@@ -203,36 +230,63 @@ class CudaPageCopier:
             self._load_stream.synchronize()
 
     def drain(self) -> None:
-        self._store_stream.synchronize()
+        try:
+            # Also what a `store` had begun when it raised, for which there is no event.
+            self._store_stream.synchronize()
+        except Exception:
+            logger.exception("a copy out of the GPU failed")
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
 
     def close(self) -> None:
-        with self._changed:
+        with self._loading, self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join(timeout=5)
-        torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
+        if self._pinned_address is not None and not self._thread.is_alive():
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
 
     def _complete(self) -> None:
-        while True:
+        torch.cuda.set_device(self._device)  # else CUDA makes a context on GPU 0 for this thread
+        while self._wait_for_pending():
+            event, _, done = self._pending[0]
+            try:
+                event.synchronize()
+            except Exception as error:
+                logger.exception("a copy out of the GPU failed")
+                self._failure = self._failure or error
+            try:
+                done(self._failure)
+            except Exception:
+                logger.exception("the end of a copy was not taken note of")
+            del event, done
             with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._closed)
-                if not self._pending:
-                    return
-                event, _, done = self._pending.popleft()
-            event.synchronize()
-            done()
+                self._pending.popleft()
+                self._changed.notify_all()
+
+    def _wait_for_pending(self) -> bool:
+        """Whether there is a copy to wait for; False once it is closed and there is none left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._closed)
+            return bool(self._pending)
 
 
-def _pin(buffer: memoryview) -> int:
-    """Register a mapping as page-locked host memory; returns its address.
+def _pin(device: torch.device, buffer: memoryview) -> int | None:
+    """Register a mapping as page-locked host memory; its address.
 
-    Raises `RuntimeError` when the driver refuses (a locked-memory limit, usually).
+    None when the driver refuses, usually because of a locked-memory limit: copies work all the
+    same, and are slower and hold up the engine's step.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    status = torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0)
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, _REGISTER_PORTABLE)
     if int(status) != 0:
-        raise RuntimeError(
-            f"cudaHostRegister of {buffer.nbytes} bytes failed with {status}: "
-            "raise the locked-memory limit (ulimit -l) of the engine"
+        logger.warning(
+            "KVCache moves slowly: cudaHostRegister of %d bytes failed with %s. Raise the "
+            "locked-memory limit of the engine (ulimit -l; containers: --ulimit memlock=-1)",
+            buffer.nbytes,
+            status,
         )
+        return None
     return address

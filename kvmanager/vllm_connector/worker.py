@@ -37,6 +37,14 @@ logger = logging.getLogger("prfaas.kvmanager.connector")
 MAX_LOST = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenSend:
+    """A copy into an outbox that failed after `store` had returned."""
+
+    ref: TransferRef
+    reason: str
+
+
 @dataclass(slots=True)
 class Outgoing:
     """One outbox this worker fills: how far each layer has come."""
@@ -70,7 +78,8 @@ class WorkerSide:
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
-        self._load_queue: queue.SimpleQueue[LoadStep | None] = queue.SimpleQueue()
+        # What takes long, or must not be done by the thread that ends copies.
+        self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -103,6 +112,7 @@ class WorkerSide:
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
+        self._access_or_raise.prepare(arena)
         with self._sending:
             self._may_begin_after = welcome.last_attempt
             self._lost.clear()
@@ -227,8 +237,11 @@ class WorkerSide:
         nbytes = (stop - first) * page_bytes
         self._stats.add_sent(nbytes)
 
-        def copied() -> None:
-            self._client_or_raise.ready(*step.ref.opening, [(offset, nbytes)])
+        def copied(error: BaseException | None) -> None:
+            if error is None:
+                self._client_or_raise.ready(*step.ref.opening, [(offset, nbytes)])
+            else:
+                self._load_queue.put(BrokenSend(step.ref, f"{type(error).__name__}: {error}"))
 
         _, copier = self._access_or_raise.open(step.ref.arena_epoch)
         pages = self._pages[extent.layer.name]
@@ -260,6 +273,9 @@ class WorkerSide:
 
     def _run_loads(self) -> None:
         while (step := self._load_queue.get()) is not None:
+            if isinstance(step, BrokenSend):
+                self._fail(step.ref, step.reason)
+                continue
             failed = False
             try:
                 self._load(step)

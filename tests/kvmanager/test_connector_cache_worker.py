@@ -67,6 +67,8 @@ class Rank:
         }
         any_client: Any = client
         self.access = ArenaAccess(any_client, torch.device("cpu"))
+        if client.arena is not None:
+            self.access.prepare(client.arena)
         self.worker.connect(any_client, self.access, self.pages)
         self.worker.on_connected()
 
@@ -170,8 +172,26 @@ def test_the_last_word_comes_behind_the_last_copy(client: FakeClient, monkeypatc
     store(rank, is_last=True)
     assert client.written == []
     for done in copier.done:
-        done()
+        done(None)
     assert client.written == [(1, [(0, 0)], False), (1, [(0, 1)], True)]
+
+
+def test_a_copy_that_fails_late_is_not_announced_and_ends_the_handle(
+    client: FakeClient, monkeypatch: Any
+) -> None:
+    rank, copier = Rank(client, 0), LateCopier()
+    monkeypatch.setattr(rank.access, "open", lambda epoch: (client.arena, copier))
+    store(rank, part(0, [1, 2]))
+    store(rank, part(1, [3]))
+    first, *others = copier.done
+    first(RuntimeError("the GPU is lost"))
+    assert client.written == [], "another copy of this handle is under way"
+    for done in others:
+        done(RuntimeError("the GPU is lost"))
+    assert client.written == [(1, [], True)]
+    store(rank, part(2, [5]), is_last=True)
+    assert client.written == [(1, [], True)], "the handle is over"
+    assert rank.counts.data["cache_failed_stores"] == 2
 
 
 def test_a_failed_copy_ends_the_handle_and_leaves_the_engine_alone(

@@ -203,3 +203,34 @@ def test_however_many_outboxes_failed_none_of_them_is_begun(
         assert not engine.written(), attempt
     engine.step(6, 16)
     assert engine.written(), "it did not fail, and is younger than those which were forgotten"
+
+
+class BrokenCopier:
+    """A GPU that takes every copy and fails it later."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+
+    def store(self, pages: Any, block_ids: Any, space: Any, offset: int, done: Any) -> None:
+        self.done.append(done)
+
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_a_copy_that_fails_late_ends_the_transfer_instead_of_announcing_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = BrokenCopier()
+    assert engine.side._access is not None
+    monkeypatch.setattr(engine.side._access, "open", lambda epoch: (engine.arena, copier))
+    engine.step(5, 16)
+    (done,) = copier.done
+    done(RuntimeError("the GPU is lost"))
+    engine.side.close()  # its threads have done what they were given
+    assert engine.client.take() == [
+        ("attach", TID, 5),
+        ("abort", TID, 5, "RuntimeError: the GPU is lost"),
+    ]
+    engine.step(5, 32)
+    assert len(copier.done) == 1

@@ -58,10 +58,10 @@ def test_pages_go_out_and_come_back_bit_for_bit(block_outermost: bool, cut: int)
     view, config = layer_view(raw, 1, page_bytes, 3, block_outermost=block_outermost)
     pages = LayerPages.of(KVLayer("layer.1", page_bytes), view, config)
     space = PiecewiseSpace(4 * page_bytes, cut)
-    done: list[bool] = []
+    done: list[object] = []
     copier = CpuPageCopier()
-    copier.store(pages, [5, 2, 3], space, page_bytes, lambda: done.append(True))
-    assert done == [True]
+    copier.store(pages, [5, 2, 3], space, page_bytes, done.append)
+    assert done == [None]
     assert bytes(space.memory[page_bytes:]) == b"".join(bits(view[b]) for b in (5, 2, 3))
     expected = raw.clone()
     old, _ = layer_view(expected, 1, page_bytes, 3, block_outermost=block_outermost)
@@ -81,7 +81,7 @@ def test_padding_of_a_state_page_is_neither_read_nor_written() -> None:
     pages = LayerPages.of(KVLayer("state", used), [conv], config)
     space = PiecewiseSpace(used, 0)
     copier = CpuPageCopier()
-    copier.store(pages, [3], space, 0, lambda: None)
+    copier.store(pages, [3], space, 0, lambda error: None)
     space.memory[:] = bytes(used)
     copier.load(pages, [4], space, 0)
     rows = raw.view(NUM_BLOCKS, padded)

@@ -1,0 +1,389 @@
+"""The GPU's page copier on a stand-in for CUDA, whose streams work only when they are told to."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvmanager.layout import KVLayer
+from kvmanager.vllm_connector.pages import CudaPageCopier, LayerPages
+
+ROW = 8
+GPU = torch.device("cpu")
+"""Stands for the GPU: its tensors must be real, and no GPU is needed to compare bytes."""
+
+
+class FakeCuda:
+    """CUDA's streams and events: work waits in its stream until `run`, or a `synchronize` of the
+    stream; waiting for an event waits for somebody else to run what is before it.
+    """
+
+    def __init__(self) -> None:
+        self.here = threading.local()
+        self.changed = threading.Condition()
+        self.streams: list[FakeStream] = []
+        self.registered: dict[int, tuple[int, int]] = {}
+        self.unregistered: list[int] = []
+        self.register_status = 0
+        self.devices: list[object] = []
+        """Chosen while host memory was registered or unregistered."""
+        self.thread_devices: list[tuple[str, object]] = []
+        self.error: Exception | None = None
+        """What waiting for an event raises."""
+        self.kept_for: list[tuple[int, FakeStream]] = []
+        self.synchronizing = threading.Event()
+
+    def stream(self) -> "FakeStream | None":
+        return getattr(self.here, "stream", None)
+
+    # What the copier calls.
+
+    def make_stream(self, device: torch.device) -> "FakeStream":
+        self.streams.append(FakeStream(self))
+        return self.streams[-1]
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: "FakeStream") -> Iterator[None]:
+        before, self.here.stream = self.stream(), stream
+        yield
+        self.here.stream = before
+
+    @contextlib.contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        self.here.device = device
+        yield
+        self.here.device = None
+
+    def set_device(self, device: torch.device) -> None:
+        self.thread_devices.append((threading.current_thread().name, device))
+
+    def cudart(self) -> "FakeCuda":
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.devices.append(self.here.device)
+        self.registered[address] = nbytes, flags
+        return self.register_status
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.devices.append(self.here.device)
+        self.unregistered.append(address)
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.queue: list[Callable[[], object]] = []
+        self.num_queued = 0
+        self.num_done = 0
+        self.waits_for: list[object] = []
+
+    def add(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
+        self.num_queued += 1
+
+    def wait_stream(self, other: object) -> None:
+        assert self.num_done == self.num_queued or self.queue, "a stream waits before its copies"
+        self.waits_for.append(other)
+
+    def run(self, count: int | None = None) -> None:
+        """The GPU works off the first `count` pieces of work, or all."""
+        with self.cuda.changed:
+            for work in self.queue[:count]:
+                work()
+                self.num_done += 1
+            del self.queue[:count]
+            self.cuda.changed.notify_all()
+
+    def synchronize(self) -> None:
+        self.cuda.synchronizing.set()
+        if self.cuda.error is not None:
+            raise self.cuda.error
+        self.run()
+
+
+class FakeEvent:
+    def __init__(self, *, blocking: bool = False) -> None:
+        assert blocking, "waiting for it would use up a core"
+        self.stream: FakeStream | None = None
+        self.position = 0
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.position = stream, stream.num_queued
+
+    def synchronize(self) -> None:
+        stream = self.stream
+        assert stream is not None
+        with stream.cuda.changed:
+            assert stream.cuda.changed.wait_for(lambda: stream.num_done >= self.position, 5)
+            if stream.cuda.error is not None:
+                raise stream.cuda.error
+
+
+class Space:
+    """Host memory in pieces that are cut at `cut`; a range from `unreadable` on raises."""
+
+    def __init__(self, nbytes: int, cut: int = 0, unreadable: int = 1 << 30) -> None:
+        self.nbytes = nbytes
+        self.memory = bytearray(nbytes)
+        self._cut, self._unreadable = cut, unreadable
+
+    def views(self, offset: int, length: int) -> list[memoryview]:
+        if offset >= self._unreadable:
+            raise ValueError("not in this transfer")
+        whole = memoryview(self.memory)[offset : offset + length]
+        middle = self._cut - offset
+        return [whole[:middle], whole[middle:]] if 0 < middle < length else [whole]
+
+
+class ArenaOf:
+    def __init__(self, memory: bytearray) -> None:
+        self.memory = memoryview(memory)
+
+
+class Notes:
+    """What `done` was called with, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, BaseException | None]] = []
+        self._changed = threading.Condition()
+
+    def of(self, name: str) -> Callable[[BaseException | None], None]:
+        def done(error: BaseException | None) -> None:
+            with self._changed:
+                self.seen.append((name, error))
+                self._changed.notify_all()
+
+        return done
+
+    def wait_for(self, count: int) -> list[tuple[str, BaseException | None]]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.seen) >= count, 5)
+            return list(self.seen)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    cuda = FakeCuda()
+
+    def on_its_stream(name: str) -> None:
+        really = getattr(torch.Tensor, name)
+
+        def queued(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+            stream = cuda.stream()
+            if stream is None:
+                result: torch.Tensor = really(tensor, *arguments, **named)
+                return result
+            stream.add(lambda: really(tensor, *arguments, **named))
+            return tensor
+
+        monkeypatch.setattr(torch.Tensor, name, queued)
+
+    on_its_stream("copy_")
+    on_its_stream("index_copy_")
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda t, stream: cuda.kept_for.append((t.numel(), stream))
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", cuda.make_stream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", cuda.on_stream)
+    monkeypatch.setattr(torch.cuda, "device", cuda.on_device)
+    monkeypatch.setattr(torch.cuda, "set_device", cuda.set_device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the engine's stream")
+    monkeypatch.setattr(torch.cuda, "cudart", cuda.cudart)
+    return cuda
+
+
+ARENA = bytearray(64)
+
+
+@pytest.fixture
+def copier(cuda: FakeCuda) -> Iterator[CudaPageCopier]:
+    arena: Any = ArenaOf(ARENA)
+    copier = CudaPageCopier(GPU, arena)
+    yield copier
+    for stream in cuda.streams:
+        stream.run()
+    copier.close()
+
+
+@pytest.fixture
+def pages() -> LayerPages:
+    """Four pages; the bytes of page n are 10 * n, 10 * n + 1 and so on."""
+    rows = torch.arange(4, dtype=torch.uint8).view(4, 1) * 10 + torch.arange(ROW).to(torch.uint8)
+    return LayerPages(KVLayer("layer", ROW), rows)
+
+
+def page(number: int) -> bytes:
+    return bytes(10 * number + i for i in range(ROW))
+
+
+def test_a_copy_is_announced_when_its_bytes_are_there(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+) -> None:
+    space, notes = Space(4 * ROW, cut=ROW + 3), Notes()
+    copier.store(pages, [3, 1], space, ROW // 2, notes.of("first"))
+    pages.rows.zero_()  # the engine may use the pages for something else at once
+    store_stream, _ = cuda.streams
+    assert store_stream.waits_for == ["the engine's stream"]
+    assert not any(space.memory)
+    store_stream.run(1)
+    assert notes.seen == [], "only one of the two pieces is there"
+    store_stream.run()
+    assert notes.wait_for(1) == [("first", None)]
+    assert bytes(space.memory[ROW // 2 : ROW // 2 + 2 * ROW]) == page(3) + page(1)
+
+
+def test_copies_are_announced_in_order(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+) -> None:
+    space, notes = Space(4 * ROW), Notes()
+    for number in range(3):
+        copier.store(pages, [number], space, number * ROW, notes.of(str(number)))
+    cuda.streams[0].run(2)
+    assert [name for name, _ in notes.wait_for(2)] == ["0", "1"]
+    cuda.streams[0].run()
+    assert [name for name, _ in notes.wait_for(3)] == ["0", "1", "2"]
+
+
+def test_gathered_pages_stay_until_the_copy_has_read_them(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+) -> None:
+    """PyTorch would give their memory to the engine's stream, which does not wait for the copy."""
+    copier.store(pages, [2], Space(ROW), 0, Notes().of("x"))
+    assert cuda.kept_for == [(ROW, cuda.streams[0])]
+
+
+def test_drain_waits_for_the_last_announcement(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+) -> None:
+    """Memory is given back behind a drain: what is announced later would be taken for new bytes."""
+    order: list[str] = []
+    may_end = threading.Event()
+
+    def done(error: BaseException | None) -> None:
+        assert may_end.wait(5)
+        order.append("announced")
+
+    def drain() -> None:
+        copier.drain()
+        order.append("drained")
+
+    copier.store(pages, [1], Space(ROW), 0, done)
+    draining = threading.Thread(target=drain)
+    draining.start()
+    assert cuda.synchronizing.wait(5)
+    may_end.set()
+    draining.join(5)
+    assert order == ["announced", "drained"]
+
+
+def test_drain_waits_for_a_copy_that_was_begun_and_then_failed(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, notes = Space(2 * ROW), Notes()
+
+    def no_event(**named: Any) -> None:
+        raise RuntimeError("out of events")
+
+    monkeypatch.setattr(torch.cuda, "Event", no_event)
+    with pytest.raises(RuntimeError, match="out of events"):
+        copier.store(pages, [1], space, 0, notes.of("x"))
+    assert cuda.streams[0].queue
+    copier.drain()
+    assert not cuda.streams[0].queue
+    assert notes.seen == []
+
+
+def test_an_error_of_the_gpu_fails_that_copy_and_all_later_ones(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages, caplog: pytest.LogCaptureFixture
+) -> None:
+    space, notes = Space(4 * ROW), Notes()
+    copier.store(pages, [0], space, 0, notes.of("good"))
+    cuda.streams[0].run()
+    assert notes.wait_for(1) == [("good", None)]
+    copier.store(pages, [1], space, 0, notes.of("bad"))
+    copier.store(pages, [2], space, 0, notes.of("behind it"))
+    cuda.error = RuntimeError("illegal memory access")
+    cuda.streams[0].run()
+    assert notes.wait_for(3)[1:] == [("bad", cuda.error), ("behind it", cuda.error)]
+    with pytest.raises(RuntimeError, match="earlier copy"):
+        copier.store(pages, [3], space, 0, notes.of("later"))
+    copier.drain()
+    assert "a copy out of the GPU failed" in caplog.text
+    cuda.error = None
+
+
+def test_an_announcement_that_raises_does_not_stop_the_next(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = Notes()
+
+    def fails(error: BaseException | None) -> None:
+        raise KeyError("a bug")
+
+    copier.store(pages, [0], Space(ROW), 0, fails)
+    copier.store(pages, [1], Space(ROW), 0, notes.of("next"))
+    cuda.streams[0].run()
+    assert notes.wait_for(1) == [("next", None)]
+    copier.drain()
+    assert "was not taken note of" in caplog.text
+
+
+def test_a_load_returns_when_the_pages_have_their_bytes(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+) -> None:
+    space = Space(4 * ROW, cut=2 * ROW + 1)
+    space.memory[ROW:] = bytes(range(100, 100 + 3 * ROW))
+    copier.load(pages, [3, 0], space, ROW)
+    assert bytes(pages.rows[3].numpy()) == bytes(range(100, 100 + ROW))
+    assert bytes(pages.rows[0].numpy()) == bytes(range(100 + ROW, 100 + 2 * ROW))
+    assert bytes(pages.rows[1].numpy()) == page(1)
+    store_stream, load_stream = cuda.streams
+    assert (store_stream.num_queued, load_stream.num_queued) == (0, 3)
+
+
+def test_the_arena_is_pinned_once_on_the_engines_gpu(cuda: FakeCuda) -> None:
+    arena: Any = ArenaOf(ARENA)
+    copier = CudaPageCopier(GPU, arena)
+    ((address, (nbytes, flags)),) = cuda.registered.items()
+    assert (nbytes, flags) == (len(ARENA), 1)
+    assert cuda.unregistered == []
+    copier.close()
+    assert cuda.unregistered == [address]
+    assert cuda.devices == [GPU, GPU]
+    assert cuda.thread_devices == [("prfaas-cuda-store", GPU)]
+    with pytest.raises(RuntimeError, match="another agent's"):
+        copier.load(LayerPages(KVLayer("x", ROW), torch.zeros(1, ROW)), [0], Space(ROW), 0)
+
+
+def test_an_arena_that_cannot_be_pinned_is_used_unpinned(
+    cuda: FakeCuda, pages: LayerPages, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.register_status = 2
+    arena: Any = ArenaOf(ARENA)
+    with caplog.at_level(logging.WARNING):
+        copier = CudaPageCopier(GPU, arena)
+    assert "ulimit -l" in caplog.text
+    space, notes = Space(ROW), Notes()
+    copier.store(pages, [2], space, 0, notes.of("x"))
+    copier.drain()
+    assert notes.seen == [("x", None)]
+    assert bytes(space.memory) == page(2)
+    copier.close()
+    assert cuda.unregistered == []
+
+
+def test_copies_under_way_end_before_the_arena_is_let_go(cuda: FakeCuda, pages: LayerPages) -> None:
+    arena: Any = ArenaOf(ARENA)
+    copier = CudaPageCopier(GPU, arena)
+    seen_at_end: list[list[int]] = []
+    copier.store(pages, [1], Space(ROW), 0, lambda e: seen_at_end.append([*cuda.unregistered]))
+    cuda.streams[0].run()
+    copier.close()
+    assert seen_at_end == [[]]
+    assert len(cuda.unregistered) == 1
