@@ -18,7 +18,7 @@ from typing import Final
 
 from kvmanager.agent import messages
 from kvmanager.agent.cache_desk import CacheDesk
-from kvmanager.agent.cache_desk_records import CacheEffect, Fetch, Seal, Tell
+from kvmanager.agent.cache_desk_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
 from kvmanager.agent.cache_feed import CacheFeed
 from kvmanager.agent.cache_store import PartStore
 from kvmanager.agent.config import GIB, AgentConfig
@@ -274,6 +274,15 @@ class NodeCache:
             match effect:
                 case Tell(conn_id, message):
                     self._send(conn_id, message)
+                case LacksWorkers(instance, num_ranks, tp_size):
+                    logger.warning(
+                        "engine %s stores nothing in the prefix cache: workers of %d of its %d "
+                        "ranks are connected. All processes of an engine need one name, the "
+                        "`instance` of its kv_connector_extra_config",
+                        instance,
+                        num_ranks,
+                        tp_size,
+                    )
                 case Fetch():
                     self._spawn(self._serve_fetch(effect), "fetching for an engine")
                 case Seal() if self.store.checks:

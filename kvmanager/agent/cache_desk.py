@@ -32,6 +32,7 @@ from kvmanager.agent.cache_desk_records import (
     ConnHandle,
     Fetch,
     InstanceHandle,
+    LacksWorkers,
     OpenFill,
     OpenFind,
     Seal,
@@ -82,6 +83,7 @@ class CacheDesk:
         self._fills: dict[InstanceHandle, OpenFill] = {}
         self._left_pins: list[tuple[int, Abandoned]] = []
         self._taken_back: OrderedDict[InstanceHandle, None] = OrderedDict()
+        self._lacking: set[str] = set()  # instances without all workers, told of once
 
     # ---- connections
 
@@ -221,7 +223,11 @@ class CacheDesk:
         nothing: list[CacheEffect] = [Tell(peer.conn_id, CacheSlots(message.handle, []))]
         ranks = {worker.tp_rank for worker in self._workers(peer.instance).values()}
         if len(ranks) < peer.tp_size:
+            if peer.instance not in self._lacking:
+                self._lacking.add(peer.instance)
+                nothing.append(LacksWorkers(peer.instance, len(ranks), peer.tp_size))
             return nothing
+        self._lacking.discard(peer.instance)
         given = self._pool.reserve(
             shape, message.parent, message.first_block, keys, message.parts, now_s
         )

@@ -45,7 +45,18 @@ class Seal:
     slots: tuple[Slot, ...]
 
 
-CacheEffect = Tell | Fetch | Seal
+@dataclass(frozen=True, slots=True)
+class LacksWorkers:
+    """Warn: an engine asks for memory to fill while some of its ranks have no worker here. Nothing
+    of it is stored as long as that is so.
+    """
+
+    instance: str
+    num_ranks: int
+    tp_size: int
+
+
+CacheEffect = Tell | Fetch | Seal | LacksWorkers
 
 
 @dataclass(slots=True)

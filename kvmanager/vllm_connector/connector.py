@@ -5,6 +5,9 @@
      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
      "kv_connector_extra_config": {"agent_socket": "/run/prfaas/agent.sock", "instance": "d0"}}
 
+`instance` is the engine's name towards the agent and the cluster's front. Without it an engine has
+its vLLM engine id as its name, which changes with every start.
+
 With vLLM's own prefix caching on, the agent's prefix cache is used as well, unless
 `"prefix_pool": false`; `cache_min_load_tokens` and `cache_find_timeout_s` are its options.
 
@@ -14,6 +17,7 @@ pipelines) stores in the prefix cache and never loads from it. Interface: vLLM's
 `KVConnectorBase_V1` with `SupportsHMA`.
 """
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,6 +56,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger("prfaas.kvmanager.connector")
+
 DEFAULT_LANDING_TIMEOUT_S = 120.0
 FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -75,6 +81,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             )
         layout = layout_of(vllm_config, kv_cache_config)
         namespace = namespace_of(vllm_config, layout) if extra.get("prefix_pool", True) else b""
+        instance = instance_name(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -87,12 +94,18 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 consumes=self._kv_transfer_config.is_kv_consumer,
                 cache=_cache_options(extra, namespace, loads=self._may_load(vllm_config)),
             )
-            hello = _hello(extra, "scheduler", layout, 0, namespace)
+            if not extra.get("instance"):
+                logger.warning(
+                    "kv_connector_extra_config names no instance: this engine is %s to its node "
+                    "agent, and something else after the next start",
+                    instance,
+                )
+            hello = _hello(instance, "scheduler", layout, 0, namespace)
             self._scheduler.connect(EngineClient(socket_path, hello, self._scheduler))
         else:
             rank = get_tensor_model_parallel_rank()
             self._worker = WorkerSide(layout, rank, kv_cache_config)
-            hello = _hello(extra, "worker", layout, rank, namespace)
+            hello = _hello(instance, "worker", layout, rank, namespace)
             self._client = EngineClient(socket_path, hello, self._worker)
 
     def _may_load(self, vllm_config: "VllmConfig") -> bool:
@@ -227,8 +240,24 @@ def _cache_options(extra: dict[str, Any], namespace: bytes, *, loads: bool) -> C
     )
 
 
+def instance_name(vllm_config: "VllmConfig") -> str:
+    """What an engine is called towards its agent: one name for the scheduler and all workers of a
+    core, and another one for each data parallel core.
+
+    Without a configured name it is vLLM's engine id, which all processes of a core are given and
+    which ends with the core's rank where there are several.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    name = transfer.kv_connector_extra_config.get("instance")
+    if not name:
+        return str(transfer.engine_id)
+    rank = vllm_config.parallel_config.data_parallel_index
+    return f"{name}_dp{rank}" if rank else str(name)
+
+
 def _hello(
-    extra: dict[str, Any],
+    instance: str,
     role: Literal["scheduler", "worker"],
     layout: KVLayout,
     tp_rank: int,
@@ -236,7 +265,7 @@ def _hello(
 ) -> Hello:
     return Hello(
         version=PROTOCOL_VERSION,
-        instance=str(extra.get("instance", f"pid-{os.getppid()}")),
+        instance=instance,
         role=role,
         pid=os.getpid(),
         tp_rank=tp_rank,

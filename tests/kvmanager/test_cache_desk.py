@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvmanager.agent.cache_desk import CacheDesk
-from kvmanager.agent.cache_desk_records import CacheEffect, Fetch, Seal, Tell
+from kvmanager.agent.cache_desk_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
 from kvmanager.agent.cache_wire import MAX_SLOT_BYTES, slots_on_wire
 from kvmanager.agent.protocol import (
     CacheCancel,
@@ -93,7 +93,7 @@ class Desk:
         message = CacheReserve(
             handle, parent, first_block, join_keys(wanted), list(parts), replaces
         )
-        (effect,) = self.say(message)
+        effect, *_ = self.say(message)
         assert isinstance(effect, Tell)
         assert isinstance(effect.message, CacheSlots)
         return effect.message
@@ -282,6 +282,20 @@ class TestFill:
         assert desk.reserve(keys(1), kv(1)).slots == []
         desk.connect(9, "worker", 1)
         assert desk.reserve(keys(1), kv(1), 2).slots
+
+    def test_an_engine_without_all_workers_is_told_of_once_each_time(self) -> None:
+        """Its workers may call themselves something else: then it would never store anything."""
+        desk = Desk(tp_size=2)
+        desk.connect(5, "scheduler", instance="b")
+        desk.connect(6, "worker", 1, instance="b")
+        asked = [CacheReserve(n, ROOT, 0, join_keys(keys(1)), kv(1)) for n in range(5)]
+        warning = LacksWorkers("b", 1, 2)
+        assert warning in desk.say(asked[0], 5)
+        assert warning not in desk.say(asked[1], 5)
+        desk.connect(7, "worker", 0, instance="b")
+        assert warning not in desk.say(asked[2], 5)
+        desk.desk.lost(7, 0.0)
+        assert warning in desk.say(asked[3], 5)
 
     def test_a_killed_workers_memory_waits_for_the_end_of_its_process(self) -> None:
         desk = Desk(tp_size=2)

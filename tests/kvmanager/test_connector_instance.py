@@ -1,0 +1,44 @@
+"""What an engine is called towards its agent: the same by all its processes, by no other engine."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from kvmanager.vllm_connector.connector import instance_name
+
+
+def config_of(instance: str = "", dp_rank: int = 0) -> Any:
+    """As vLLM hands it to the processes of one core (`EngineCoreProc.run_engine_core`)."""
+    transfer = KVTransferConfig(
+        kv_connector="PrfaasConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"instance": instance} if instance else {},
+    )
+    parallel = SimpleNamespace(data_parallel_index=dp_rank)
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+
+
+def test_a_configured_name_is_taken_as_it_is() -> None:
+    assert instance_name(config_of("prefill-0")) == "prefill-0"
+
+
+def test_data_parallel_cores_do_not_share_a_name() -> None:
+    assert instance_name(config_of("p0", dp_rank=1)) == "p0_dp1"
+    assert instance_name(config_of("p0", dp_rank=2)) == "p0_dp2"
+
+
+@pytest.mark.parametrize("instance", ["", "p0"])
+def test_the_processes_of_an_engine_agree_wherever_they_run(
+    instance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(instance)
+    scheduler = instance_name(config)
+    monkeypatch.setattr("os.getppid", lambda: 4711)
+    assert instance_name(copy.deepcopy(config)) == scheduler
+
+
+def test_two_engines_without_a_configured_name_have_different_ones() -> None:
+    assert instance_name(config_of()) != instance_name(config_of())
