@@ -8,21 +8,21 @@ of the cache namespace (model, revision, KV layout), the LoRA adapter and the te
 prefixes of different tenants never have a key in common.
 """
 
-import sys
-from array import array
 from collections.abc import Mapping, Sequence
 
 from blake3 import blake3
 
+from kvmanager.token_ids import TokenIds
+
 KEY_BYTES = 16
 
 
-def token_digest(token_ids: Sequence[int]) -> bytes:
+def token_digest(token_ids: Sequence[int] | TokenIds) -> bytes:
     """BLAKE3 of the token ids as little-endian unsigned 32-bit integers, 32 bytes.
 
     Raises `ValueError` for an id that is negative or does not fit 32 bits.
     """
-    return blake3(_token_bytes(token_ids)).digest()
+    return blake3(_packed(token_ids)).digest()
 
 
 def root_key(namespace: bytes, *, tenant: str = "", lora: str = "") -> bytes:
@@ -33,7 +33,7 @@ def root_key(namespace: bytes, *, tenant: str = "", lora: str = "") -> bytes:
 
 
 def block_keys(
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | TokenIds,
     block_tokens: int,
     root: bytes,
     extras: Mapping[int, bytes] | None = None,
@@ -44,16 +44,16 @@ def block_keys(
     `ValueError` for an id that is negative or does not fit 32 bits.
     """
     num_blocks = len(token_ids) // block_tokens
-    data = memoryview(_token_bytes(token_ids[: num_blocks * block_tokens]))
+    data = _packed(token_ids[: num_blocks * block_tokens])
     size = 4 * block_tokens
     keys: list[bytes] = []
     key = root
     for index in range(num_blocks):
-        digest = blake3(key)
-        digest.update(data[index * size : (index + 1) * size])
+        # One call on one string: as fast again as three calls that avoid the copy.
+        told = key + data[index * size : (index + 1) * size]
         if extras and index in extras:
-            digest.update(extras[index])
-        key = digest.digest(KEY_BYTES)
+            told += extras[index]
+        key = blake3(told).digest(KEY_BYTES)
         keys.append(key)
     return keys
 
@@ -70,14 +70,6 @@ def split_keys(joined: bytes) -> list[bytes]:
     return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
 
 
-def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    try:
-        # Twice as fast as numpy for a list of a hundred thousand.
-        packed = array("I", token_ids)
-    except OverflowError as error:
-        raise ValueError(
-            f"token ids must lie in [0, 2**32), got {min(token_ids)}..{max(token_ids)}"
-        ) from error
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+def _packed(token_ids: Sequence[int] | TokenIds) -> bytes:
+    ids = token_ids if isinstance(token_ids, TokenIds) else TokenIds.of(token_ids)
+    return ids.packed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Literal, Protocol, TypeVar
 
 from deploy.gateway.cached import CachedPrompt, CachePlaces, prompt_keys
@@ -18,6 +18,7 @@ from kvmanager.directory.reader import DirectoryReader
 from kvmanager.engines.cache_control import CacheControl
 from kvmanager.engines.jobs import ClusterReport
 from kvmanager.rpc import RpcError
+from kvmanager.token_ids import TokenIds
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -86,9 +87,7 @@ class RegionCaches:
                 if self._follow is not None:
                     await self._follow(targets)
 
-    async def look_up(
-        self, places: CachePlaces, prompt_token_ids: Sequence[int], tenant: str
-    ) -> CachedPrompt:
+    async def look_up(self, places: CachePlaces, token_ids: TokenIds, tenant: str) -> CachedPrompt:
         """Who has what of a prompt of `tenant` (its cache_salt). Never raises: nothing is known of
         a prompt that cannot be hashed, and its engine will say what is wrong with it.
         """
@@ -96,7 +95,7 @@ class RegionCaches:
             return CachedPrompt(places=places)
         try:
             rule = ResumeRule.of_model(places.model)
-            keys = await prompt_keys(places.model, prompt_token_ids, tenant)
+            keys = await prompt_keys(places.model, token_ids, tenant)
         except ValueError as error:
             logger.warning("no block keys for a prompt: %s", error)
             return CachedPrompt(places=places)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.prompt_length import LengthEstimator, Media, PromptContent
+from kvmanager.token_ids import Steps, TokenIds, parsing
 from scheduler.routing import RequestShape
 
 Kind = Literal["completion", "chat"]
@@ -29,8 +30,6 @@ _TEXT_PARTS: Final = frozenset({"text", "refusal", "thinking", "input_text", "ou
 _ESCAPE: Final = rb"\u"
 _ESCAPED_MORE_BYTES: Final = 3
 """JSON's six bytes for a character instead of the three of UTF-8 that most of them take."""
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class _Body(msgspec.Struct):
@@ -62,7 +61,6 @@ class _Message(msgspec.Struct):
 
 
 _body_decoder: Final = msgspec.json.Decoder(_Body)
-_ids_decoder: Final = msgspec.json.Decoder(list[TokenId])
 _items_decoder: Final = msgspec.json.Decoder(list[Raw])
 _messages_decoder: Final = msgspec.json.Decoder(list[_Message])
 _part_decoder: Final = msgspec.json.Decoder(_Part)
@@ -86,14 +84,14 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     shape: RequestShape
     content: PromptContent
-    token_ids: list[int] | None
+    token_ids: TokenIds | None
     cache_salt: str | None
     priority: int
     request_id: str | None
 
 
-def parse_request(kind: Kind, body: bytes, *, template_tokens: int) -> InboundRequest:
-    """Read what routing needs.
+def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[InboundRequest]:
+    """Read what routing needs, a long list of ids in short steps.
 
     Raises `ApiError` 400 for what is not a JSON object, with the byte position, and for
     kv_transfer_params sent by the client: those name memory on our nodes.
@@ -109,7 +107,7 @@ def parse_request(kind: Kind, body: bytes, *, template_tokens: int) -> InboundRe
             "kv_transfer_params is set by the gateway and cannot be sent by a client.",
             param="kv_transfer_params",
         )
-    token_ids = _client_token_ids(kind, fields)
+    token_ids = yield from _client_token_ids(kind, fields)
     content = _content(kind, body, fields, token_ids)
     return InboundRequest(
         kind=kind,
@@ -126,7 +124,7 @@ def parse_request(kind: Kind, body: bytes, *, template_tokens: int) -> InboundRe
 
 def kind_of(body: bytes) -> Kind:
     """The endpoint that `body` is for: a chat has messages. What is no JSON object at all is left
-    for `parse_request` to refuse.
+    for `parsing_request` to refuse.
     """
     try:
         fields = _body_decoder.decode(body)
@@ -145,7 +143,7 @@ def with_kv_transfer_params(body: bytes, params: dict[str, Any]) -> bytes:
 def _shape(
     kind: Kind,
     fields: _Body,
-    token_ids: list[int] | None,
+    token_ids: TokenIds | None,
     content: PromptContent,
     *,
     bound: int,
@@ -177,7 +175,7 @@ def _truncated(fields: _Body, bound: int) -> int:
     return min(bound, most) if most > 0 else bound
 
 
-def _content(kind: Kind, body: bytes, fields: _Body, token_ids: list[int] | None) -> PromptContent:
+def _content(kind: Kind, body: bytes, fields: _Body, token_ids: TokenIds | None) -> PromptContent:
     """What the prompt is made of, media left out of the bytes of its text."""
     if token_ids is not None:
         return PromptContent(num_ids=len(token_ids))
@@ -201,13 +199,16 @@ def _content(kind: Kind, body: bytes, fields: _Body, token_ids: list[int] | None
     return PromptContent(text_bytes, num_ids, media)
 
 
-def _client_token_ids(kind: Kind, fields: _Body) -> list[int] | None:
+def _client_token_ids(kind: Kind, fields: _Body) -> Steps[TokenIds | None]:
     """The ids of a prompt given as one flat list, unless the engine would still cut it."""
     if kind == "chat" or _is_set(fields.truncate_prompt_tokens):
         return None
-    if not _starts_with(fields.prompt, b"["):
+    if not (isinstance(fields.prompt, Raw) and _starts_with(fields.prompt, b"[")):
         return None
-    return _optional(_ids_decoder, fields.prompt) or None
+    try:
+        return (yield from parsing(bytes(fields.prompt))) or None
+    except ValueError:
+        return None
 
 
 def _count_prompts(prompt: Raw | UnsetType) -> tuple[int, bool]:

@@ -14,10 +14,11 @@ from aiohttp import web
 
 from deploy.gateway.auth import KeyRing
 from deploy.gateway.exchange import Exchange, open_exchange
-from deploy.gateway.inbound import Kind, kind_of, parse_request
+from deploy.gateway.inbound import Kind, kind_of, parsing_request
 from deploy.gateway.limits import Limits
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.models import ServedModels
+from kvmanager.token_ids import in_turns
 
 
 class Intake:
@@ -50,8 +51,9 @@ class Intake:
         started_s = time.monotonic()
         tenant = self._keys.check(request.headers.get("Authorization"))
         async with self._limits.received(request) as held:
-            inbound = parse_request(
-                kind or kind_of(held.body), held.body, template_tokens=self._template_tokens
+            kind = kind or kind_of(held.body)
+            inbound = await in_turns(
+                parsing_request(kind, held.body, template_tokens=self._template_tokens)
             )
             # What is learnt of a model must not depend on whether clients bother to name it.
             model = self._models.resolve(inbound.model)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -42,6 +42,7 @@ from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.jobs import PrefillJob, PrefillResult
 from kvmanager.hashing import token_digest
 from kvmanager.rpc import RpcError
+from kvmanager.token_ids import TokenIds
 from local_pd.errors import NoRoom, PdError
 from local_pd.messages import DecodeSlot, LandingReport
 from scheduler.prediction import Prediction
@@ -75,7 +76,7 @@ class CountedPrompt:
     and says which nodes to prefer.
     """
 
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     shape: RequestShape
     cached: CachedPrompt
 

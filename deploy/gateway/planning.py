@@ -14,6 +14,7 @@ from deploy.gateway.exchange import Exchange
 from deploy.gateway.rendering import NotRendered, render
 from deploy.gateway.scheduling.snapshots import Newcomer
 from deploy.gateway.services import Services
+from kvmanager.token_ids import TokenIds
 from local_pd.messages import DirectTarget
 from scheduler.routing import Decision, RequestShape, one_engine
 from scheduler.short_term import RouteDecision
@@ -28,7 +29,7 @@ class Plan:
     shape: RequestShape
     decode: DecodeView
     """The decode side when the route was chosen."""
-    token_ids: list[int] | None = None
+    token_ids: TokenIds | None = None
     cached: CachedPrompt = field(default_factory=CachedPrompt)
     tries_left: int = 1
     lost_clusters: set[str] = field(default_factory=set)
@@ -91,7 +92,7 @@ class Planner:
             prefer_nodes=prefer_nodes,
         )
 
-    async def _token_ids(self, exchange: Exchange) -> list[int]:
+    async def _token_ids(self, exchange: Exchange) -> TokenIds:
         """The prompt's ids, rendered unless the client sent them. Raises `NotRendered`."""
         token_ids = exchange.inbound.token_ids
         if token_ids is None:
@@ -109,7 +110,7 @@ class Planner:
         exchange.record.num_prompt_tokens = len(token_ids)
         return token_ids
 
-    async def _look_up(self, exchange: Exchange, token_ids: list[int]) -> Plan:
+    async def _look_up(self, exchange: Exchange, token_ids: TokenIds) -> Plan:
         """The route of a counted prompt, by what is cached of it."""
         inbound, caches = exchange.inbound, self._services.caches
         cached = CachedPrompt()

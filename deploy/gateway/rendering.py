@@ -13,13 +13,14 @@ import msgspec
 from deploy.gateway.errors import EngineLost
 from deploy.gateway.exchange import Exchange
 from deploy.gateway.proxy.engine import EngineDoor
+from kvmanager.token_ids import TokenIds, in_turns, parsing
 from scheduler.routing import Reason
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
 
 class _Rendered(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: msgspec.Raw
     features: msgspec.Raw | None = None
 
 
@@ -35,7 +36,7 @@ class NotRendered(Exception):
         self.reason = reason
 
 
-async def render(door: EngineDoor, instance: str, engine_url: str, exchange: Exchange) -> list[int]:
+async def render(door: EngineDoor, instance: str, engine_url: str, exchange: Exchange) -> TokenIds:
     """The prompt's token ids. Raises `NotRendered`."""
     try:
         status, body = await door.render(
@@ -52,7 +53,11 @@ async def render(door: EngineDoor, instance: str, engine_url: str, exchange: Exc
         raise NotRendered(Reason.SEVERAL_PROMPTS)
     if rendered[0].features is not None:
         raise NotRendered(Reason.MULTIMODAL)
-    return rendered[0].token_ids
+    try:
+        return await in_turns(parsing(bytes(rendered[0].token_ids)))
+    except ValueError as error:
+        logger.warning("an engine's rendering is not understood: %s", error)
+        raise NotRendered(Reason.RENDER_UNAVAILABLE) from error
 
 
 def parse_rendered(body: bytes, *, is_list: bool) -> list[_Rendered]:

@@ -5,7 +5,7 @@ business. Foreign errors end here: callers see EngineUnreachable and EngineRefus
 """
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from kvmanager.engines.errors import EngineRefused, EngineUnreachable
+from kvmanager.token_ids import TokenIds, in_turns, writing
 
 CHAT_RENDER: Final = "/v1/chat/completions/render"
 COMPLETION_RENDER: Final = "/v1/completions/render"
@@ -125,7 +126,7 @@ class EngineHttp:
     async def prefill(
         self,
         request_id: str,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         kv_transfer_params: dict[str, Any],
         *,
         model: str = "",
@@ -139,7 +140,7 @@ class EngineHttp:
         request. Raises EngineUnreachable, EngineRefused.
         """
         body: dict[str, Any] = {
-            "prompt": list(token_ids),
+            "prompt": msgspec.Raw(await in_turns(writing(token_ids))),
             "max_tokens": 1,
             "temperature": 0.0,
             "request_id": request_id,

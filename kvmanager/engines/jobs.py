@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvmanager.agent.messages import CacheModel, OpenOutboxReply, ReserveReply
+from kvmanager.token_ids import TokenIds
 
 Role = Literal["prefill", "decode", "both"]
 """What an instance of a local PD cluster may be asked to do."""
@@ -45,7 +46,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: TokenIds
     landing: Landing
     cache_salt: str | None = None
     priority: int = 0

@@ -32,6 +32,7 @@ from kvmanager.agent.messages import (
 from kvmanager.engines.jobs import Landing, PrefillJob
 from kvmanager.hashing import token_digest
 from kvmanager.rpc import Method, RpcError, RpcServer
+from kvmanager.token_ids import TokenIds
 
 FINGERPRINT = "ab" * 32
 BYTES_PER_TOKEN = 512
@@ -48,7 +49,7 @@ def prefill_job(
     number: int, *, num_tokens: int = 8, priority: int = 0, model: str = ""
 ) -> PrefillJob:
     """A job whose landing is where nobody listens; the fakes never connect."""
-    token_ids = [number % 256] * num_tokens
+    token_ids = TokenIds.of([number % 256] * num_tokens)
     landing = Landing(
         transfer_id=f"{number:032x}",
         token="cd" * 32,

@@ -6,6 +6,7 @@ from typing import Any
 
 from deploy.region.links import LinkedPrefillCluster
 from kvmanager.engines.jobs import Landing, PrefillJob
+from kvmanager.token_ids import TokenIds
 
 
 class Recorder:
@@ -32,7 +33,7 @@ def job(host: str, port: int) -> PrefillJob:
         layout_fingerprint="22",
         token_digest="33",
     )
-    return PrefillJob(request_id="r", prompt_token_ids=[1], landing=landing)
+    return PrefillJob(request_id="r", prompt_token_ids=TokenIds.of([1]), landing=landing)
 
 
 async def test_only_mapped_addresses_change() -> None:

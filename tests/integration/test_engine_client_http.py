@@ -16,6 +16,7 @@ from kvmanager.engines.client import (
 )
 from kvmanager.engines.errors import EngineRefused, EngineUnreachable
 from kvmanager.engines.testing import FakeEngine
+from kvmanager.token_ids import TokenIds
 
 CHAT = {"token_ids": [1, 2, 3], "features": {"mm_hashes": {}}, "sampling_params": {"n": 1}}
 
@@ -105,7 +106,7 @@ async def test_an_answer_that_is_not_vllms_is_no_answer(session: aiohttp.ClientS
     with pytest.raises(EngineUnreachable, match="unexpected answer"):
         await http.render(COMPLETION_RENDER, b"{}")
     with pytest.raises(EngineUnreachable, match="unexpected answer"):
-        await http.prefill("r", [1], {})
+        await http.prefill("r", TokenIds.of([1]), {})
     await runner.cleanup()
 
 
@@ -113,7 +114,12 @@ async def test_a_prefill_says_all_that_the_engine_must_know(
     session: aiohttp.ClientSession, fake: FakeEngine
 ) -> None:
     reply = await EngineHttp(fake.url, session).prefill(
-        "r1", (1, 2, 3), {"prfaas": {}}, model="tiny", cache_salt="s", traceparent="00-aa-bb-01"
+        "r1",
+        TokenIds.of([1, 2, 3]),
+        {"prfaas": {}},
+        model="tiny",
+        cache_salt="s",
+        traceparent="00-aa-bb-01",
     )
     assert (reply.num_prompt_tokens, reply.cached_tokens) == (3, 3)
     assert fake.requests == [
@@ -133,7 +139,7 @@ async def test_cancelling_a_prefill_closes_its_connection(
     session: aiohttp.ClientSession, fake: FakeEngine
 ) -> None:
     fake.may_answer.clear()
-    task = asyncio.create_task(EngineHttp(fake.url, session).prefill("r1", [1], {}))
+    task = asyncio.create_task(EngineHttp(fake.url, session).prefill("r1", TokenIds.of([1]), {}))
     await fake.wait_requests(1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -148,8 +154,8 @@ async def test_an_engine_that_dies_or_is_slow_is_unreachable(
     fake.may_answer.clear()
     http = EngineHttp(fake.url, session)
     with pytest.raises(EngineUnreachable, match=r"no answer within 0\.1 s"):
-        await http.prefill("r1", [1], {}, timeout_s=0.1)
-    task = asyncio.create_task(http.prefill("r2", [1], {}))
+        await http.prefill("r1", TokenIds.of([1]), {}, timeout_s=0.1)
+    task = asyncio.create_task(http.prefill("r2", TokenIds.of([1]), {}))
     await fake.wait_requests(2)
     await fake.stop()
     with pytest.raises(EngineUnreachable, match="/v1/completions"):

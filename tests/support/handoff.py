@@ -22,6 +22,7 @@ from kvmanager.engines.jobs import (
 )
 from kvmanager.engines.prefill_run import Place, PrefillRunner
 from kvmanager.hashing import token_digest
+from kvmanager.token_ids import TokenIds
 
 TIMEOUT_S = 60.0
 
@@ -67,7 +68,7 @@ class Handoff:
             place = Place(instance, self._http(instance), agent, asyncio.Event(), self._model)
             job = PrefillJob(
                 request_id=f"by-hand-{reply.transfer_id[:8]}",
-                prompt_token_ids=token_ids,
+                prompt_token_ids=TokenIds.of(token_ids),
                 landing=landing,
             )
             result = await self._runner.run(job, place)
@@ -78,7 +79,7 @@ class Handoff:
     async def load(self, instance: str, landed: Landed, token_ids: Sequence[int]) -> None:
         """Let the instance decode a token after loading what landed."""
         await self._http(instance).prefill(
-            "by-hand", token_ids, landed.consumer_params, model=self._model
+            "by-hand", TokenIds.of(token_ids), landed.consumer_params, model=self._model
         )
 
     async def drop(self, landed: Landed) -> None:

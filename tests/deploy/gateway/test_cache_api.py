@@ -10,6 +10,7 @@ from kvmanager.agent.messages import (
     StatusReply,
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState
+from kvmanager.token_ids import TokenIds
 from scheduler.routing import Decision, Reason, RequestShape, one_engine
 
 A1, B1, B2 = NodeName("far", "a1"), NodeName("home", "b1"), NodeName("home", "b2")
@@ -81,7 +82,7 @@ async def test_an_explanation_says_what_each_route_would_take() -> None:
         decode_nodes={"b1": "b1:1"},
         prefill_nodes={"far": {"a1": "a1:1"}},
     )
-    keys = await prompt_keys(MODEL, range(1001), "")
+    keys = await prompt_keys(MODEL, TokenIds.of(range(1001)), "")
     assert keys is not None
     coverage = (
         NodeCoverage("far", "a1", Hit(10, 10), Hit(), Hit(), Hit(), Hit(10, 10), 1.0),

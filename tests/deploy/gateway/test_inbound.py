@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.gateway.errors import ApiError
-from deploy.gateway.inbound import Kind, parse_request, with_kv_transfer_params
+from deploy.gateway.inbound import Kind, parsing_request, with_kv_transfer_params
 from deploy.gateway.scheduling.prompt_length import Media, PromptContent
+from kvmanager.token_ids import TokenIds, at_once
 
 PARAMS = {"prfaas": {"role": "consumer", "runs": [[0, 4]]}}
 
 
 def parse(body: Any, kind: Kind = "completion") -> Any:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return parse_request(kind, raw, template_tokens=10)
+    return at_once(parsing_request(kind, raw, template_tokens=10))
 
 
 def test_a_text_prompt_is_bounded_by_its_bytes() -> None:
@@ -33,7 +34,7 @@ def test_a_text_prompt_is_bounded_by_its_bytes() -> None:
 
 def test_a_prompt_of_ids_is_counted() -> None:
     request = parse({"prompt": [5, 6, 7], "cache_salt": "s", "priority": -2, "request_id": "r"})
-    assert request.token_ids == [5, 6, 7]
+    assert request.token_ids == TokenIds.of([5, 6, 7])
     assert request.shape.is_exact
     assert request.shape.num_prompt_tokens == 3
     assert request.content == PromptContent(num_ids=3)
@@ -231,7 +232,7 @@ def test_params_are_appended_and_win(body: dict[str, Any], indent: int | None, t
 @given(raw=st.binary(max_size=200))
 def test_random_bytes_are_an_api_error_or_an_object(raw: bytes) -> None:
     with contextlib.suppress(ApiError):
-        parse_request("chat", raw, template_tokens=0)
+        at_once(parsing_request("chat", raw, template_tokens=0))
         assert raw.strip().startswith(b"{")
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, teach
 
-from deploy.gateway.inbound import InboundRequest, parse_request
+from deploy.gateway.inbound import InboundRequest, parsing_request
 from deploy.gateway.records import RequestRecord
 from deploy.gateway.scheduling.lessons import Lessons, Usage, usage_of
 from deploy.gateway.scheduling.prompt_length import PromptContent
 from kvmanager.engines.jobs import Landing, PrefillResult
+from kvmanager.token_ids import at_once
 from scheduler.prediction import Prediction
 from scheduler.routing import ONE_ENGINE, RequestShape
 from scheduler.views import LinkCondition, LinkView
@@ -138,7 +139,7 @@ def test_a_length_is_what_counted_prompts_teach_until_it_is_counted_itself() -> 
 
 def inbound_chat(*parts: dict[str, Any]) -> InboundRequest:
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": parts}]})
-    return parse_request("chat", body.encode(), template_tokens=256)
+    return at_once(parsing_request("chat", body.encode(), template_tokens=256))
 
 
 def test_bytes_of_images_are_no_tokens_of_the_regions_traffic() -> None:
