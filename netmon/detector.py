@@ -7,7 +7,6 @@ Signs, each a number of `LinkEstimate` against what the configuration allows:
 - `delay`: the round trip is longer than the least one, so a queue stands in the network.
 - `loss`: retransmitted share. Alone it is no congestion: BBR carries the full rate of a link with
   a shallow queue and loses a few percent.
-- `late`: the oldest transfer is older than it was predicted to get.
 - `stall`: bytes wait and nothing is acknowledged.
 
 One sign at its upper bound, or two at their lower bounds, mean congested; one at its lower bound
@@ -59,7 +58,6 @@ class DetectorConfig:
     delay_ratio: tuple[float, float] = (2.0, math.inf)
     """Queueing delay / least round-trip time (`least_rtt_s` where that is shorter)."""
     loss: tuple[float, float] = (0.02, math.inf)
-    lateness: tuple[float, float] = (1.0, 1.5)
     stalled_s: tuple[float, float] = (0.5, 1.0)
     """At least 4 and 8 round trips."""
     down_after_s: float = 3.0
@@ -233,9 +231,6 @@ class CongestionDetector:
         text = f"{estimate.queueing_delay_s * 1e3:.0f} ms queueing over {base_s * 1e3:.0f} ms"
         yield Sign("delay", estimate.queueing_delay_s / base_s, config.delay_ratio, text)
         yield Sign("loss", estimate.loss, config.loss, f"{estimate.loss:.1%} retransmitted")
-        if estimate.lateness is not None:
-            text = f"oldest transfer at {estimate.lateness:.1f} of its predicted time"
-            yield Sign("late", estimate.lateness, config.lateness, text)
         low, high = config.stalled_s
         bounds = (max(low, 4 * estimate.base_rtt_s), max(high, 8 * estimate.base_rtt_s))
         text = f"nothing acknowledged for {estimate.stalled_s:.1f} s"

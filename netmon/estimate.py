@@ -66,8 +66,6 @@ class LinkEstimate:
     is_up: bool = True
     stalled_s: float = 0.0
     """Bytes have waited this long and none was acknowledged."""
-    lateness: float | None = None
-    """Age of the oldest transfer / its predicted time; None where nobody predicted."""
     interface_bytes_per_s: float | None = None
     """What everybody on this host sends through the link's interface; None where not known."""
 

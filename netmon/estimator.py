@@ -33,8 +33,6 @@ _LIMITED_SHARE = 0.5
 _MOST_GAIN = 8.0
 """No codec makes KVCache smaller than this."""
 
-_MOST_LATENESS = 1e6
-
 _HEARD_S = 1.0
 """How long a queueing delay is taken for the present one."""
 
@@ -161,7 +159,6 @@ class LinkEstimator:
             limited_by=self._limited_by,
             is_up=sample.is_up,
             stalled_s=_since(self._stalled_s, now_s) or 0.0,
-            lateness=_lateness(sample),
             interface_bytes_per_s=None
             if sample.interface is None
             else self._interface.value(now_s),
@@ -281,14 +278,6 @@ class LinkEstimator:
 
 def _since(then_s: float | None, now_s: float) -> float | None:
     return None if then_s is None else max(0.0, now_s - then_s)
-
-
-def _lateness(sample: LinkSample) -> float | None:
-    if sample.oldest_transfer_s is None or not sample.oldest_predicted_s:
-        return None
-    if sample.oldest_transfer_s <= 0:
-        return 0.0
-    return min(_MOST_LATENESS, sample.oldest_transfer_s / sample.oldest_predicted_s)
 
 
 def _limit(before: LinkSample, sample: LinkSample, interval: Interval) -> Limit:

@@ -61,11 +61,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[LinkReport], float | None]], ...] = (
         lambda report: report.estimate.stalled_s,
     ),
     (
-        "lateness_ratio",
-        "Age of the oldest transfer / its predicted time.",
-        lambda report: report.estimate.lateness,
-    ),
-    (
         "rate_age_seconds",
         "Since the available rate was measured.",
         lambda report: report.estimate.age_s,

@@ -64,11 +64,6 @@ class LinkSample:
     """Ready to be sent and not yet handed to the kernel, before coding."""
     acked_bytes: int = 0
     """Acknowledged by the receiver since the link began, before coding."""
-    num_transfers: int = 0
-    oldest_transfer_s: float | None = None
-    """How long the oldest unfinished transfer has been able to send; None without one."""
-    oldest_predicted_s: float | None = None
-    """How long it was expected to take in all; None where nobody predicted."""
     is_up: bool = True
     """At least one connection stands, or the link is idle and nothing failed."""
     interface: InterfaceSample | None = None

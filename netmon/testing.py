@@ -53,8 +53,8 @@ class FluidLink:
         for _ in range(max(1, round(duration_s / self._step_s))):
             self._step(self._step_s)
 
-    def sample(self, link: str = "a>b", **transfers: float | None) -> LinkSample:
-        """What a sampler would read now. `transfers`: oldest_transfer_s and oldest_predicted_s."""
+    def sample(self, link: str = "a>b") -> LinkSample:
+        """What a sampler would read now."""
         count = self._num_connections
         notsent = min(self.waiting_bytes, _SOCKET_BYTES * count)
         connection = [
@@ -80,9 +80,6 @@ class FluidLink:
             connections=tuple(connection) if self.is_up else (),
             queued_bytes=int(self.waiting_bytes - notsent),
             acked_bytes=int(self.acked_bytes),
-            num_transfers=int(self.waiting_bytes > 0),
-            oldest_transfer_s=transfers.get("oldest_transfer_s"),
-            oldest_predicted_s=transfers.get("oldest_predicted_s"),
             is_up=self.is_up,
         )
 

@@ -308,8 +308,6 @@ def link_sample(
         connections=tuple(_connection_sample(item) for item in standing),
         queued_bytes=backlog.queued_bytes,
         acked_bytes=earlier_acked_bytes + state.acked_bytes,
-        num_transfers=backlog.num_transfers,
-        oldest_transfer_s=backlog.oldest_queued_s,
         # A first connection that is still being made is no trouble.
         is_up=bool(standing) or not state.trouble,
     )

@@ -155,7 +155,8 @@ class Transfers:
         """Sample every link; yields whose transfers are to be given up, link by link."""
         for place in self._links:
             watch = self._watch(place)
-            watch.sample(now_s, *self._oldest(place, now_s))
+            self._see_oldest(place, now_s)
+            watch.sample(now_s)
             if self._awaiting[place] and gives_up(watch.view(now_s)):
                 yield from list(self._awaiting[place].values())
 
@@ -164,18 +165,17 @@ class Transfers:
         assert watch is not None
         return watch
 
-    def _oldest(self, place: int, now_s: float) -> tuple[float | None, float | None]:
-        """Age and predicted time of the oldest transfer; noted against each other."""
+    def _see_oldest(self, place: int, now_s: float) -> None:
+        """Note the age of a link's oldest transfer against its predicted time."""
         transfers = self._expected[place]
         if not transfers:
-            return None, None
+            return
         began_s, expected_s = next(iter(transfers.values()))
         age_s = now_s - began_s
         if expected_s > 0:
             self._worst_late = max(self._worst_late, age_s / expected_s)
             since_change_s = self._links[place].schedule.since_change_s(now_s)
             self.lateness.see(age_s, expected_s, since_change_s)
-        return age_s, expected_s
 
     def show_rates(self, rates: Mapping[str, LinkRates], now_s: float) -> None:
         """Add what is seen of each link to its mean, by the link's name."""

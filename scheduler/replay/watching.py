@@ -38,10 +38,8 @@ _CONDITIONS: Final = {
 class WatchedLink(Protocol):
     """Whoever watches one link."""
 
-    def sample(
-        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
-    ) -> None:
-        """Time for a sample; `oldest_*` are those of `netmon.samples.LinkSample`."""
+    def sample(self, now_s: float) -> None:
+        """Time for a sample."""
 
     def view(self, now_s: float) -> LinkView:
         """What routing gets to see; valid until the replay goes on."""
@@ -54,9 +52,7 @@ class _TrueLink:
         self._link = link
         self._seen = LiveLink(rtt_s)
 
-    def sample(
-        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
-    ) -> None:
+    def sample(self, now_s: float) -> None:
         self._link.advance(now_s)
 
 
@@ -82,9 +78,7 @@ class StillLink:
         self._seen.available_bytes_per_s = link.schedule.base_bytes_per_s
         self._view = self._seen.as_view()
 
-    def sample(
-        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
-    ) -> None:
+    def sample(self, now_s: float) -> None:
         pass
 
     def view(self, now_s: float) -> LinkView:
@@ -130,11 +124,9 @@ class MonitoredLink:
         self._seen = LiveLink(self._rtt_s)
         self.condition = Condition.CLEAR
 
-    def sample(
-        self, now_s: float, oldest_transfer_s: float | None, oldest_predicted_s: float | None
-    ) -> None:
+    def sample(self, now_s: float) -> None:
         self._count(now_s)
-        self._monitor.observe(self._read(oldest_transfer_s, oldest_predicted_s), now_s)
+        self._monitor.observe(self._read(), now_s)
         if now_s - self._asked_s >= _PROBE_EVERY_S:
             self._asked_s = now_s
             self._probe(now_s)
@@ -181,9 +173,7 @@ class MonitoredLink:
     def _window(self, rate: float) -> float:
         return rate * self._rtt_s + self._buffer_bytes
 
-    def _read(
-        self, oldest_transfer_s: float | None, oldest_predicted_s: float | None
-    ) -> LinkSample:
+    def _read(self) -> LinkSample:
         link, rate = self._link, self._rate
         in_flight = min(link.backlog_bytes, self._window(rate))
         standing = max(0.0, in_flight - rate * self._rtt_s)
@@ -208,9 +198,6 @@ class MonitoredLink:
             connections=(connection,),
             queued_bytes=int(link.backlog_bytes - in_flight),
             acked_bytes=int(self._acked_bytes),
-            num_transfers=int(oldest_transfer_s is not None),
-            oldest_transfer_s=oldest_transfer_s,
-            oldest_predicted_s=oldest_predicted_s,
         )
 
     def _probe(self, now_s: float) -> None:

@@ -29,7 +29,6 @@ def estimate(
     backlog_s: float = 0.0,
     delay_s: float = 0.0,
     loss: float = 0.0,
-    lateness: float | None = None,
     stalled_s: float = 0.0,
     is_up: bool = True,
 ) -> LinkEstimate:
@@ -42,7 +41,6 @@ def estimate(
         queueing_delay_s=delay_s,
         backlog_s=backlog_s,
         loss=loss,
-        lateness=lateness,
         stalled_s=stalled_s,
         is_up=is_up,
     )
@@ -77,8 +75,6 @@ class Judged:
         (estimate(rate=60 * MB), RISING, "carries 480 of"),
         (estimate(rate=30 * MB), CONGESTED, "carries 240 of"),
         (estimate(loss=0.03, delay_s=0.05), CONGESTED, "50 ms queueing over 20 ms, 3.0%"),
-        (estimate(lateness=1.2), RISING, "at 1.2 of its predicted time"),
-        (estimate(lateness=1.6), CONGESTED, "at 1.6 of its predicted time"),
         (estimate(stalled_s=0.6), RISING, "nothing acknowledged for 0.6 s"),
         (estimate(stalled_s=1.1), CONGESTED, "nothing acknowledged for 1.1 s"),
         (estimate(stalled_s=3.1), DOWN, "none acknowledged for 3.1 s"),
@@ -187,7 +183,6 @@ ESTIMATES = st.builds(
     backlog_s=st.floats(0, 10),
     delay_s=st.floats(0, 1),
     loss=st.floats(0, 0.1),
-    lateness=st.none() | st.floats(0, 3),
     stalled_s=st.sampled_from([0.0, 0.0, 0.0, 0.7, 2.0, 4.0]),
     is_up=st.sampled_from([True] * 9 + [False]),
 )

@@ -250,15 +250,6 @@ def test_the_interface_bounds_the_rate_and_shows_other_traffic() -> None:
     assert estimate.interface_bytes_per_s == pytest.approx(50 * MB, rel=0.05)
 
 
-def test_lateness_is_age_over_prediction() -> None:
-    estimator = LinkEstimator()
-    late = LinkSample(link="a>b", oldest_transfer_s=3.0, oldest_predicted_s=2.0)
-    estimator.observe(late, 0.0)
-    assert estimator.estimate(0.0).lateness == 1.5
-    estimator.observe(replace(late, oldest_predicted_s=None), 1.0)
-    assert estimator.estimate(1.0).lateness is None
-
-
 def test_a_setting_of_zero_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="rise_s must be above 0"):
         EstimatorConfig(rise_s=0)
@@ -288,8 +279,6 @@ SAMPLES = st.builds(
     connections=st.lists(CONNECTIONS, max_size=4, unique_by=lambda c: c.connection_id).map(tuple),
     queued_bytes=COUNTS,
     acked_bytes=COUNTS,
-    oldest_transfer_s=st.none() | SECONDS,
-    oldest_predicted_s=st.none() | SECONDS,
     is_up=st.booleans(),
 )
 STEPS = st.lists(st.tuples(st.floats(-1, 1e4) | st.just(0.2), SAMPLES), max_size=12)

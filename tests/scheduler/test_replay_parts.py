@@ -150,7 +150,7 @@ def test_the_monitor_learns_the_rate_of_a_busy_link_and_sees_it_fall() -> None:
     link.change(0.0, 1.2e9)
     for i in range(1, 4 * 34):
         now_s = i / 4
-        watch.sample(now_s, None, None)
+        watch.sample(now_s)
         if now_s == 29:
             seen = watch.view(now_s)
             assert seen.available_bytes_per_s == pytest.approx(1e9, rel=0.05)
@@ -167,7 +167,7 @@ def test_the_monitor_calls_a_cut_link_down_and_clear_again_afterwards() -> None:
     for i in range(1, 4 * 90):
         now_s = i / 4
         link.change(now_s, 0.0, 1e8 if now_s < 40 else 1e7)
-        watch.sample(now_s, None, None)
+        watch.sample(now_s)
         states[now_s] = watch.view(now_s).state
     assert states[9.0] in (LinkCondition.CLEAR, LinkCondition.RISING)
     assert states[15.0] is LinkCondition.DOWN
