@@ -56,7 +56,8 @@ class Ended:
 class Baseline:
     """What a run on the unchanged sources tells: per test its time and the lines it ran."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], most_s: float) -> None:
+        self._most_s = most_s  # CPU time, traced; a test that takes longer is stopped
         self._paths = {str(ROOT / path): path for path in paths}
         self._lines: dict[str, set[int]] = {}
         self.tests: dict[str, dict[str, Any]] = {}
@@ -76,11 +77,14 @@ class Baseline:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._lines = {path: set() for path in self._paths}
         started_s, started_cpu_s = time.monotonic(), time.process_time()
+        signal.signal(signal.SIGPROF, _give_up)
+        signal.setitimer(signal.ITIMER_PROF, self._most_s)
         sys.settrace(self._trace)
         threading.settrace(self._trace)
         try:
             return (yield)
         finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
             ran = {self._paths[path]: sorted(lines) for path, lines in self._lines.items() if lines}
@@ -172,8 +176,8 @@ def warm(modules: Sequence[str]) -> None:
                 importlib.import_module(name)
 
 
-def start_baseline(paths: Sequence[str], tests: Sequence[str]) -> Run:
-    plugin = Baseline(paths)
+def start_baseline(paths: Sequence[str], tests: Sequence[str], most_s: float) -> Run:
+    plugin = Baseline(paths, most_s)
     return Run(lambda: _pytest(tests, plugin))
 
 
@@ -272,6 +276,10 @@ def _become_child(parent: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
+
+
+def _give_up(signum: int, frame: FrameType | None) -> None:
+    pytest.fail("takes too long")
 
 
 def _write(descriptor: int, data: bytes) -> None:

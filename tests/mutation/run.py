@@ -75,8 +75,9 @@ class Tests:
             for name, test in tests.items()
             if test["passed"] and test["cpu_s"] <= slowest_s
         }
-        self.failed = sorted(name for name, test in tests.items() if not test["passed"])
-        self.slow = sorted(set(tests) - set(self._tests) - set(self.failed))
+        left = set(tests) - set(self._tests)
+        self.slow = sorted(name for name in left if tests[name]["cpu_s"] > slowest_s)
+        self.failed = sorted(left - set(self.slow))
         self._imports = {
             path: _imported(ROOT / path)
             for path in {name.partition("::")[0] for name in self._tests}
@@ -150,7 +151,7 @@ def measure(
     sources: Sequence[Source], paths: Sequence[str], slowest_s: float
 ) -> tuple[Tests, list[str]]:
     """The baseline on unchanged sources, and the modules it loaded that no mutant changes."""
-    run = forked.start_baseline([source.path for source in sources], paths)
+    run = forked.start_baseline([source.path for source in sources], paths, slowest_s)
     _, ended = forked.wait_any({run: time.monotonic() + BASELINE_S})
     if ended.status not in (0, 1) or not ended.report or not ended.report["tests"]:
         sys.exit(f"the tests do not run on the unchanged sources: {' '.join(paths)}")
