@@ -52,7 +52,7 @@ from scheduler.routing import (
     one_engine,
     one_engine_reason,
 )
-from scheduler.views import ClusterView, LinkCondition, RegionSnapshot
+from scheduler.views import ClusterView, RegionSnapshot
 
 __all__ = ["Chosen", "RouteConfig", "RouteDecision", "choose", "route"]
 
@@ -66,7 +66,6 @@ OBSTACLES: Final = (
     Reason.LINK_DOWN,
     Reason.PREFILL_UNHEALTHY,
     Reason.PREFILL_FAILED,
-    Reason.NO_PREFILL_CLUSTER,
 )
 """With several clusters out of the question, the reason of the one that was nearest to serving."""
 
@@ -117,7 +116,7 @@ def route(
         uncached = request.num_prompt_tokens - chosen.local.cached_tokens
         meant = [c for c in snapshot.prefill_clusters if _is_above_plan(c, uncached)]
         if meant:
-            reason = _kept_back(meant, request, snapshot, config, now_s)
+            reason = _kept_back(meant, request, snapshot, config, now_s, excluded=excluded)
             chosen = chosen._replace(reason=reason)
     return _decision(request, chosen)
 
@@ -137,9 +136,7 @@ def choose(
     usable: list[ClusterView] = []
     obstacles: list[tuple[ClusterView, Reason]] = []
     for cluster in snapshot.prefill_clusters:
-        reason = obstacle(request, cluster, snapshot, config, now_s)
-        if cluster.name in excluded:
-            reason = Reason.PREFILL_FAILED
+        reason = _obstacle(request, cluster, snapshot, config, now_s, excluded=excluded)
         if reason is None:
             usable.append(cluster)
         else:
@@ -156,13 +153,26 @@ def choose(
     meant = [remote for remote in remotes if uncached > remote.cluster.threshold_tokens]
     if meant:
         return _from_remote(local, _soonest(meant), config)
-    kept_by = [reason for cluster, reason in obstacles if uncached > cluster.threshold_tokens]
     if not snapshot.prefill_clusters:
-        kept_by = [Reason.NO_PREFILL_CLUSTER]
-    reason = Reason.BELOW_THRESHOLD
-    if kept_by:
-        reason = next((r for r in OBSTACLES if r in kept_by), reason)
+        return Chosen(local, Reason.NO_PREFILL_CLUSTER, local, None)
+    kept_by = [reason for cluster, reason in obstacles if uncached > cluster.threshold_tokens]
+    reason = next((r for r in OBSTACLES if r in kept_by), Reason.BELOW_THRESHOLD)
     return _from_local(local, remotes, config, reason)
+
+
+def _obstacle(
+    request: RequestShape,
+    cluster: ClusterView,
+    snapshot: RegionSnapshot,
+    config: RouteConfig,
+    now_s: float,
+    *,
+    excluded: Set[str],
+) -> Reason | None:
+    """Why the cluster cannot take this request now, or None when it can."""
+    if cluster.name in excluded:
+        return Reason.PREFILL_FAILED
+    return obstacle(request, cluster, snapshot, config, now_s)
 
 
 def _is_above_plan(cluster: ClusterView, uncached_tokens: int) -> bool:
@@ -176,18 +186,21 @@ def _kept_back(
     snapshot: RegionSnapshot,
     config: RouteConfig,
     now_s: float,
+    *,
+    excluded: Set[str],
 ) -> Reason:
     """Why a prompt that the plan means for these clusters is below their present thresholds."""
-    reasons = {obstacle(request, cluster, snapshot, config, now_s) for cluster in meant}
+    reasons = {
+        _obstacle(request, cluster, snapshot, config, now_s, excluded=excluded) for cluster in meant
+    }
     if None in reasons:
         return Reason.LINK_CONGESTED
-    return next((reason for reason in OBSTACLES if reason in reasons), Reason.LINK_CONGESTED)
+    return next(reason for reason in OBSTACLES if reason in reasons)
 
 
 def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> Chosen:
     """t says that this prefill cluster takes it: unless the PD cluster is clearly sooner."""
-    remote_s = remote.prediction.ttft_s
-    if local.prediction.ttft_s + _margin_s(remote_s, config) < remote_s:
+    if _is_clearly_sooner(local, remote, config):
         return Chosen(local, Reason.LOCAL_SOONER, local, remote)
     return Chosen(remote, Reason.ABOVE_THRESHOLD, local, remote)
 
@@ -201,15 +214,14 @@ def _from_local(
     inviting = [r for r in remotes if _is_inviting(r.cluster)]
     if inviting:
         remote = _soonest(inviting)
-        local_s = local.prediction.ttft_s
-        if remote.prediction.ttft_s + _margin_s(local_s, config) < local_s:
+        if _is_clearly_sooner(remote, local, config):
             return Chosen(remote, Reason.REMOTE_SOONER, local, remote)
     return Chosen(local, reason, local, _soonest(remotes))
 
 
 def _soonest(candidates: Sequence[Candidate]) -> Candidate:
     """Whose first token is predicted first."""
-    return candidates[0] if len(candidates) == 1 else min(candidates, key=_first)
+    return min(candidates, key=_first)
 
 
 def _first(candidate: Candidate) -> tuple[float, str]:
@@ -218,15 +230,15 @@ def _first(candidate: Candidate) -> tuple[float, str]:
 
 def _is_inviting(cluster: ClusterView) -> bool:
     """Whether more than t asks for may be sent over its link: a guess must not fill it up."""
-    link = cluster.link
-    if link is None or link.state is LinkCondition.DOWN:
-        return False
-    return bool(link.available_bytes_per_s)
+    return cluster.link is not None and cluster.link.available_bytes_per_s is not None
 
 
-def _margin_s(ttft_s: float, config: RouteConfig) -> float:
-    """What leaving a side must gain. An infinite time is left for any finite one."""
-    return config.margin_s + config.margin_share * ttft_s if ttft_s < math.inf else 0.0
+def _is_clearly_sooner(other: Candidate, own: Candidate, config: RouteConfig) -> bool:
+    """Whether leaving `own` gains more than the margin; any finite time is less than none."""
+    other_s, own_s = other.prediction.ttft_s, own.prediction.ttft_s
+    if own_s == math.inf:
+        return other_s < math.inf
+    return other_s + config.margin_s + config.margin_share * own_s < own_s
 
 
 def _decision(request: RequestShape, chosen: Chosen) -> RouteDecision:
