@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 from netmon.estimate import LinkEstimate
 
@@ -151,15 +152,14 @@ class CongestionDetector:
         self._backlogs_s.append(estimate.backlog_s)
         self._refer(estimate, now_s)
         if (why := self._why_down(estimate)) is not None:
-            self._levels.clear()
-            self._calm_since_s = None
             return self._become(Condition.DOWN, why, now_s)
         return self._weigh(list(self._signs(estimate)), now_s)
 
     def _weigh(self, signs: list[Sign], now_s: float) -> Change | None:
         self._levels.append(_judge(signs))
         self._note_calm(signs, now_s)
-        worse = min(self._levels) if len(self._levels) == self._levels.maxlen else Condition.CLEAR
+        is_sure = len(self._levels) == self._config.num_confirming
+        worse = min(self._levels) if is_sure else Condition.CLEAR
         if _judge(signs) is self.condition is not Condition.CLEAR:
             self.reason = _why(signs, 1.0)  # the present numbers
         if worse > self.condition:
@@ -169,11 +169,10 @@ class CongestionDetector:
     def _ease(self, signs: list[Sign], now_s: float) -> Change | None:
         """One step down, if it is time for that."""
         config, calm_s = self._config, self._calm_since_s
-        if calm_s is None or self.since_s is None or self.condition is Condition.CLEAR:
+        if calm_s is None or self.since_s is None:
             return None
         if now_s - self.since_s < config.dwell_s or now_s - calm_s < config.calm_s:
             return None
-        self._calm_since_s = None
         below = Condition(self.condition - 1)
         why = f"calm for {now_s - calm_s:.1f} s"
         left = _why(signs, config.calm_margin)
@@ -187,11 +186,11 @@ class CongestionDetector:
 
     def _become(self, condition: Condition, reason: str, now_s: float) -> Change | None:
         self.reason = reason
+        self._calm_since_s = None
         if condition is self.condition:
             return None
         change = Change(self.condition, condition, now_s, reason)
         self.condition, self.since_s = condition, now_s
-        self._calm_since_s = None
         return change
 
     def _why_down(self, estimate: LinkEstimate) -> str | None:
@@ -203,7 +202,7 @@ class CongestionDetector:
         return None
 
     def _refer(self, estimate: LinkEstimate, now_s: float) -> None:
-        rate, passed_s = estimate.available_bytes_per_s, max(0.0, now_s - self._referred_s)
+        rate, passed_s = estimate.available_bytes_per_s, now_s - self._referred_s
         if estimate.is_floor:  # a burst may have been that fast; only what lasts is a reference
             rate = min(rate, estimate.achieved_bytes_per_s)
         self._referred_s = now_s
@@ -238,9 +237,9 @@ class CongestionDetector:
 
     def _is_growing(self) -> bool:
         backlogs = self._backlogs_s
-        if len(backlogs) < (backlogs.maxlen or 0):
+        if len(backlogs) <= self._config.num_growing:
             return False
-        rises = all(backlogs[i] < backlogs[i + 1] for i in range(len(backlogs) - 1))
+        rises = all(before < after for before, after in pairwise(backlogs))
         return rises and backlogs[-1] >= (1 + self._config.backlog_growth) * backlogs[0]
 
 
