@@ -60,6 +60,7 @@ class Baseline:
         self._most_s = most_s  # CPU time, traced; a test that takes longer is stopped
         self._paths = {str(ROOT / path): path for path in paths}
         self._lines: dict[str, set[int]] = {}
+        self._is_slow = False
         self.tests: dict[str, dict[str, Any]] = {}
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -76,8 +77,9 @@ class Baseline:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._lines = {path: set() for path in self._paths}
-        started_s, started_cpu_s = time.monotonic(), time.process_time()
-        signal.signal(signal.SIGPROF, _give_up)
+        started_s = time.monotonic()
+        self._is_slow = False
+        signal.signal(signal.SIGPROF, self._give_up)
         signal.setitimer(signal.ITIMER_PROF, self._most_s)
         sys.settrace(self._trace)
         threading.settrace(self._trace)
@@ -89,8 +91,11 @@ class Baseline:
             threading.settrace(None)  # type: ignore[arg-type]
             ran = {self._paths[path]: sorted(lines) for path, lines in self._lines.items() if lines}
             test = self.tests.setdefault(item.nodeid, {"passed": True})
-            test.update(took_s=time.monotonic() - started_s, lines=ran)
-            test["cpu_s"] = time.process_time() - started_cpu_s
+            test.update(took_s=time.monotonic() - started_s, lines=ran, is_slow=self._is_slow)
+
+    def _give_up(self, signum: int, frame: FrameType | None) -> None:
+        self._is_slow = True
+        pytest.fail("takes too long to try it with every mutant")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -276,10 +281,6 @@ def _become_child(parent: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
-
-
-def _give_up(signum: int, frame: FrameType | None) -> None:
-    pytest.fail("takes too long")
 
 
 def _write(descriptor: int, data: bytes) -> None:

@@ -69,15 +69,12 @@ class Source:
 class Tests:
     """The tests that may notice a change of a file, with the lines of it that each one runs."""
 
-    def __init__(self, tests: dict[str, dict[str, Any]], slowest_s: float) -> None:
+    def __init__(self, tests: dict[str, dict[str, Any]]) -> None:
         self._tests = {
-            name: test
-            for name, test in tests.items()
-            if test["passed"] and test["cpu_s"] <= slowest_s
+            name: test for name, test in tests.items() if test["passed"] and not test["is_slow"]
         }
-        left = set(tests) - set(self._tests)
-        self.slow = sorted(name for name in left if tests[name]["cpu_s"] > slowest_s)
-        self.failed = sorted(left - set(self.slow))
+        self.slow = sorted(name for name, test in tests.items() if test["is_slow"])
+        self.failed = sorted(set(tests) - set(self._tests) - set(self.slow))
         self._imports = {
             path: _imported(ROOT / path)
             for path in {name.partition("::")[0] for name in self._tests}
@@ -162,7 +159,7 @@ def measure(
         for name in report["own"]
         if name.partition(".")[0] in PACKAGES and not _reached({name}) & changed
     ]
-    return Tests(report["tests"], slowest_s), [*report["others"], *kept]
+    return Tests(report["tests"]), [*report["others"], *kept]
 
 
 def try_all(source: Source, mutants: Sequence[Mutant], tests: Tests, workers: int) -> list[Result]:
