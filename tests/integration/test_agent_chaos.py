@@ -1,5 +1,5 @@
 """Many transfers through small arenas, cancelled, expired and given up at random: what lands is
-always what was sent, and every block comes back."""
+always what was sent, all that nobody disturbed lands, and every block comes back."""
 
 import hashlib
 import random
@@ -18,6 +18,8 @@ from kvmanager.rpc import RpcError
 NUM_TOKENS = 2000
 NBYTES = SMALL_LAYOUT.transfer_bytes(NUM_TOKENS)
 NUM_TRANSFERS = 60
+LONG_S = 120.0
+"""A lease that nothing here outlasts."""
 
 
 @pytest.fixture
@@ -36,16 +38,16 @@ class Consumer(FakeEngine):
     def __init__(self, agent: AgentProcess) -> None:
         super().__init__(agent)
         self.landings: dict[str, ReserveReply] = {}
-        self.wrong: list[str] = []
-        self.num_landed = 0
+        self.wrong: set[str] = set()
+        self.landed: set[str] = set()
 
     def on_landed(self, transfer_id: bytes) -> None:
         landing = self.landings[transfer_id.hex()]
         expected = hashlib.sha256(content_of(transfer_id)).digest()
         time.sleep(0.005)
         if hashlib.sha256(self.read(landing.runs, NBYTES)).digest() != expected:
-            self.wrong.append(transfer_id.hex())
-        self.num_landed += 1
+            self.wrong.add(transfer_id.hex())
+        self.landed.add(transfer_id.hex())
         self.client.release(transfer_id)
 
 
@@ -58,7 +60,14 @@ class Producer(FakeEngine):
         self._writing = threading.Lock()
         self._failed: set[bytes] = set()
 
-    def fill(self, transfer_id: bytes, outbox: OpenOutboxReply, rng: random.Random) -> None:
+    def fill(
+        self,
+        transfer_id: bytes,
+        outbox: OpenOutboxReply,
+        rng: random.Random,
+        *,
+        gives_up: bool,
+    ) -> None:
         arena = self.client.arena
         assert arena is not None
         if not self.client.attach(transfer_id, outbox.attempt):
@@ -66,7 +75,6 @@ class Producer(FakeEngine):
         size = 50_000
         pieces = list(range(0, NBYTES, size))
         rng.shuffle(pieces)
-        gives_up = rng.random() < 0.15
         for number, offset in enumerate(pieces):
             if gives_up and number == len(pieces) // 2:
                 self.client.abort(transfer_id, outbox.attempt, "gave up")
@@ -105,13 +113,16 @@ def test_what_lands_is_what_was_sent(agents: list[AgentProcess]) -> None:
     threads: list[threading.Thread] = []
     with Producer(sender) as producer, Consumer(receiver) as consumer:
         began = 0
+        undisturbed: set[str] = set()
         while began < NUM_TRANSFERS:
+            leases_s = rng.choice([0.3, LONG_S, LONG_S]), rng.choice([0.2, LONG_S, LONG_S])
+            gives_up, is_cancelled = rng.random() < 0.15, rng.random() < 0.3
             try:
-                landing = receiver.reserve(NUM_TOKENS, lease_s=rng.choice([0.3, 30, 30]))
+                landing = receiver.reserve(NUM_TOKENS, lease_s=leases_s[0])
                 consumer.landings[landing.transfer_id] = landing
                 transfer_id = bytes.fromhex(landing.transfer_id)
                 consumer.client.watch(transfer_id)
-                outbox = sender.open_outbox(landing, NUM_TOKENS, rng.choice([0.2, 30, 30]))
+                outbox = sender.open_outbox(landing, NUM_TOKENS, leases_s[1])
             except RpcError as error:
                 if error.code != "NO_ROOM":
                     raise
@@ -119,18 +130,23 @@ def test_what_lands_is_what_was_sent(agents: list[AgentProcess]) -> None:
                 continue
             began += 1
             thread = threading.Thread(
-                target=producer.fill, args=(transfer_id, outbox, random.Random(began))
+                target=producer.fill,
+                args=(transfer_id, outbox, random.Random(began)),
+                kwargs={"gives_up": gives_up},
             )
             thread.start()
             threads.append(thread)
-            if rng.random() < 0.3:
+            if not gives_up and not is_cancelled and min(leases_s) == LONG_S:
+                undisturbed.add(landing.transfer_id)
+            if is_cancelled:
                 agent = rng.choice(agents)
                 agent.call("Cancel", Cancel(landing.transfer_id, "chaos"), CancelReply)
         for thread in threads:
             thread.join()
         wait_until(lambda: not {"open"} & set(sender.status().num_outboxes), 20)
+        wait_until(lambda: undisturbed <= consumer.landed, 20)
         receiver.cancel_all()
         for agent in agents:
             wait_until(lambda agent=agent: agent.status().free_bytes == agent.status().arena_bytes)
-        assert consumer.wrong == []
-        assert consumer.num_landed > 5
+        assert consumer.wrong == set()
+        assert len(undisturbed) > NUM_TRANSFERS / 10
