@@ -114,7 +114,8 @@ def test_the_same_seed_gives_the_same_outcome() -> None:
     assert not np.array_equal(one.ttft_s, other.ttft_s)
 
 
-def test_predictions_hold_where_nothing_is_unknown() -> None:
+def test_queues_tails_and_slots_pass_as_predicted_where_the_profile_is_true() -> None:
+    """The predictor and the simulation have one profile: this is about everything around it."""
     found = replay(model(), poisson(0.5, 1500), Policy()).summary()
     assert found.prediction_error < 0.01
     assert found.num_done == found.num_requests
@@ -195,10 +196,19 @@ def test_the_long_timescale_converts_for_longer_outputs_and_drains_first() -> No
     assert found.summary(1800).ttft.p90_s < 30
 
 
-def test_measured_times_correct_the_profile() -> None:
-    slower = model(prefill_factors={"h20": 1.5})
-    found = replay(slower, poisson(0.5, 2000), Policy()).summary(500)
-    assert found.prediction_error < 0.02
+@pytest.mark.parametrize("factor", [0.6, 1.5])
+def test_measured_times_correct_a_profile_that_engines_do_not_keep(factor: float) -> None:
+    other = model(prefill_factors={"h20": factor, "h200": factor})
+    found = replay(other, poisson(0.5, 2000), Policy())
+    # The first is predicted from the profile alone, and is off by all of the factor.
+    assert found.ttft_s[0] == pytest.approx(factor * found.jobs[0].predicted_ttft_s, rel=0.02)
+    assert found.summary(500).prediction_error < 0.02
+
+
+def test_engines_that_waver_are_still_predicted_by_their_mean() -> None:
+    shaky = model(prefill_factors={"h20": 1.5, "h200": 1.5}, prefill_jitter=0.2)
+    found = replay(shaky, poisson(0.5, 2000), Policy()).summary(500)
+    assert 0.05 < found.prediction_error < 0.2  # of a single prefill; a factor of 1.5 is 0.33
 
 
 def test_cached_prefixes_are_neither_computed_nor_sent_again() -> None:
