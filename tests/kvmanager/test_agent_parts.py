@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from kvmanager.agent.config import AgentConfig, ConfigError, load
 from kvmanager.agent.instances import EngineRefused, InstanceBook, UnknownLayout
@@ -165,12 +166,16 @@ class TestConfig:
         assert AgentConfig(transport={"codec": "fp8"}).transport_config.codec == "fp8"
 
     def test_other_hosts_need_tls_or_trust(self) -> None:
-        for extra in (
-            {"trusted_network": True},
-            {"tls_cert": Path("c"), "tls_key": Path("k"), "tls_ca": Path("a")},
-            {"tls_dir": Path("d")},
+        with pytest.raises(ValidationError, match="TLS"):
+            AgentConfig(listen="10.0.0.1:7100")
+        files = {"tls_cert": Path("c"), "tls_key": Path("k"), "tls_ca": Path("a")}
+        for extra, tls in (
+            ({"trusted_network": True}, None),
+            (files, TlsFiles(Path("c"), Path("k"), Path("a"))),
+            ({"tls_dir": Path("d")}, TlsFiles(*map(Path, ("d/tls.crt", "d/tls.key", "d/ca.crt")))),
         ):
-            AgentConfig(listen="10.0.0.1:7100", **extra)
+            config = AgentConfig(listen="10.0.0.1:7100", **extra)
+            assert (config.listen, config.transport_config.tls) == ("10.0.0.1:7100", tls)
 
     def test_tls_files_lie_in_the_directory_under_cert_managers_names(self) -> None:
         files = AgentConfig(tls_dir=Path("d")).transport_config.tls

@@ -1,6 +1,7 @@
 """The unix socket's frames and messages: any fragmentation, any garbage."""
 
 import struct
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -67,27 +68,44 @@ def test_agent_messages_survive(message: AgentMessage) -> None:
     assert decode_agent_message(payload) == message
 
 
+def is_whole_message_or_refused(
+    decode: Callable[[bytes], EngineMessage | AgentMessage], payload: bytes
+) -> bool:
+    """What is taken for a message is one of this direction, within its bounds: a peer that is sent
+    it anew understands the same. Anything but `ProtocolError` is raised.
+    """
+    try:
+        message = decode(payload)
+    except ProtocolError:
+        return True
+    known = FROM_ENGINE if decode is decode_engine_message else FROM_AGENT
+    is_known = type(message) in {type(one) for one in known}
+    return is_known and decode(encode_frame(message)[4:]) == message
+
+
 @given(st.binary(max_size=200))
-def test_garbage_is_a_protocol_error_or_a_message(payload: bytes) -> None:
-    for decode in (decode_engine_message, decode_agent_message):
-        try:
-            decode(payload)
-        except ProtocolError:
-            continue
+def test_garbage_is_refused_or_a_whole_message(payload: bytes) -> None:
+    assert is_whole_message_or_refused(decode_engine_message, payload)
+    assert is_whole_message_or_refused(decode_agent_message, payload)
 
 
 @given(st.sampled_from(FROM_ENGINE), st.data())
-def test_damaged_messages_are_protocol_errors_or_messages(
+def test_a_damaged_message_is_refused_or_a_whole_one(
     message: EngineMessage, data: st.DataObject
 ) -> None:
     payload = bytearray(encode_frame(message)[4:])
     position = data.draw(st.integers(0, len(payload) - 1))
     payload[position] = data.draw(st.integers(0, 255))
     length = data.draw(st.integers(0, len(payload)))
-    try:
-        decode_engine_message(bytes(payload[:length]))
-    except ProtocolError:
-        return
+    assert is_whole_message_or_refused(decode_engine_message, bytes(payload[:length]))
+
+
+@pytest.mark.parametrize("message", FROM_ENGINE)
+def test_a_message_cut_short_is_refused(message: EngineMessage) -> None:
+    payload = encode_frame(message)[4:]
+    for length in range(len(payload)):
+        with pytest.raises(ProtocolError):
+            decode_engine_message(payload[:length])
 
 
 def test_deep_nesting_is_a_protocol_error() -> None:

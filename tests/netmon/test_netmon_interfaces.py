@@ -13,11 +13,14 @@ from netmon.interfaces import interface_to, read_interface
 def test_the_own_host_is_behind_loopback() -> None:
     name = interface_to("127.0.0.1")
     assert name is not None
+    before = psutil.net_io_counters(pernic=True, nowrap=False)[name]
     sample = read_interface(name)
+    after = psutil.net_io_counters(pernic=True, nowrap=False)[name]
     assert sample is not None
     assert sample.name == name
     assert sample.is_up
-    assert sample.sent_bytes >= 0
+    assert before.bytes_sent <= sample.sent_bytes <= after.bytes_sent
+    assert before.bytes_recv <= sample.received_bytes <= after.bytes_recv
     assert sample.bytes_per_s is None  # loopback has no speed
 
 
