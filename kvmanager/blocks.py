@@ -8,7 +8,7 @@ long `sendmsg` buffer, while a fragmented arena still serves any request that fi
 blocks.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -30,15 +30,21 @@ class OutOfBlocks(Exception):
 
 
 class BlockAllocator:
-    """The free blocks of an arena of `num_blocks`. Single-threaded; every method is immediate."""
+    """The free blocks of an arena of `num_blocks`. Single-threaded; every method is immediate.
+
+    What a call costs hardly grows with the number of free runs, of which a full arena has many.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"an arena has at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
-        self._starts: list[int] = [0]
-        self._counts: dict[int, int] = {0: num_blocks}
-        self._num_free = num_blocks
+        self._starts: list[int] = []
+        self._counts: dict[int, int] = {}
+        self._by_length: list[tuple[int, int]] = []
+        """(length, start) of the free runs, sorted."""
+        self._num_free = 0
+        self._give(Run(0, num_blocks))
 
     @property
     def num_free(self) -> int:
@@ -62,18 +68,14 @@ class BlockAllocator:
             raise ValueError(f"cannot allocate {num_blocks} blocks")
         if num_blocks > self._num_free:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self._num_free} free")
-        fitting = [run for run in self.free_runs() if run.length >= num_blocks]
-        if fitting:
-            best = min(fitting, key=lambda run: run.length)
-            return [self._take(best, num_blocks)]
         taken: list[Run] = []
         missing = num_blocks
-        for run in sorted(self.free_runs(), key=lambda run: -run.length):
-            if missing == 0:
-                break
-            piece = self._take(run, min(run.length, missing))
-            missing -= piece.length
-            taken.append(piece)
+        while missing:
+            # Of runs of one length the first is used.
+            wanted = min(missing, self._by_length[-1][0])
+            length, first = self._by_length[bisect_left(self._by_length, (wanted, 0))]
+            taken.append(self._take(Run(first, length), wanted))
+            missing -= wanted
         return sorted(taken)
 
     def take(self, runs: Iterable[Run]) -> None:
@@ -116,15 +118,13 @@ class BlockAllocator:
         assert previous_end <= self.num_blocks
         assert self._num_free == sum(self._counts.values())
         assert self._starts == sorted(self._counts)
+        assert self._by_length == sorted((count, start) for start, count in self._counts.items())
 
     def _take(self, run: Run, num_blocks: int) -> Run:
-        index = bisect_left(self._starts, run.first)
-        del self._counts[run.first]
-        if num_blocks == run.length:
-            del self._starts[index]
-        else:
-            self._starts[index] = run.first + num_blocks
-            self._counts[run.first + num_blocks] = run.length - num_blocks
+        """Take the first blocks of a free run."""
+        self._remove(run.first)
+        if num_blocks < run.length:
+            self._insert(run.first + num_blocks, run.length - num_blocks)
         self._num_free -= num_blocks
         return Run(run.first, num_blocks)
 
@@ -149,17 +149,27 @@ class BlockAllocator:
         self._num_free += run.length
         first, end = run
         end += first
+        if end in self._counts:
+            end += self._remove(end)
         index = bisect_left(self._starts, first)
-        if index < len(self._starts) and self._starts[index] == end:
-            end += self._counts.pop(end)
-            del self._starts[index]
         if index > 0:
             before = self._starts[index - 1]
             if before + self._counts[before] == first:
-                self._counts[before] = end - before
-                return
-        self._starts.insert(index, first)
-        self._counts[first] = end - first
+                self._remove(before)
+                first = before
+        self._insert(first, end - first)
+
+    def _insert(self, first: int, length: int) -> None:
+        self._counts[first] = length
+        insort(self._starts, first)
+        insort(self._by_length, (length, first))
+
+    def _remove(self, first: int) -> int:
+        """Strike out the free run that starts there; its length."""
+        length = self._counts.pop(first)
+        del self._starts[bisect_left(self._starts, first)]
+        del self._by_length[bisect_left(self._by_length, (length, first))]
+        return length
 
 
 class BlockTable:

@@ -1,5 +1,7 @@
 """The block allocator under random use, and where logical bytes lie in blocks."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,3 +125,24 @@ def test_extents_name_the_bytes_of_the_concatenated_blocks(
 def test_runs_that_cannot_hold_the_bytes_are_refused(runs: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match=r"block table|bytes in blocks"):
         BlockTable(runs, 8, 9)
+
+
+def test_a_block_costs_the_same_however_many_runs_are_free() -> None:
+    """Going through all free runs for each block, this takes a minute."""
+    allocator = BlockAllocator(200_000)
+    allocator.allocate(200_000)
+    for first in range(0, 200_000, 2):
+        allocator.free([Run(first, 1)])
+    begin_s = time.thread_time()
+    for _ in range(1000):
+        [taken] = allocator.allocate(1)
+        allocator.free([taken])
+    assert time.thread_time() - begin_s < 2.0
+
+
+def test_of_runs_of_one_length_the_first_is_used() -> None:
+    allocator = BlockAllocator(9)
+    allocator.allocate(9)
+    allocator.free([Run(0, 2), Run(3, 2), Run(6, 3)])
+    assert allocator.allocate(2) == [Run(0, 2)]
+    assert allocator.allocate(5) == [Run(3, 2), Run(6, 3)]
