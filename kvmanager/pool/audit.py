@@ -72,6 +72,10 @@ def check_uses(
                     assert part in fills.waiting[base.node.key]
                     assert not base.is_present
     assert not num_pins, "something is pinned that is not here"
+    pinned = {part for held in pins.values() for _, part in held if part.runs}
+    assert books.pinned_blocks == sum(part.num_blocks for part in pinned)
+    assert books.pinned_bytes == sum(part.nbytes for part in pinned)
+    assert fills.num_blocks == sum(filling.num_blocks for filling in fillings)
     owned = [block for run in runs for block in range(run.first, run.end)]
     assert len(owned) == len(set(owned)) == books.num_blocks, "a block is owned twice, or lost"
     free = {block for run in books.allocator.free_runs() for block in _blocks(run)}

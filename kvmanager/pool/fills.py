@@ -24,12 +24,9 @@ class Fills:
         """By the key of a block whose KV is being filled: what stands on it and was filled too.
 
         Some of it may be over already."""
-        self._books = books
-
-    def num_blocks(self) -> int:
+        self.num_blocks = 0
         """Arena blocks that some writer may be at."""
-        fillings = (filling for fill in self.unwritten.values() for filling in fill.values())
-        return sum(run.length for filling in fillings for run in filling.runs)
+        self._books = books
 
     def start(
         self, fill_id: int, parts: Mapping[BlockPart, Part], runs: Sequence[tuple[Run, ...]]
@@ -38,6 +35,7 @@ class Fills:
         fill = self.unwritten[fill_id] = {}
         for (at, part), piece in zip(parts.items(), runs, strict=True):
             fill[at] = part.filling = Filling(part, piece)
+            self.num_blocks += part.num_blocks
             if not part.is_kv:
                 part.node.num_needs += 1
             base = part.node.base(part.number)
@@ -47,6 +45,7 @@ class Fills:
     def commit(self, fill_id: int, at: BlockPart, now_s: float) -> bool:
         """See `HybridPool.commit`."""
         filling = self.unwritten[fill_id].pop(at)
+        self.num_blocks -= filling.num_blocks
         part = filling.part
         if part is None:
             self._books.free(filling.runs)
@@ -62,6 +61,7 @@ class Fills:
         """See `HybridPool.abort`."""
         for filling in self.unwritten.pop(fill_id, {}).values():
             part, filling.part = filling.part, None
+            self.num_blocks -= filling.num_blocks
             self._books.free(filling.runs)
             if part is not None:
                 part.filling = None

@@ -63,6 +63,10 @@ class Filling:
     runs: tuple[Run, ...]
     is_written: bool = False
 
+    @property
+    def num_blocks(self) -> int:
+        return sum(run.length for run in self.runs)
+
 
 @dataclass(slots=True, eq=False)
 class Part:

@@ -54,6 +54,9 @@ class PartBooks:
         """Arena blocks held, those being filled included."""
         self.num_present = 0
         """Blocks of prompts with any part in any tier."""
+        self.pinned_blocks = 0
+        self.pinned_bytes = 0
+        """Of what is pinned and in the arena: blocks held, and the parts' own bytes."""
         self.nbytes: Kinds = Counter()
         self.evictions: Kinds = Counter()
         self.to_spill: OrderedDict[Part, None] = OrderedDict()
@@ -154,6 +157,28 @@ class PartBooks:
         if not part.is_kv:
             self._release_need(part.node)
 
+    # ---- pins
+
+    def pin(self, part: Part) -> None:
+        """One pin more holds the part, which is present."""
+        part.num_pins += 1
+        if part.num_pins > 1:
+            return
+        if not part.is_kv:
+            part.node.num_needs += 1
+        if part.runs:
+            self._count_pinned(part, 1)
+
+    def unpin(self, part: Part) -> None:
+        """One pin less holds it."""
+        part.num_pins -= 1
+        if part.num_pins:
+            return
+        if part.runs:
+            self._count_pinned(part, -1)
+        self.unneeded_by(part)
+        self.offer(part)
+
     # ---- copies that come and go
 
     def arrive(self, part: Part, tier: Tier, runs: tuple[Run, ...] = ()) -> None:
@@ -165,6 +190,8 @@ class PartBooks:
         if tier is Tier.ARENA:
             part.runs = runs
             node.in_arena |= 1 << part.number
+            if part.num_pins:
+                self._count_pinned(part, 1)
             self.wants_spill(part)
         else:
             part.on_ssd = True
@@ -331,6 +358,10 @@ class PartBooks:
                     assert part in self._ssd_queue
 
     # ---- within
+
+    def _count_pinned(self, part: Part, sign: int) -> None:
+        self.pinned_blocks += sign * part.num_blocks
+        self.pinned_bytes += sign * part.nbytes
 
     def _may_leave_arena(self, part: Part) -> bool:
         if not part.runs or part.num_pins:

@@ -143,9 +143,7 @@ class HybridPool:
         for _, part in held:
             part.last_used = self._num_uses
             part.num_hits += not part.is_kv
-            part.num_pins += 1
-            if part.num_pins == 1 and not part.is_kv:
-                part.node.num_needs += 1
+            self._books.pin(part)
             self._books.wants_spill(part)
         pin_id = next(self._ids)
         self._pins[pin_id] = held
@@ -160,10 +158,7 @@ class HybridPool:
     def unpin(self, pin_id: int) -> None:
         """What the pin held may go. Does nothing a second time."""
         for _, part in self._pins.pop(pin_id, ()):
-            part.num_pins -= 1
-            if part.num_pins == 0:
-                self._books.unneeded_by(part)
-                self._books.offer(part)
+            self._books.unpin(part)
         self.drop_lost()
 
     def lookup(self, key: bytes, part: int) -> tuple[Run, ...] | None:
@@ -268,7 +263,8 @@ class HybridPool:
         """
         books = self._books
         free = books.allocator.num_free
-        if free < num_blocks and free + books.num_blocks - self._num_stuck_blocks() < num_blocks:
+        num_stuck = books.pinned_blocks + self._fills.num_blocks
+        if free < num_blocks and free + books.num_blocks - num_stuck < num_blocks:
             return False
         return books.evict_until(lambda: books.allocator.num_free >= num_blocks)
 
@@ -370,14 +366,13 @@ class HybridPool:
 
     def status(self) -> PoolStatus:
         """Sizes and counts now."""
-        pinned = {part for held in self._pins.values() for _, part in held if part.runs}
         books = self._books
         return PoolStatus(
             nbytes=dict(books.nbytes),
             evictions=dict(books.evictions),
             num_blocks=books.num_present,
             num_arena_blocks=books.num_blocks,
-            pinned_bytes=sum(part.nbytes for part in pinned),
+            pinned_bytes=books.pinned_bytes,
         )
 
     def prefixes(self, order: Order, limit: int, now_s: float) -> tuple[list[Prefix], int]:
@@ -446,10 +441,6 @@ class HybridPool:
         """The part, if it is still what `spill` named."""
         found = self._books.part(spill.change.key, spill.change.part)
         return found if found is not None and found.spill_id == spill.spill_id else None
-
-    def _num_stuck_blocks(self) -> int:
-        pinned = {part for held in self._pins.values() for _, part in held if part.runs}
-        return self._fills.num_blocks() + sum(part.num_blocks for part in pinned)
 
     def _restores_on_base(self, geometry: Geometry, change: PoolChange) -> bool:
         if not geometry.has_kv or (change.part == 0 and change.index == 0):
