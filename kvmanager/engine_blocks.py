@@ -11,12 +11,17 @@ which; their hashes mean something once a complete event of another group has na
 Nothing is claimed that might not be there. Dropped are: what hangs on an unknown parent, blocks
 with multimodal inputs or prompt embeddings and all that follow them, prompts with a LoRA adapter
 (events bring its name, our keys also depend on its path), events of other tiers than GPU memory,
-and everything known before a lost event, since a removal may have been among the lost.
+and everything known before a lost event, since a removal may have been among the lost. Prefixes
+beyond `max_blocks` are not learnt while the engine holds all that are known.
+
+What a batch costs depends on the batch, not on how much is known: an agent's event loop waits for
+it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,8 +43,7 @@ SHORT_KEY_BYTES: Final = 8
 MAX_BLOCKS: Final = 1 << 19
 """Engine blocks whose place is remembered, about 400 bytes each."""
 
-_ROOM_AFTER_SHRINKING: Final = 1 / 8
-"""Of `max_blocks`. Looking through all prefixes for fewer would be done again and again."""
+_FREED_PER_BATCH: Final = 4096
 
 BlockBits = tuple[bytes, int]
 """The first 8 bytes of one of our keys, and bit `PartKind` for each kind that is all there."""
@@ -79,12 +83,27 @@ class _Node:
     """A prefix that the engine has named: the tokens after its parent, and which groups hold it.
 
     `key` is our key of the last whole block of ours in the prefix, or the root key. `inside` are
-    the children, if this prefix ends inside a block of ours.
+    the children, if this prefix ends inside a block of ours. A root has no parent; its name
+    is its salt. `is_queued`: it is among those to look at when there is no room.
     """
 
-    __slots__ = ("bits", "end", "held", "inside", "key", "num_children", "parent", "tokens")
+    __slots__ = (
+        "bits",
+        "end",
+        "held",
+        "inside",
+        "is_queued",
+        "key",
+        "name",
+        "num_children",
+        "parent",
+        "tokens",
+    )
 
-    def __init__(self, parent: _Node | None, tokens: bytes, end: int, key: bytes) -> None:
+    def __init__(
+        self, name: EngineHash, parent: _Node | None, tokens: bytes, end: int, key: bytes
+    ) -> None:
+        self.name = name
         self.parent = parent
         self.tokens = tokens
         self.end = end
@@ -92,7 +111,8 @@ class _Node:
         self.held = 0
         self.bits = 0
         self.num_children = 0
-        self.inside: list[_Node] = []
+        self.inside: dict[_Node, None] = {}
+        self.is_queued = False
 
 
 class EngineBlocks:
@@ -105,38 +125,60 @@ class EngineBlocks:
         self._max_blocks = max_blocks
         self._num_groups = Counter(_LAYOUT_KINDS[group.kind] for group in layout.groups)
         self._groups: dict[int, _Group] = {}
-        self._roots: dict[str, _Node] = {}
+        self._roots: dict[EngineHash, _Node] = {}
+        """By their salts."""
         self._nodes: dict[EngineHash, _Node] = {}
+        self._told: dict[_Node, None] = {}
+        """The ends of our blocks of which anything is held."""
+        self._maybe_idle: deque[_Node] = deque()
+        """What nobody may hold any more, each node once; the longest ago first."""
+        self._cleared: list[dict[EngineHash, _Node]] = []
+        """What was known before, to be freed little by little."""
 
     @property
     def num_blocks(self) -> int:
         """Engine blocks whose place is known, held or not."""
         return len(self._nodes)
 
-    def apply(self, batch: EventBatch) -> list[BlockBits]:
-        """The keys whose bits changed, each with what is held of it now."""
-        stored = [event for event in batch.events if isinstance(event, BlockStored)]
+    def apply(self, batch: EventBatch) -> Iterator[BlockBits]:
+        """The keys whose bits changed, each with what is held of it now; later ones count."""
+        self._free_some()
+        changes: list[Iterator[BlockBits]] = []
+        events: list[BlockStored | BlockRemoved] = []
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                changes.append(self.clear())
+                events.clear()
+            else:
+                events.append(event)
+        changes.append(iter(self._applied(events)))
+        return itertools.chain.from_iterable(changes)
+
+    def _applied(self, events: Sequence[BlockStored | BlockRemoved]) -> list[BlockBits]:
+        stored = [event for event in events if isinstance(event, BlockStored)]
         # A group that leaves blocks out may come before the one that names them all.
         repeated = {id(event) for event in stored if self._is_repeated(event)}
         for fresh in stored:
             self._learn(fresh)
         touched: set[_Node] = set()
-        for event in batch.events:
+        for event in events:
             match event:
                 case BlockStored():
                     touched |= self._store(event, is_repeated=id(event) in repeated)
                 case BlockRemoved():
                     touched |= self._remove(event)
-                case AllBlocksCleared():
-                    touched |= self._drop_all()
-        changes = self._judge(touched)
-        if len(self._nodes) > self._max_blocks:
-            changes += self._shrink()
-        return changes
+        return self._judge(touched)
 
-    def clear(self) -> list[BlockBits]:
-        """Nothing is known to be held any more; the keys that were, with 0."""
-        return self._judge(self._drop_all())
+    def clear(self) -> Iterator[BlockBits]:
+        """Forget everything at once; the keys of which something was held, with 0.
+
+        Many, perhaps: the caller may take them in steps.
+        """
+        told, self._told = self._told, {}
+        self._cleared.append(self._nodes)
+        self._nodes, self._roots = {}, {}
+        self._maybe_idle = deque()
+        return ((end.key[:SHORT_KEY_BYTES], 0) for end in told)
 
     # ---- which prefix a hash names
 
@@ -161,16 +203,26 @@ class EngineBlocks:
         salt = _salt(event)
         if salt is None or event.lora_name:
             return None
-        if salt not in self._roots:
-            self._roots[salt] = _Node(None, b"", 0, root_key(self._namespace, tenant=salt))
-        return self._roots[salt]
+        name = salt.encode()
+        if name not in self._roots:
+            key = root_key(self._namespace, tenant=salt)
+            self._roots[name] = _Node(name, None, b"", 0, key)
+        return self._roots[name]
 
     def _enter(self, name: EngineHash, parent: _Node, tokens: bytes) -> _Node | None:
         node = self._nodes.get(name)
         end = parent.end + len(tokens) // 4
         if node is None:
-            node = self._nodes[name] = _Node(parent, tokens, end, self._key(parent, tokens))
+            parent.num_children += 1  # it must not be forgotten now
+            is_room = self._is_room()
+            parent.num_children -= 1
+            if not is_room:
+                self._maybe_forget(parent)
+                return None
+            key = self._key(parent, tokens)
+            node = self._nodes[name] = _Node(name, parent, tokens, end, key)
             self._adopt(parent, node)
+            self._maybe_forget(node)
         elif node.end != end:  # two prefixes with one hash: neither can be told from the other
             return None
         elif node.parent is not parent and len(tokens) < len(node.tokens):
@@ -183,14 +235,16 @@ class EngineBlocks:
     def _adopt(self, parent: _Node, node: _Node) -> None:
         parent.num_children += 1
         if parent.end % self._block_tokens:
-            parent.inside.append(node)
+            parent.inside[node] = None
 
     def _orphan(self, node: _Node) -> None:
         parent = node.parent
         if parent is not None:
             parent.num_children -= 1
             if parent.end % self._block_tokens:
-                parent.inside.remove(node)
+                del parent.inside[node]
+            if not parent.num_children:
+                self._maybe_forget(parent)
 
     def _key(self, parent: _Node, tokens: bytes) -> bytes:
         """Our key of the last whole block of ours in parent + tokens."""
@@ -236,13 +290,8 @@ class EngineBlocks:
         nodes = set(self._known(event.block_hashes))
         for node in nodes:
             node.held &= ~gone
+            self._maybe_forget(node)
         return nodes
-
-    def _drop_all(self) -> set[_Node]:
-        held = {node for node in self._nodes.values() if node.held or node.bits}
-        for node in held:
-            node.held = 0
-        return held
 
     def _known(self, names: Iterable[EngineHash]) -> Iterator[_Node]:
         return (self._nodes[name] for name in names if name in self._nodes)
@@ -266,9 +315,15 @@ class EngineBlocks:
         changes = []
         for end in ends:
             bits = self._bits(end)
-            if bits != end.bits:
-                end.bits = bits
-                changes.append((end.key[:SHORT_KEY_BYTES], bits))
+            if bits == end.bits:
+                continue
+            end.bits = bits
+            changes.append((end.key[:SHORT_KEY_BYTES], bits))
+            if bits:
+                self._told[end] = None
+            else:
+                del self._told[end]
+                self._maybe_forget(end)
         return changes
 
     def _ends(self, node: _Node) -> Iterator[_Node]:
@@ -318,26 +373,41 @@ class EngineBlocks:
 
     # ---- bounds
 
-    def _shrink(self) -> list[BlockBits]:
-        """Forget prefixes that nobody holds and nothing continues; if need be, everything."""
-        parents: set[_Node] = set()
-        for name, node in reversed(list(self._nodes.items())):
-            if node.held or node.bits or node.num_children:
-                continue
-            del self._nodes[name]
-            if node.parent is not None:
-                node.parent.num_children -= 1
-                parents.add(node.parent)
-                node.parent = None
-        for parent in parents:
-            parent.inside = [node for node in parent.inside if node.parent is parent]
-        self._roots = {salt: root for salt, root in self._roots.items() if root.num_children}
-        if len(self._nodes) <= (1 - _ROOM_AFTER_SHRINKING) * self._max_blocks:
-            return []
-        changes = self.clear()
-        self._nodes.clear()
-        self._roots.clear()
-        return changes
+    def _is_room(self) -> bool:
+        """Whether one more prefix may be remembered, after forgetting one if there are too many."""
+        while len(self._nodes) >= self._max_blocks and self._maybe_idle:
+            self._forget_if_idle(self._maybe_idle.popleft())
+        return len(self._nodes) < self._max_blocks
+
+    def _maybe_forget(self, node: _Node) -> None:
+        """Remember to look at the node when there is no room."""
+        if not node.is_queued and node.parent is not None:
+            node.is_queued = True
+            self._maybe_idle.append(node)
+
+    def _forget_if_idle(self, node: _Node) -> None:
+        """Forget a prefix that nobody holds and nothing continues."""
+        node.is_queued = False
+        parent = node.parent
+        if node.held or node.bits or node.num_children or parent is None:
+            return  # it is queued again when that has changed
+        del self._nodes[node.name]
+        self._orphan(node)
+        node.parent = None
+        if parent.parent is None and not parent.num_children:
+            del self._roots[parent.name]
+
+    def _free_some(self) -> None:
+        """Let some of what was cleared go: to free all of it at once takes a while."""
+        left = _FREED_PER_BATCH
+        while self._cleared and left:
+            nodes = self._cleared[-1]
+            num_freed = min(len(nodes), left)
+            for _ in range(num_freed):
+                nodes.popitem()  # the last comes after those that it continues
+            left -= num_freed
+            if not nodes:
+                self._cleared.pop()
 
 
 class MergedBlocks:
@@ -358,10 +428,10 @@ class MergedBlocks:
             merged.append((key, self._bits(key)))
         return merged
 
-    def left(self, instance: str) -> list[BlockBits]:
-        """The engine is gone: what is left of the blocks that it held."""
+    def left(self, instance: str) -> Iterator[BlockBits]:
+        """The engine is gone: what is left of the blocks that it held, as each is taken."""
         gone = self._held.pop(instance, {})
-        return [(key, self._bits(key)) for key in gone]
+        return ((key, self._bits(key)) for key in gone)
 
     def _bits(self, key: bytes) -> int:
         bits = 0
