@@ -188,7 +188,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     `placement` says which window tails and states are worth keeping; None: the agent has no prefix
     cache, or none for this engine. `last_attempt`: outboxes up to it were opened before this
-    connection, which may not fill them and does not hear how they end.
+    connection, which may not fill them and does not hear how they end. `grace_s`: when the agent
+    loses the connection that owns a landing or cached blocks, it keeps their bytes for so long.
     """
 
     arena_epoch: str
@@ -197,6 +198,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     block_bytes: int
     placement: StatePlacement | None = None
     last_attempt: int = 0
+    grace_s: float = 0.0
     version: int = PROTOCOL_VERSION
 
 

@@ -306,6 +306,8 @@ class NodeAgent:
             arena.block_bytes,
             self._join_cache(peer, hello),
             self.table.last_attempt,
+            # An engine hears of a lost connection a little later than we.
+            self.config.drain_s / 2,
         )
 
     def _join_cache(self, peer: EnginePeer, hello: Hello) -> StatePlacement | None:

@@ -160,7 +160,8 @@ class Landings:
         blocks = tuple(
             self._blocks(index, table, ref, first_token) for index, table in enumerate(tables)
         )
-        return LoadStep(request_id, ref, blocks, self._base(consumer, tables, first_token))
+        base = self._base(consumer, tables, first_token)
+        return LoadStep(request_id, time.monotonic(), ref, blocks, base)
 
     def _blocks(
         self, group_index: int, table: list[int], ref: TransferRef, first_token: int

@@ -108,12 +108,15 @@ class LoadStep:
     """A request whose KVCache is to be copied into the engine's pages: from a landing, from the
     prefix cache, or from both. From neither: it could not be planned and counts as failed.
 
+    given_s: the agent kept the source for this engine at this time (CLOCK_MONOTONIC, which all
+        processes of a host share).
     blocks: for each group, the block ids of the last `len(blocks[g])` pages of
         `group.pages(num_tokens, cached_tokens)`; the pages before them are in the engine's own
         prefix cache.
     """
 
     request_id: str
+    given_s: float
     ref: TransferRef | None = None
     blocks: tuple[list[int], ...] = ()
     cached: CachedParts | None = None

@@ -241,7 +241,7 @@ class SchedulerSide:
         step = self._landings.load(request.request_id, tables, num_external_tokens)
         if step is None:
             cached = self._cache.load(request, tables, num_external_tokens)
-            step = LoadStep(request.request_id, cached=cached)
+            step = LoadStep(request.request_id, time.monotonic(), cached=cached)
         self._loads.append(step)
 
     def _state_index(self, group_index: int, computed_tokens: int) -> int:

@@ -15,6 +15,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -78,6 +79,7 @@ class WorkerSide:
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
+        self._grace_s = 0.0  # for how long the agent keeps what a lost connection owned
         # What takes long, or must not be done by the thread that ends copies.
         self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
@@ -114,6 +116,7 @@ class WorkerSide:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
         self._access_or_raise.prepare(arena)
         with self._sending:
+            self._grace_s = welcome.grace_s
             self._may_begin_after = welcome.last_attempt
             self._lost.clear()
         self._cache.on_connected()
@@ -298,6 +301,9 @@ class WorkerSide:
             self._cache.load(step.cached)
         if step.ref is not None:
             self._load_landing(step, step.ref)
+        # The source belongs to the scheduler's connection, whose loss this worker does not see.
+        if time.monotonic() > step.given_s + self._grace_s:
+            raise StaleArenaError(f"the load was over only after {self._grace_s:g} s")
 
     def _load_landing(self, step: LoadStep, ref: TransferRef) -> None:
         space, copier = self._space(ref)

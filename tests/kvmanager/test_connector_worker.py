@@ -1,5 +1,6 @@
 """The connector's worker half: which outboxes it fills, and what it tells the agent about them."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ from kvmanager.agent.protocol import Welcome
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.vllm_connector import worker as module
-from kvmanager.vllm_connector.metadata import EndedSend, PrfaasMetadata, SendStep, TransferRef
+from kvmanager.vllm_connector.metadata import (
+    EndedSend,
+    LoadStep,
+    PrfaasMetadata,
+    SendStep,
+    TransferRef,
+)
 from kvmanager.vllm_connector.pages import LayerPages
 from kvmanager.vllm_connector.worker import WorkerSide
 
@@ -22,6 +29,7 @@ LAYOUT = KVLayout(
 TID = bytes(range(16))
 NUM_TOKENS = 32
 """Two pages, which two steps of 16 tokens compute."""
+GRACE_S = 15.0
 
 
 class RecordingClient:
@@ -81,6 +89,7 @@ class Engine:
             arena.nbytes,
             arena.block_bytes,
             last_attempt=last_attempt,
+            grace_s=GRACE_S,
         )
         self.client.arena = arena
         self.side.on_connected(welcome, arena)
@@ -234,3 +243,17 @@ def test_a_copy_that_fails_late_ends_the_transfer_instead_of_announcing_it(
     ]
     engine.step(5, 32)
     assert len(copier.done) == 1
+
+
+@pytest.mark.parametrize(("age_s", "fails"), [(0.0, False), (GRACE_S + 1, True)])
+def test_a_load_that_ends_too_late_is_not_trusted(
+    engine: Engine, age_s: float, fails: bool
+) -> None:
+    """The scheduler's connection may be lost meanwhile, and the memory be another transfer's."""
+    ref = TransferRef(TID, NUM_TOKENS, engine.arena.epoch, ((0, 1),))
+    load = LoadStep("r1", time.monotonic() - age_s, ref, ([1, 2],))
+    engine.side.start_step(PrfaasMetadata(loads=[load]))
+    engine.side.close()  # its threads have done what they were given
+    results = engine.side.transfer_results()
+    assert results.finished_recving == {"r1"}
+    assert bool(results.failed_recving) is fails
