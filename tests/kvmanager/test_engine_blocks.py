@@ -1,3 +1,4 @@
+import gc
 import random
 import time
 from collections.abc import Iterable
@@ -285,27 +286,33 @@ def test_a_prompt_that_goes_on_is_not_forgotten_to_make_room_for_its_next_block(
     assert engine.held == {keys([5] * 64)[0]: KV}, "from its end the old prompt has made room"
 
 
-def test_no_batch_pays_for_what_is_known_already() -> None:
-    """With 100,000 engine blocks known, going through all of them takes some 200 ms."""
-    engine = EngineBlocks(FULL, NAMESPACE, max_blocks=20_000)
-    names = [number.to_bytes(8, "big") for number in range(40_000)]
-    longest_s = 0.0
-    for start in range(0, len(names), 128):
-        stored_names = names[start : start + 128]
+def seconds_of_batches(num_blocks: int, max_blocks: int) -> list[float]:
+    """What each batch took that stores 128 engine blocks and drops them again."""
+    engine = EngineBlocks(FULL, NAMESPACE, max_blocks=max_blocks)
+    took_s = []
+    for start in range(0, num_blocks, 128):
+        names: list[bytes | int] = [start + number for number in range(128)]
         event = BlockStored(
-            block_hashes=list(stored_names),
+            block_hashes=names,
             parent_block_hash=None,
-            token_ids=[start] * (16 * len(stored_names)),
+            token_ids=[start] * (16 * len(names)),
             block_size=16,
             group_idx=0,
             kv_cache_spec_kind="full_attention",
         )
         begin_s = time.thread_time()
-        engine.apply(batch(event))
-        engine.apply(batch(BlockRemoved(list(stored_names), group_idx=0)))
-        longest_s = max(longest_s, time.thread_time() - begin_s)
-        assert engine.num_blocks <= 20_000
-    assert longest_s < 0.02
+        engine.apply(batch(event, BlockRemoved(names, group_idx=0)))
+        took_s.append(time.thread_time() - begin_s)
+        assert engine.num_blocks <= max_blocks
+    return took_s
+
+
+def test_no_batch_pays_for_what_is_known_already() -> None:
+    """Going through 40,000 known blocks takes 80 ms; what else a machine does hits any batch."""
+    gc.disable()
+    runs = [seconds_of_batches(45_000, 40_000) for _ in range(3)]
+    gc.enable()
+    assert max(map(min, zip(*runs, strict=True))) < 0.03
 
 
 def test_clearing_hands_out_what_was_held_bit_by_bit() -> None:
