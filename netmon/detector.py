@@ -132,11 +132,11 @@ class CongestionDetector:
         """When the condition last changed, or the first estimate was seen."""
         self.reference_bytes_per_s = 0.0
         """What the link carried in the last minutes when it carried most."""
-        self._referred_s = 0.0
+        self._referred_s: float  # from the first estimate on
         self._backlogs_s: deque[float] = deque(maxlen=self._config.num_growing + 1)
         self._levels: deque[Condition] = deque(maxlen=self._config.num_confirming)
         self._calm_since_s: float | None = None  # below the present condition, by the margin
-        self._seen_s = 0.0
+        self._seen_s: float  # from the first estimate on
 
     def observe(self, estimate: LinkEstimate, now_s: float) -> Change | None:
         """The change that this estimate brings about, None for none."""
@@ -219,7 +219,7 @@ class CongestionDetector:
     def _signs(self, estimate: LinkEstimate) -> Iterator[Sign]:
         config = self._config
         reference = self.reference_bytes_per_s
-        if self._is_evidence(estimate) and reference > 0:
+        if reference and self._is_evidence(estimate):
             rate = estimate.available_bytes_per_s
             text = f"carries {_mbit(rate)} of {_mbit(reference)} Mbit/s"
             yield Sign("rate", 1 - rate / reference, config.rate_drop, text)

@@ -176,7 +176,6 @@ def test_a_decision_tells_every_part_of_its_prediction_to_a_tenth_of_a_milliseco
         region(replace(cluster, threshold_tokens=10_000.6), local=home, decode=full),
         local_cached_tokens=30_000,
     )
-    assert found.cache_from == "pd"
     assert found.predicted is found.remote
     assert dict(found.numbers) == {
         "prompt_tokens": 70_000,
@@ -200,7 +199,7 @@ def test_a_decision_over_an_unmeasured_link_tells_nothing_of_the_link() -> None:
     view = region(far(link=replace(GOOD_LINK, available_bytes_per_s=None)))
     found = routed(20_000, view, is_exact=False, prefill_cached_tokens={"far": 4000})
     assert dict(found.numbers) == {
-        "prompt_tokens_at_most": 20_000,
+        "prompt_tokens_about": 20_000,
         "cached_tokens": 4000,
         "uncached_tokens": 16_000,
         "local_uncached_tokens": 20_000,

@@ -1,0 +1,252 @@
+"""What can be had for one request: exact room, ages and rates, and when moving a cache pays."""
+
+from dataclasses import replace
+
+import pytest
+from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
+
+from scheduler.profiles import KvProfile, PrefillProfile
+from scheduler.route_candidates import (
+    Candidate,
+    RouteConfig,
+    has_landing_room,
+    is_abundant,
+    local_candidate,
+    obstacle,
+    remote_candidate,
+    wire_bytes,
+)
+from scheduler.routing import HAND_OFF, ONE_ENGINE, Reason, RequestShape
+from scheduler.views import ClusterView, DecodeView, LinkCondition, LinkView, RegionSnapshot
+
+KV = KvProfile(fixed_bytes=1000.0, token_bytes=100.0)
+BY_TOKEN = PrefillProfile((0.0,), ((0.0, 0.0078125, 0.0),))  # 128 tokens/s, exact in binary
+NO_STEP = DecodeView(slots_total=1)
+
+
+def config(**fields: object) -> RouteConfig:
+    return RouteConfig(kv=KV, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("age_s", "taken_s", "now_s"), [(5.0, 0.0, 0.0), (2.0, 7.0, 10.0)])
+def test_a_link_is_stale_when_it_was_looked_at_longer_ago_than_allowed(
+    age_s: float, taken_s: float, now_s: float
+) -> None:
+    cluster = far(link=replace(GOOD_LINK, age_s=age_s))
+    view = replace(region(cluster), taken_s=taken_s)
+    assert obstacle(prompt(100), cluster, view, CONFIG, now_s) is None
+    assert obstacle(prompt(100), cluster, view, CONFIG, now_s + 0.01) is Reason.LINK_STALE
+
+
+def test_room_is_enough_when_exactly_what_is_sent_fits() -> None:
+    size = 1000 + 100 * 50
+
+    def fits(free_bytes: int | None, **fields: object) -> bool:
+        return has_landing_room(prompt(50, **fields), region(landing_free_bytes=free_bytes), KV)
+
+    assert (fits(size), fits(size - 1), fits(None)) == (True, False, True)
+    assert (fits(777, transfer_bytes=777), fits(776, transfer_bytes=777)) == (True, False)
+
+
+def test_a_full_host_has_no_room_even_for_nothing() -> None:
+    nothing = prompt(50, transfer_bytes=0)
+    assert not has_landing_room(nothing, region(landing_free_bytes=0), KV)
+    assert has_landing_room(nothing, region(landing_free_bytes=1), KV)
+
+
+def test_what_is_sent_is_what_the_landing_node_lacks() -> None:
+    assert wire_bytes(prompt(50), KV) == (5000.0, 1000.0)
+    assert wire_bytes(prompt(50, landing_cached_tokens=20), KV) == (3000.0, 1000.0)
+    assert wire_bytes(prompt(50, landing_cached_tokens=50), KV) == (0.0, 1000.0)
+    assert wire_bytes(prompt(50, landing_cached_tokens=60), KV) == (0.0, 1000.0)
+
+
+def test_a_size_that_is_known_counts_and_its_fixed_part_goes_last() -> None:
+    assert wire_bytes(prompt(50, transfer_bytes=1700), KV) == (700.0, 1000.0)
+    assert wire_bytes(prompt(50, transfer_bytes=400), KV) == (0.0, 400.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["margin_s", "margin_share", "hand_off_tokens", "min_move_saving_s"]
+)
+def test_a_margin_may_be_nothing_but_not_negative(name: str) -> None:
+    assert getattr(config(**{name: 0}), name) == 0
+    with pytest.raises(ValueError, match=f"{name} is -0.5; it must not be negative"):
+        config(**{name: -0.5})
+
+
+@pytest.mark.parametrize("name", ["max_link_age_s", "max_tail_s", "abundance"])
+def test_a_limit_may_be_small_but_not_nothing(name: str) -> None:
+    assert getattr(config(**{name: 0.5}), name) == 0.5
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be above 0"):
+        config(**{name: 0})
+
+
+# ---- abundance: 2 instances emit 2 * (1000 + 100 * 128) bytes in 1 s; 1.25 times that is 34,500.
+
+
+def abundant(link: LinkView | None, **fields: object) -> bool:
+    return is_abundant(prompt(128, **fields), far(link=link, prefill=BY_TOKEN), config())
+
+
+def test_a_link_is_abundant_from_a_quarter_more_than_its_cluster_emits() -> None:
+    assert abundant(LinkView(available_bytes_per_s=34_500.0))
+    assert not abundant(LinkView(available_bytes_per_s=34_499.0))
+
+
+def test_a_prompt_that_is_computed_sooner_needs_a_faster_link() -> None:
+    """64 of 128 tokens are cached: the same bytes are emitted in half a second."""
+    half = {"prefill_cached_tokens": {"far": 64}}
+    assert abundant(LinkView(available_bytes_per_s=69_000.0), **half)
+    assert not abundant(LinkView(available_bytes_per_s=68_999.0), **half)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        None,
+        LinkView(),
+        LinkView(available_bytes_per_s=0.0),
+        LinkView(available_bytes_per_s=1e9, state=LinkCondition.RISING),
+        LinkView(state=LinkCondition.RISING),
+    ],
+)
+def test_a_link_that_is_not_clear_or_not_measured_is_not_abundant(link: LinkView | None) -> None:
+    assert not abundant(link)
+
+
+# ---- moves: prefill 1 s per 128 tokens, the move of 64 tokens 7400 bytes.
+
+SECONDS_FOR_64 = 7400 / 1e6
+WIDE = LinkView(available_bytes_per_s=1e6)
+
+
+def locally(request: RequestShape, view: RegionSnapshot, **fields: object) -> Candidate:
+    return local_candidate(request, view, config(**fields), list(view.prefill_clusters))
+
+
+def home(*clusters: ClusterView) -> RegionSnapshot:
+    return region(*clusters, local=near(prefill=BY_TOKEN), decode=NO_STEP)
+
+
+def wide(name: str = "far", **fields: object) -> ClusterView:
+    return far(name, **({"link": WIDE, "prefill": BY_TOKEN} | fields))  # type: ignore[arg-type]
+
+
+def test_a_longer_prefix_comes_home_and_the_prefill_waits_for_it() -> None:
+    shape = prompt(256, local_cached_tokens=64, prefill_cached_tokens={"far": 128})
+    found = locally(shape, home(wide()))
+    assert (found.target, found.cache_from, found.cached_tokens) == (HAND_OFF, "far", 128)
+    assert found.prediction.move_s == pytest.approx(SECONDS_FOR_64)
+    assert found.prediction.prefill_s == 1.0
+    distant = locally(shape, home(wide(link=replace(WIDE, rtt_s=0.01, backlog_bytes=1e4))))
+    assert distant.prediction.move_s == pytest.approx(SECONDS_FOR_64 + 0.01 + 4 * 0.01)
+
+
+def test_the_best_prefix_of_any_cluster_is_moved() -> None:
+    shape = prompt(512, prefill_cached_tokens={"b": 128, "c": 384, "d": 256})
+    found = locally(shape, home(wide("a"), wide("b"), wide("c"), wide("d")))
+    assert (found.cache_from, found.cached_tokens) == ("c", 384)
+    worse_link = LinkView(available_bytes_per_s=1e6, state=LinkCondition.RISING)
+    found = locally(shape, home(wide("b"), wide("c", link=worse_link), wide("d")))
+    assert (found.cache_from, found.cached_tokens) == ("d", 256)
+
+
+def test_a_prefix_no_longer_than_the_own_one_is_left() -> None:
+    """Whatever the settings: moving it would not even be asked about."""
+    shape = prompt(512, local_cached_tokens=128, prefill_cached_tokens={"far": 128})
+    found = locally(shape, home(wide()), min_move_saving_s=0.0)
+    assert (found.cache_from, found.cached_tokens) == (None, 128)
+
+
+def test_a_cluster_of_which_no_cache_is_known_has_none() -> None:
+    free = KvProfile(fixed_bytes=0.0, token_bytes=0.0)
+    view = home(wide())
+    settings = RouteConfig(kv=free, min_move_saving_s=0.0)
+    found = local_candidate(prompt(512), view, settings, list(view.prefill_clusters))
+    assert (found.cache_from, found.cached_tokens) == (None, 0)
+
+
+def saving(min_move_saving_s: float, *, is_back: bool) -> str | None:
+    """Where 128 of 256 tokens come from when the move takes exactly 0.5 s and saves 1 s."""
+    kv = KvProfile(fixed_bytes=0.0, token_bytes=1e6)
+    link = LinkView(available_bytes_per_s=2.56e8)
+    settings = RouteConfig(kv=kv, min_move_saving_s=min_move_saving_s, abundance=1e-9)
+    if is_back:
+        cluster = far(link=replace(link, available_bytes_per_s=1e30), link_back=link)
+        view = home(replace(cluster, prefill=BY_TOKEN))
+        shape = prompt(256, local_cached_tokens=128, landing_cached_tokens=256)
+        return remote_candidate(shape, view.prefill_clusters[0], view, settings).cache_from
+    view = home(wide(link=link))
+    shape = prompt(256, prefill_cached_tokens={"far": 128})
+    return local_candidate(shape, view, settings, list(view.prefill_clusters)).cache_from
+
+
+def test_a_move_is_made_when_it_saves_exactly_the_least_that_it_must() -> None:
+    assert saving(0.5, is_back=False) == "far"
+    assert saving(0.5001, is_back=False) is None
+    assert saving(0.5, is_back=True) == "pd"
+    assert saving(0.5001, is_back=True) is None
+
+
+def away(shape: RequestShape, cluster: ClusterView, **fields: object) -> Candidate:
+    return remote_candidate(shape, cluster, home(cluster), config(**fields))
+
+
+def test_a_longer_prefix_goes_to_the_prefill_cluster_over_the_way_back() -> None:
+    shape = prompt(256, local_cached_tokens=128, prefill_cached_tokens={"far": 64})
+    found = away(shape, wide(link_back=WIDE))
+    assert (found.target, found.cache_from, found.cached_tokens) == ("far", "pd", 128)
+    assert found.prediction.move_s == pytest.approx(SECONDS_FOR_64)
+    assert found.prediction.prefill_s == 1.0
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        wide(link_back=None),
+        wide(link_back=LinkView()),
+        wide(link_back=replace(WIDE, state=LinkCondition.RISING)),
+        wide(link_back=WIDE, link=LinkView(available_bytes_per_s=1000.0)),
+        wide(link_back=WIDE, link=replace(WIDE, state=LinkCondition.CONGESTED)),
+    ],
+)
+def test_no_cache_goes_over_a_way_back_that_is_missing_busy_or_scarce(cluster: ClusterView) -> None:
+    shape = prompt(256, local_cached_tokens=128, prefill_cached_tokens={"far": 64})
+    found = away(shape, cluster, min_move_saving_s=0.0)
+    assert (found.target, found.cache_from, found.cached_tokens) == ("far", None, 64)
+
+
+def test_equal_prefixes_stay_where_they_are() -> None:
+    shape = prompt(256, local_cached_tokens=64, prefill_cached_tokens={"far": 64})
+    found = away(shape, wide(link_back=WIDE), min_move_saving_s=0.0)
+    assert (found.cache_from, found.cached_tokens) == (None, 64)
+
+
+def test_a_cluster_without_a_prefix_computes_everything() -> None:
+    found = away(prompt(256), wide())
+    assert (found.cached_tokens, found.prediction.prefill_s) == (0, 2.0)
+
+
+def test_cached_tokens_beyond_the_prompt_do_not_count() -> None:
+    assert away(prompt(100, prefill_cached_tokens={"far": 900}), wide()).cached_tokens == 100
+    assert locally(prompt(100, local_cached_tokens=900), home()).cached_tokens == 100
+
+
+# ---- the PD cluster's own place
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"is_healthy": False},
+        {"num_queued": 1, "max_queued": 1},
+        {"instances": instances(0.0, is_usable=False)},
+    ],
+)
+def test_prefill_instances_that_cannot_be_used_leave_it_to_one_engine(
+    fields: dict[str, object],
+) -> None:
+    view = region(local=near(**fields), engines=near())
+    assert locally(prompt(100), view).target == ONE_ENGINE
+    assert locally(prompt(100), region(local=near(), engines=near())).target == HAND_OFF
