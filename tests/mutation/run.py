@@ -14,7 +14,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -162,10 +162,11 @@ def measure(
     return Tests(report["tests"]), [*report["others"], *kept]
 
 
-def try_all(source: Source, mutants: Sequence[Mutant], tests: Tests, workers: int) -> list[Result]:
-    """Every mutant against the tests that concern it, some at a time."""
+def try_all(
+    source: Source, mutants: Sequence[Mutant], tests: Tests, workers: int
+) -> Iterator[Result]:
+    """Every mutant against the tests that concern it, some at a time; results as they come."""
     excused = _excused(source)
-    results: list[Result] = []
     waiting = list(reversed(mutants))
     running: dict[Run, tuple[Mutant, list[str]]] = {}
     ends_s: dict[Run, float] = {}
@@ -176,10 +177,10 @@ def try_all(source: Source, mutants: Sequence[Mutant], tests: Tests, workers: in
                 names = tests.of(source, mutant)
                 key = (_trimmed(mutant.before), _trimmed(mutant.after))
                 if key in excused:
-                    results.append(_result(source, mutant, "equivalent", names))
+                    yield _result(source, mutant, "equivalent", names)
                     continue
                 if not names:
-                    results.append(_result(source, mutant, "unreached", names))
+                    yield _result(source, mutant, "unreached", names)
                     continue
                 run = forked.start_mutant(source.path, mutant.source, names)
                 usual_s = sum(map(tests.took_s, names))
@@ -189,12 +190,10 @@ def try_all(source: Source, mutants: Sequence[Mutant], tests: Tests, workers: in
                 run, ended = forked.wait_any(ends_s)
                 mutant, names = running.pop(run)
                 del ends_s[run]
-                results.append(_result(source, mutant, _fate(ended), names, ended))
-                _progress(source, results, len(mutants))
+                yield _result(source, mutant, _fate(ended), names, ended)
     finally:
         for run in running:
             run.stop()
-    return sorted(results, key=lambda result: result.line)
 
 
 def _fate(ended: Ended) -> str:
@@ -233,29 +232,22 @@ def _trimmed(text: str) -> str:
     return " ".join(text.split())
 
 
-def _progress(source: Source, results: Sequence[Result], num_mutants: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{source.path} {len(results)}/{num_mutants} ", end="", file=sys.stderr, flush=True)
+def show(result: Result) -> None:
+    """One that was not noticed, as a difference."""
+    told = f"{result.status}, {result.num_tests} tests"
+    print(f"\n{result.file}:{result.line} {result.operator} ({told})")
+    print("\n".join(f"-{line}" for line in result.before.splitlines()))
+    print("\n".join(f"+{line}" for line in result.after.splitlines()), flush=True)
 
 
-def show(results: Sequence[Result]) -> None:
-    """Who was not noticed, as differences, then one line for the file."""
-    for result in results:
-        if result.status in ("survived", "unreached"):
-            told = f"{result.status}, {result.num_tests} tests"
-            print(f"\n{result.file}:{result.line} {result.operator} ({told})")
-            print("\n".join(f"-{line}" for line in result.before.splitlines()))
-            print("\n".join(f"+{line}" for line in result.after.splitlines()))
-
-
-def summary(results: Sequence[Result]) -> str:
+def summary(source: Source, results: Sequence[Result]) -> str:
     count = Counter(result.status for result in results)
     num_noticed = count["killed"] + count["timeout"]
     num_judged = len(results) - count["equivalent"]
     share = f"{num_noticed / num_judged:.1%}" if num_judged else "nothing to judge"
     kinds = ("killed", "timeout", "survived", "unreached", "equivalent")
     told = ", ".join(f"{count[kind]} {kind}" for kind in kinds if count[kind])
-    return f"{results[0].file if results else '?'}: {share} ({told})"
+    return f"{source.path}: {share} ({told})"
 
 
 def _again(mutants: Sequence[Mutant], source: Source, path: str) -> list[Mutant]:
@@ -312,15 +304,19 @@ def main(argv: list[str]) -> int:
             mutants = source.mutants()
             if options.again:
                 mutants = _again(mutants, source, options.again)
-            results = try_all(source, mutants, tests, options.workers)
-            show(results)
-            found += results
-            summaries.append(summary(results))
+            results: list[Result] = []
+            for result in try_all(source, mutants, tests, options.workers):
+                results.append(result)
+                found.append(result)
+                if result.status in ("survived", "unreached"):
+                    show(result)
+            summaries.append(summary(source, results))
             print(f"\n{summaries[-1]}", flush=True)
     except KeyboardInterrupt:
         return 130
     finally:
         if options.json:
+            found.sort(key=lambda result: (result.file, result.line))
             Path(options.json).write_text(json.dumps([asdict(r) for r in found], indent=1))
     if len(summaries) > 1:
         print("\n" + "\n".join(summaries))
