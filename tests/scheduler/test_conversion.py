@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from scheduler.conversion import (
+    MAX_DRAIN_S,
     ConversionConfig,
     ConversionWish,
     Converter,
@@ -135,6 +136,7 @@ def test_an_instance_takes_only_newer_orders() -> None:
     status = RoleStatus("prefill", 4)
     changed = applied(status, RoleChange("decode", 5))
     assert changed == RoleStatus("decode", 5)
+    assert changed.ready
     assert applied(changed, RoleChange("decode", 5)) == changed
     assert applied(changed, RoleChange("prefill", 5)) is None
     assert applied(changed, RoleChange("prefill", 4)) is None
@@ -145,8 +147,35 @@ def test_limits_are_checked() -> None:
         ConversionConfig(drain_limit_s=0)
     with pytest.raises(ValueError, match="drain_limit_s 901 must be above 0 and at most 900"):
         ConversionConfig(drain_limit_s=901)
+    with pytest.raises(ValueError, match="relabel_limit_s 0 must be above 0"):
+        ConversionConfig(relabel_limit_s=0)
     with pytest.raises(ValueError, match="dwell_s -1 not below"):
         ConversionConfig(dwell_s=-1)
+
+
+def test_limits_that_may_be() -> None:
+    ConversionConfig(drain_limit_s=0.5, relabel_limit_s=0.5, dwell_s=0)
+    ConversionConfig(drain_limit_s=MAX_DRAIN_S, relabel_limit_s=MAX_DRAIN_S + 1, dwell_s=0.5)
+
+
+def test_a_cluster_converts_once_in_four_minutes_where_nothing_else_is_said() -> None:
+    converter = Converter()
+    converter.start(TO_DECODE, VIEWS, 0)
+    converter.drained("p1", 0)
+    converter.relabelled("p1", 7, 0)
+    converter.tick(239.9)
+    assert converter.start(TO_DECODE, VIEWS, 239.9).reason == "p1 is dwelling"
+    converter.tick(240)
+    assert converter.start(TO_DECODE, VIEWS, 240).effects
+
+
+def test_without_a_dwell_the_next_conversion_may_begin_at_once() -> None:
+    converter = Converter(ConversionConfig(dwell_s=0))
+    converter.start(TO_DECODE, VIEWS, 0)
+    converter.drained("p1", 1)
+    converter.relabelled("p1", 7, 2)
+    assert converter.tick(2) == ()
+    assert converter.start(TO_DECODE, VIEWS, 2).effects
 
 
 class Cluster(RuleBasedStateMachine):
