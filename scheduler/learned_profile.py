@@ -32,7 +32,8 @@ from scheduler.lengths import Floats
 from scheduler.profiles import PrefillProfile
 
 GUESS: Final = PrefillProfile((0.0,), ((0.0, 1e-3, 0.0),))
-"""1 ms for each token: what is believed of a place of which nothing is known."""
+"""1 ms for each token: what is believed of a place of which nothing is known. The first prefill
+replaces the level."""
 MIN_SEEN: Final = 3
 """Prefills that make a place known."""
 _POSSIBLE_S: Final = (1e-6, 1e6)
@@ -44,6 +45,9 @@ _BEND: Final = 0.4
 _PRIOR_ERROR: Final = 2.0
 """By how much of itself a prior may be off as a whole: rather that than a bend."""
 _LEAST_RIDGE: Final = 1e-9
+_EARLY_VARIANCE: Final = 0.3
+"""Over the square of the number of prefills: two or three lie on some curve however they scatter,
+so that what is left of their errors says nothing yet."""
 _NUM_LATEST: Final = 24
 _NUM_ERRORS: Final = 32
 _CLEAR: Final = 3.5
@@ -74,6 +78,7 @@ class LearnedProfile:
         self._end = 0
         self._num_seen = 0
         self._found = np.array([1.0, 0.0, 0.0, 0.0])
+        self._first: list[tuple[int, int, float]] = []
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
     @property
@@ -111,8 +116,28 @@ class LearnedProfile:
             predicted_s = self._profile.prefill_s(num_tokens, cached)
             self._errors.append(abs(predicted_s / seconds - 1))
         self._remember(self._row(num_tokens, cached), seconds)
+        if self._num_seen < MIN_SEEN:
+            self._first.append((num_tokens, cached, seconds))
         self._num_seen += 1
         self._learn()
+
+    def scaled(self, shape: PrefillProfile) -> PrefillProfile:
+        """`shape`, the profile of another place, at the level of the first few prefills here; as
+        it is before there were any.
+
+        Whatever goes wrong makes a prefill slower, never faster. So a single one that was slower
+        than `shape` is believed by half, in logarithms; of two the faster one counts.
+        """
+        ratios = [
+            seconds / shape.prefill_s(num_tokens, cached)
+            for num_tokens, cached, seconds in self._first
+        ]
+        if not ratios:
+            return shape
+        level = statistics.median_low(ratios)
+        if len(ratios) == 1:
+            level = min(level, math.sqrt(level))
+        return shape.corrected(shape.factor * level, shape.overhead_s * level)
 
     def _row(self, num_tokens: int, cached: int) -> tuple[float, float, float, float]:
         num_uncached = num_tokens - cached
@@ -133,8 +158,9 @@ class LearnedProfile:
         rows, seconds = self._rows[start : self._end], self._seconds[start : self._end]
         weights = self._weights[len(self._weights) - len(seconds) :]
         if self._prior is None and self._num_seen <= MIN_SEEN:
-            # A guess may be off by any factor, and the first prefill of an engine often is a stall.
-            scale = statistics.median((seconds / rows[:, 0]).tolist())
+            # A guess may be off by any factor, and the first prefill of an engine often is a stall:
+            # of two the faster one is believed.
+            scale = statistics.median_low((seconds / rows[:, 0]).tolist())
             self._found = np.array([scale, 0.0, 0.0, 0.0])
         for _ in range(_PASSES):
             step = self._pass(rows, seconds, weights)
@@ -151,6 +177,7 @@ class LearnedProfile:
         matrix, wanted = weighted @ relative, weighted @ (1 + errors)
         total = float(weights.sum())
         variance = max(_LEAST_SCATTER**2, float(weights @ errors**2) / total)
+        variance += _EARLY_VARIANCE / total**2
         ridge = self._ridge(variance) * matrix.diagonal() / total
         matrix[np.diag_indices(4)] += ridge
         if self._prior is not None:

@@ -78,6 +78,29 @@ def test_a_place_is_known_after_three_prefills() -> None:
     assert learned.error == pytest.approx(0.0, abs=0.01)
 
 
+@pytest.mark.parametrize("per_token_s", [1e-4, 5e-3])
+@pytest.mark.parametrize("fixed_tokens", [0, 100])
+def test_a_few_prefills_are_enough_to_predict_by(per_token_s: float, fixed_tokens: int) -> None:
+    truth = quadratic(fixed_tokens * per_token_s, per_token_s, 0.0)
+    for num, median, nine_of_ten in ((1, 0.2, 0.5), (2, 0.15, 0.5), (3, 0.12, 0.35)):
+        found = []
+        for seed in range(200):
+            learned = LearnedProfile()
+            teach(learned, truth, num, seed=seed, noise=0.1)
+            tokens = any_length(random.Random(seed + 1000))
+            found.append(abs(learned.profile.prefill_s(tokens) / truth.prefill_s(tokens) - 1))
+        assert statistics.median(found) < median
+        assert statistics.quantiles(found, n=10)[-1] < nine_of_ten
+
+
+@pytest.mark.parametrize("factors", [(50.0, 1.0), (1.0, 50.0)])
+def test_of_two_prefills_the_one_that_stalled_counts_little(factors: tuple[float, float]) -> None:
+    learned = LearnedProfile()
+    for factor in factors:
+        learned.observe(8000, 0, factor * TYPICAL.prefill_s(8000))
+    assert learned.profile.prefill_s(8000) < 1.6 * TYPICAL.prefill_s(8000)
+
+
 @given(curves, st.integers(0, 1000))
 def test_exact_times_are_recovered(truth: PrefillProfile, seed: int) -> None:
     assert max(map(abs, errors(teach(LearnedProfile(), truth, 40, seed=seed), truth))) < 0.02
