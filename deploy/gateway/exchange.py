@@ -47,6 +47,8 @@ class Exchange:
     predicted: Prediction | None = None
     """Of the route that is being taken; None once it turned out otherwise."""
     tenant: str = ""
+    was_full: bool = False
+    """The decode instance was full when it was given the request, which waited inside of it."""
     admitted: Callable[[], None] | None = None
     """To be called when the request no longer counts towards its tenant's limits."""
     _num_open: int = field(default=1)

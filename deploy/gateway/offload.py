@@ -299,7 +299,7 @@ class Offload:
             logger.info("%s: no landing: %s", self._exchange.request_id, error)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         self._exchange.record.parts.reserve_s = self._exchange.elapsed_s() - started_s
-        self._services.lessons.given(slot.instance)
+        self._exchange.was_full = self._services.lessons.given(slot.instance)
         saved_bytes = self._cached.kv_bytes(slot.landing.cached_tokens)
         self._exchange.record.reserved(slot, saved_bytes)
         return slot

@@ -37,7 +37,6 @@ from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.records import Outcome, RequestRecord
 from deploy.gateway.scheduling.lessons import Usage, usage_of
 from deploy.gateway.services import Services
-from scheduler.prediction import Prediction
 from scheduler.routing import Reason, fall_back
 from scheduler.short_term import RouteDecision
 
@@ -218,12 +217,13 @@ class Serving:
     def _admit(self, exchange: Exchange, plan: Plan) -> None:
         """Let the request in, or raise `ApiError` 429."""
         decision, inbound = plan.decision, exchange.inbound
+        known = self._scheduler.knowledge(inbound.model)
         predicted = decision.predicted if isinstance(decision, RouteDecision) else None
         num_tokens = plan.shape.num_prompt_tokens
-        kv = self._scheduler.knowledge(inbound.model).kv
+        kv = known.kv
         exchange.admitted = self._services.admission.admit(
             exchange.tenant,
-            predicted or Prediction(),
+            self._lessons.measured(inbound.model, predicted),
             plan.decode,
             num_tokens=num_tokens,
             kv_bytes=kv.size_bytes(num_tokens) if kv is not None else 0.0,
@@ -244,7 +244,9 @@ class Serving:
             return
         # How long a client takes to send its body is no matter of a route.
         ttft_s -= record.parts.read_s or 0.0
-        self._lessons.first_token(exchange.inbound.model, record.target, predicted, ttft_s)
+        self._lessons.first_token(
+            exchange.inbound.model, record.target, predicted, ttft_s, was_full=exchange.was_full
+        )
         exchange.metrics.predicted(record.route, predicted.ttft_s, ttft_s)
 
     async def _open_direct(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
@@ -253,7 +255,7 @@ class Serving:
         exchange.record.decode_instance = target.instance
         begun_s = self._scheduler.clock()
         key = self._lessons.direct_begun(target.instance, plan.shape)
-        self._lessons.given(target.instance)
+        exchange.was_full = self._lessons.given(target.instance)
         try:
             answer = await self._services.door.open(
                 target.instance,
@@ -271,7 +273,8 @@ class Serving:
             self._lessons.direct_over(key)
         if answer.is_stream and answer.status == 200:
             seconds = self._lessons.direct_answered(target.instance, begun_s)
-            if self._services.caches is None or cached.keys is not None:
+            is_looked_up = self._services.caches is None or cached.keys is not None
+            if is_looked_up and not exchange.was_full:
                 self._lessons.direct_took(inbound.model, plan.shape, seconds)
         return answer
 

@@ -54,6 +54,15 @@ def decode_view(
     )
 
 
+def is_full(item: InstanceReport, num_requests: int) -> bool:
+    """Whether one request more would wait inside an instance that has so many: for a slot or for KV
+    memory. Where nobody says how many slots it has, its engine says whether requests wait.
+    """
+    if not item.decode_slots and item.num_waiting > 0:
+        return True
+    return num_requests >= _num_slots(item)
+
+
 def landing_free_bytes(instances: Sequence[InstanceReport]) -> int | None:
     """What the largest landing may take; None where a node does not say. A landing is on the node
     of the instance that decodes it.

@@ -2,7 +2,8 @@
 
 Places are a prefill cluster's name, `HAND_OFF` and `ONE_ENGINE` (`scheduler.routing`). A place of
 which too little was seen borrows the profile of the place that was seen most: the model is the
-same, and a route must compare sides before both were tried. Pure; time is an argument. Does not
+same, and a route must compare sides before both were tried. Its own first prefills set the level of
+what it borrows. Pure; time is an argument. Does not
 know requests, reports or routes.
 """
 
@@ -102,11 +103,13 @@ class ModelKnowledge:
 
     def prefill(self, place: str) -> PrefillProfile:
         """The best belief about a place."""
-        found = self.profile(place)
-        if found.is_known:
-            return found.profile
-        best = max(self._profiles.values(), key=lambda learned: learned.num_seen)
-        return (best if best.is_known else found).profile
+        own = self.profile(place)
+        if own.is_known:
+            return own.profile
+        most = max(self._profiles.values(), key=lambda learned: learned.num_seen)
+        if most.is_known or not own.num_seen:
+            return own.scaled(most.profile)
+        return own.profile
 
     def prefilled(
         self, place: str, num_tokens: int, cached_tokens: int, seconds: float, now_s: float
@@ -129,8 +132,13 @@ class ModelKnowledge:
         return sorted(self._profiles.keys() | self._overheads.keys())
 
     @property
+    def is_measured(self) -> bool:
+        """Whether any prefill was seen: predictions are mere guesses before that."""
+        return any(learned.num_seen > 0 for learned in self._profiles.values())
+
+    @property
     def is_known(self) -> bool:
-        """Whether predictions rest on anything that was measured."""
+        """Whether enough was measured for predictions to overrule thresholds."""
         return any(learned.is_known for learned in self._profiles.values())
 
     @property
@@ -176,12 +184,11 @@ class ModelKnowledge:
         measured_s: float,
         now_s: float,
         *,
-        is_link_clear: bool = True,
+        teaches_overhead: bool = True,
     ) -> None:
         """A first token, as predicted when it was routed and as measured from arrival. What was
-        predicted with another place's profile says nothing of the overhead, and what a link cost
-        that is not clear is none of the place's: it is predicted by the link's state, and goes
-        with it.
+        predicted with another place's profile says nothing of the overhead. `teaches_overhead`
+        False: neither does this one.
         """
         predicted_s = predicted.ttft_s
         if not (0 < measured_s < math.inf and 0 <= predicted_s < math.inf):
@@ -189,7 +196,7 @@ class ModelKnowledge:
         errors = self._errors.setdefault(place, deque(maxlen=NUM_ERRORS))
         errors.append(abs(predicted_s / measured_s - 1))
         # The last one that was needed to know a profile was this request's own.
-        if self.profile(place).num_seen <= MIN_SEEN or not is_link_clear:
+        if self.profile(place).num_seen <= MIN_SEEN or not teaches_overhead:
             return
         found = self._overheads.get(place)
         if found is None or now_s - found.at_s > OVERHEAD_KEPT_S:

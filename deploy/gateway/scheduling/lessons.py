@@ -12,13 +12,14 @@ from typing import Final
 import msgspec
 
 from deploy.gateway.records import RequestRecord
+from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import DirectPrompt, PrefillLeg
 from deploy.gateway.scheduling.prompt_length import PromptContent
 from deploy.gateway.scheduling.router import RegionScheduler
 from kvmanager.engines.jobs import Landing, PrefillResult
 from kvmanager.engines.service_time import LEAST_SERVICE_S
 from scheduler.prediction import Prediction
-from scheduler.routing import ONE_ENGINE, RequestShape
+from scheduler.routing import ONE_ENGINE, RequestShape, one_engine_reason
 
 SAME_PASS_S: Final = 5e-3
 """First tokens of one engine that are this close came from one forward pass."""
@@ -57,6 +58,14 @@ class Lessons:
         """An engine rendered a prompt, or its answer said how long the prompt was."""
         self.scheduler.knowledge(model).lengths.counted(content, num_tokens)
 
+    def measured(self, model: str, predicted: Prediction | None) -> Prediction:
+        """`predicted`, or that all comes at once where it is only guessed or there is none: nobody
+        is refused for a guess, and then the present load counts.
+        """
+        if predicted is None or not self.scheduler.knowledge(model).is_measured:
+            return Prediction()
+        return predicted
+
     def arrived(self, model: str, shape: RequestShape) -> None:
         """A request was let in."""
         known, num_tokens = self.scheduler.knowledge(model), shape.num_prompt_tokens
@@ -89,9 +98,13 @@ class Lessons:
         )
         self.scheduler.ledger.leg_begun(landing.transfer_id, leg)
 
-    def given(self, instance: str) -> None:
-        """A decode instance has a request more: a slot is held there, or a prompt was sent."""
+    def given(self, instance: str) -> bool:
+        """A decode instance has a request more: a slot is held there, or a prompt was sent. Whether
+        the instance was full, so that the request waits inside of it.
+        """
+        is_full = self.scheduler.is_full(instance)
         self.scheduler.ledger.begun(instance, self.scheduler.clock())
+        return is_full
 
     def over(self, instance: str) -> None:
         """What was `given` is answered, given up or elsewhere."""
@@ -135,19 +148,46 @@ class Lessons:
         return seconds if seconds >= SAME_PASS_S or seconds >= now_s - begun_s else None
 
     def direct_took(self, model: str, shape: RequestShape, seconds: float | None) -> None:
-        """What `direct_answered` said of a prompt that was looked up."""
-        if shape.is_exact and seconds is not None:
-            known, now_s = self.scheduler.knowledge(model), self.scheduler.clock()
-            num_tokens = shape.num_prompt_tokens
-            cached_tokens = min(shape.local_cached_tokens, num_tokens)
-            known.prefilled(ONE_ENGINE, num_tokens, cached_tokens, seconds, now_s)
+        """What `direct_answered` said of a prompt that was looked up, at an engine that was not
+        full: there it would have been the wait for a slot.
+        """
+        known, now_s = self.scheduler.knowledge(model), self.scheduler.clock()
+        if seconds is None or not self._is_length_known(known, shape):
+            return
+        num_tokens = shape.num_prompt_tokens
+        cached_tokens = min(shape.local_cached_tokens, num_tokens)
+        known.prefilled(ONE_ENGINE, num_tokens, cached_tokens, seconds, now_s)
 
-    def first_token(self, model: str, place: str, predicted: Prediction, ttft_s: float) -> None:
-        """A stream's first byte is there, by the route that was predicted."""
+    def _is_length_known(self, known: ModelKnowledge, shape: RequestShape) -> bool:
+        """Whether a prompt is counted, or estimated where none ever will be: for want of prefill
+        clusters. Beside these only short prompts are not counted, and would say little of others.
+        """
+        is_counted_anywhere = bool(self.scheduler.thresholds.base_tokens())
+        is_text = one_engine_reason(shape) is None
+        return shape.is_exact or (known.lengths.is_known and is_text and not is_counted_anywhere)
+
+    def first_token(
+        self,
+        model: str,
+        place: str,
+        predicted: Prediction,
+        ttft_s: float,
+        *,
+        was_full: bool = False,
+    ) -> None:
+        """A stream's first byte is there, by the route that was predicted. `was_full`: the decode
+        instance was when it was given the request.
+
+        What a full instance or a link that is not clear cost is no overhead of the place: their
+        state predicts it, and it goes with that.
+        """
         scheduler, now_s = self.scheduler, self.scheduler.clock()
-        is_link_clear = scheduler.is_link_clear(place)
         scheduler.knowledge(model).answered(
-            place, predicted, ttft_s, now_s, is_link_clear=is_link_clear
+            place,
+            predicted,
+            ttft_s,
+            now_s,
+            teaches_overhead=scheduler.is_link_clear(place) and not was_full,
         )
 
     def ended(self, model: str, record: RequestRecord) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from deploy.gateway.scheduling.config import RoutingSection
+from deploy.gateway.scheduling.decode_side import is_full
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import Ledger
 from deploy.gateway.scheduling.snapshots import NO_LINK_KNOWN, Newcomer, Reported, SnapshotMaker
@@ -156,6 +157,15 @@ class RegionScheduler:
         # Nothing is worth leaving the local side for: the prompt would have to be counted first.
         config = replace(self._config(model), margin_s=math.inf)
         return route(shape, seen, config, self.clock())
+
+    def is_full(self, instance: str) -> bool:
+        """Whether a request given to this decode instance now would wait inside of it."""
+        pd = self._reports.reported_pd()
+        for item in () if pd.report is None else pd.report.instances:
+            if item.name == instance:
+                num_since = self.ledger.change_since({instance}, pd.at_s)
+                return is_full(item, item.running + num_since)
+        return False
 
     def is_link_clear(self, place: str) -> bool:
         """Whether the link that KVCache takes from `place` is clear; within the PD cluster there

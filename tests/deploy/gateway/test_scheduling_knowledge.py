@@ -91,9 +91,57 @@ def test_a_place_that_nobody_saw_borrows_from_the_one_seen_most() -> None:
     assert known.places == ["far", "near"]
 
 
+def after(true_s: float, ratios: tuple[float, ...], place: str) -> ModelKnowledge:
+    """`far` is known at 0.2 ms a token; at `place` prompts took so often `true_s` for each."""
+    known = taught("far")
+    for number, ratio in enumerate(ratios, 1):
+        known.prefilled(place, 1000 * number, 0, 1000 * number * true_s * ratio, 1.0)
+    return known
+
+
+@pytest.mark.parametrize("per_token_s", [1e-4, 5e-3])
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_the_first_answers_at_one_place_are_believed_at_all(per_token_s: float, num: int) -> None:
+    known = ModelKnowledge()
+    for number in range(1, num + 1):
+        known.prefilled("far", 1000 * number, 0, 1000 * number * per_token_s, 1.0)
+    assert known.is_measured
+    for place in ("far", ONE_ENGINE):
+        expected_s = pytest.approx(8000 * per_token_s, rel=0.02)
+        assert known.prefill(place).prefill_s(8000) == expected_s
+
+
+@pytest.mark.parametrize(
+    ("per_token_s", "ratios", "rel"),
+    [
+        # Faster than what it borrows: believed at once.
+        (5e-5, (1.0,), 0.02),
+        # Slower: half of it at once, in logarithms, and all when it was so twice.
+        (2e-3, (1.0,), 0.7),
+        (2e-3, (1.0, 1.0), 0.02),
+        # A stall is no slow place.
+        (2e-4, (50.0, 1.0), 0.02),
+        (2e-4, (1.0, 50.0), 0.02),
+    ],
+)
+def test_a_places_own_first_prefills_set_the_level_of_what_it_borrows(
+    per_token_s: float, ratios: tuple[float, ...], rel: float
+) -> None:
+    known = after(per_token_s, ratios, ONE_ENGINE)
+    found_s = known.prefill(ONE_ENGINE).prefill_s(8000)
+    assert found_s == pytest.approx(8000 * per_token_s, rel=rel)
+    assert known.prefill("far").prefill_s(8000) == pytest.approx(1.6, rel=0.02)
+
+
+def test_a_place_that_is_known_itself_borrows_nothing() -> None:
+    known = after(2e-3, (1.0, 1.0, 1.0), ONE_ENGINE)
+    assert known.prefill(ONE_ENGINE) == known.profile(ONE_ENGINE).profile
+
+
 def test_before_anything_was_seen_there_is_a_guess() -> None:
     known = ModelKnowledge()
     assert not known.is_known
+    assert not known.is_measured
     assert known.prefill(ONE_ENGINE) == GUESS
     assert (known.kv, known.decode_s, known.step_s, known.error("far")) == (None, None, None, None)
     assert known.overhead_s("far", 1.0) == 0.0

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from live_region_cases import FAST_LINK, MODEL, Region, teach
+from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
 
 from deploy.gateway.inbound import InboundRequest, parsing_request
 from deploy.gateway.records import RequestRecord
 from deploy.gateway.scheduling.lessons import Lessons, Usage, usage_of
 from deploy.gateway.scheduling.prompt_length import PromptContent
+from deploy.gateway.scheduling.thresholds import Thresholds
 from kvmanager.engines.jobs import Landing, PrefillResult
 from kvmanager.token_ids import at_once
 from scheduler.prediction import Prediction
 from scheduler.routing import ONE_ENGINE, RequestShape
+from scheduler.threshold import ThresholdConfig
 from scheduler.views import LinkCondition, LinkView
 
 
@@ -60,6 +63,28 @@ class School:
         }
         result = PrefillResult(instance="p0", **(values | fields))
         self.lessons.prefilled(MODEL, "far", num_tokens, result)
+
+    def fill(self, **fields: Any) -> None:
+        """Every slot of `d0` is taken, and 20 more requests wait inside of it."""
+        values: dict[str, Any] = {"decode_slots": 32, "running": 52}
+        self.region.home = report("home", instance("d0", "both", **(values | fields)))
+
+    def computed_at_once(self, num: int) -> None:
+        """Prompts of 1,000 to 8,000 tokens, one after the other, 0.1 ms for each token."""
+        for number in range(num):
+            self.region.now_s += 5.0
+            self.answered(1000 * (number % 8 + 1), waits_s=0.0)
+
+    def answered(self, num_tokens: int, *, waits_s: float) -> None:
+        """One engine's first token, as the gateway lives through it."""
+        shape = RequestShape(num_prompt_tokens=num_tokens)
+        begun_s = self.region.now_s
+        was_full = self.lessons.given("d0")
+        self.region.now_s += waits_s + num_tokens * 1e-4
+        self.region.at_s = self.region.now_s
+        seconds = self.lessons.direct_answered("d0", begun_s)
+        if not was_full:
+            self.lessons.direct_took(MODEL, shape, seconds)
 
 
 def record(**fields: Any) -> RequestRecord:
@@ -109,6 +134,96 @@ def test_one_engine_teaches_what_was_counted() -> None:
     school.lessons.direct_took(MODEL, bound, seconds)
     assert school.known.profile(ONE_ENGINE).num_seen == 1
     assert school.scheduler.ledger.alone_s(ONE_ENGINE, "d0", 0.0, 101.0) == 1.0
+
+
+def test_the_wait_for_a_slot_is_no_prefill_time() -> None:
+    school = School()
+    school.computed_at_once(40)
+    school.fill()
+    for number in range(60):
+        # A slot falls free each second; twenty wait for one.
+        school.answered(1000 * (number % 8 + 1), waits_s=20.0)
+    assert school.known.prefill(ONE_ENGINE).prefill_s(1000) == pytest.approx(0.1, rel=0.05)
+    assert school.known.prefill(ONE_ENGINE).prefill_s(8000) == pytest.approx(0.8, rel=0.05)
+
+
+def test_an_engine_with_room_again_goes_on_teaching() -> None:
+    school = School()
+    school.fill()
+    school.answered(1000, waits_s=20.0)
+    assert school.known.profile(ONE_ENGINE).num_seen == 0
+    school.fill(running=31)
+    school.answered(1000, waits_s=0.0)
+    assert school.known.profile(ONE_ENGINE).num_seen == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_full"),
+    [
+        ({"running": 31}, False),
+        ({"running": 32}, True),
+        # Slots are left, and memory is not: those that wait inside wait for it.
+        ({"running": 9, "num_running": 5, "num_waiting": 4, "kv_usage": 0.98}, True),
+        ({"running": 9, "num_running": 5, "num_waiting": 4, "kv_usage": 0.2}, False),
+        ({"decode_slots": 0, "running": 900}, False),
+        ({"decode_slots": 0, "running": 900, "num_waiting": 1}, True),
+    ],
+)
+def test_an_instance_is_full_when_one_more_would_wait_inside(
+    fields: dict[str, Any], is_full: bool
+) -> None:
+    school = School()
+    school.fill(**fields)
+    assert school.lessons.given("d0") is is_full
+    assert school.lessons.given("nobody") is False
+
+
+def test_what_was_given_since_the_report_fills_an_instance_too() -> None:
+    school = School()
+    school.fill(running=30)
+    assert [school.lessons.given("d0") for _ in range(3)] == [False, False, True]
+    school.region.home = None
+    assert school.lessons.given("d0") is False
+
+
+def test_what_a_full_instance_cost_is_no_overhead_of_its_place() -> None:
+    school = School()
+    for _ in range(4):
+        school.prefilled()
+    for was_full, overhead_s in ((True, 0.0), (False, 0.25)):
+        for _ in range(3):
+            measured_s = 31.0 if was_full else 1.25
+            school.lessons.first_token(
+                MODEL, "far", Prediction(prefill_s=1.0), measured_s, was_full=was_full
+            )
+        assert school.known.overhead_s("far", 100.0) == pytest.approx(overhead_s)
+
+
+def test_without_prefill_clusters_estimated_lengths_teach_too() -> None:
+    school = School()
+    estimated = RequestShape(num_prompt_tokens=1000, is_exact=False, bound_tokens=4000)
+    school.lessons.counted(MODEL, PromptContent(4000), 1000)
+    # Beside prefill clusters the longer prompts are counted, and say more.
+    school.lessons.direct_took(MODEL, estimated, 0.1)
+    assert not school.known.is_measured
+    alone = School()
+    alone.scheduler.thresholds = Thresholds((), 1000, ThresholdConfig())
+    alone.lessons.direct_took(MODEL, estimated, 0.1)
+    assert not alone.known.is_measured  # not even the bytes of a token are known yet
+    alone.lessons.counted(MODEL, PromptContent(4000), 1000)
+    alone.lessons.direct_took(MODEL, replace(estimated, is_multimodal=True), 9.0)
+    assert not alone.known.is_measured
+    alone.lessons.direct_took(MODEL, estimated, 0.1)
+    assert alone.known.prefill(ONE_ENGINE).prefill_s(1000) == pytest.approx(0.1)
+
+
+def test_nobody_is_refused_for_a_guess() -> None:
+    school = School()
+    predicted = Prediction(queue_s=100.0, prefill_s=30.0)
+    assert school.lessons.measured(MODEL, predicted) == Prediction()
+    school.prefilled()
+    assert school.lessons.measured(MODEL, predicted) == predicted
+    assert school.lessons.measured(MODEL, None) == Prediction()
 
 
 def test_a_prompt_is_on_its_engine_until_that_answers() -> None:
@@ -250,8 +365,8 @@ def test_first_tokens_out_of_one_forward_pass_teach_no_time() -> None:
 def test_a_first_token_says_that_earlier_prompts_are_computed() -> None:
     school = School()
     shape = RequestShape(num_prompt_tokens=1000)
-    for instance in ("d0", "d1", "d0", "d0"):
-        school.lessons.direct_begun(instance, shape)
+    for name in ("d0", "d1", "d0", "d0"):
+        school.lessons.direct_begun(name, shape)
         school.region.now_s += 1.0
     school.lessons.direct_answered("d0", begun_s=102.0)
     left = school.scheduler.ledger.direct()

@@ -9,6 +9,7 @@ from aiohttp import web
 from deploy.cache.client import CannotAsk
 from deploy.explain.client import find_records
 from deploy.explain.view import ttft_error
+from deploy.gateway.scheduling.router import RegionScheduler
 from scheduler.routing import ONE_ENGINE
 
 STREAM = {"stream": True, "max_tokens": 4}
@@ -65,6 +66,16 @@ async def test_an_answers_usage_teaches_how_long_prompts_are(
     assert record.output_tokens == 4
     # The fake engines make a token of each byte; the quotes of the JSON are no tokens.
     assert lengths.bytes_per_token == pytest.approx(62 / 60)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_an_engine_that_was_full_teaches_no_prefill_time(
+    region: Any, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    monkeypatch.setattr(RegionScheduler, "is_full", lambda *_: is_full)
+    await region.post({"model": "tiny", "prompt": [1, 2, 3]} | STREAM)
+    known = region.gateway.scheduler.knowledge("tiny")
+    assert known.profile(ONE_ENGINE).num_seen == (0 if is_full else 1)
 
 
 async def test_answers_teach_predictions(region: Any) -> None:
