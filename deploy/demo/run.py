@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 from rich.console import Console
+from rich.markup import escape
 
 from deploy.demo.answers import Answer, ask_all
 from deploy.demo.leftovers import arenas, leftovers
@@ -25,8 +26,10 @@ from deploy.demo.scenario import DemoRequest, demo_requests
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
 from deploy.demo.verdict import Row, judge, judge_shares
-from deploy.region.launcher import RunningRegion
+from deploy.region.launcher import RegionStartFailed, RunningRegion
 from deploy.region.progress import progress_view
+from kvmanager.engines.errors import EngineStartFailed
+from kvmanager.engines.log_lines import shortened
 
 DEFAULT_MODELS = ("qwen3-next-tiny", "mimo-v2-tiny")
 SETTLE_TIMEOUT_S = 10.0
@@ -46,8 +49,11 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> int:
-    """Exit status: 0 when every check held, 1 when one failed, 130 after Ctrl-C or SIGTERM."""
+    """Exit status: 0 when every check held, 1 when one failed or an engine did not come up, 130
+    after Ctrl-C or SIGTERM.
+    """
     arenas_before = arenas()
+    failure = ""
     # A short path: unix socket names are limited to about a hundred bytes.
     with tempfile.TemporaryDirectory(prefix="prfaas-demo-") as directory:
         run_dir = Path(directory)
@@ -55,15 +61,26 @@ def run_demo(options: DemoOptions, console: Console) -> int:
             rows = asyncio.run(_interruptible(_run(options, run_dir, console)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             rows = None
+        except (EngineStartFailed, RegionStartFailed) as error:
+            rows, failure = [], str(error)
         left = leftovers(run_dir, arenas_before)
-        failed = rows is None or bool(left) or any(row.failed_checks for row in rows)
+        failed = not rows or bool(left) or any(row.failed_checks for row in rows)
         if failed:
-            _keep_logs(run_dir, options.work_dir / "logs", console)
+            kept = _keep_logs(run_dir, options.work_dir / "logs")
+            # The run directory goes; its logs are shown where they are now.
+            for source, target in kept.items():
+                failure = failure.replace(str(source), str(target))
+    if failure:
+        console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        console.print(f"logs are in {options.work_dir / 'logs'}")
     for item in left:
         console.print(f"[red]left behind:[/] {item}")
     if rows is None:
         console.print("interrupted; " + ("see above" if left else "nothing is left behind"))
         return 130
+    if failure:
+        return 1
     for model in dict.fromkeys(row.model for row in rows):
         print_tables(console, model, [row for row in rows if row.model == model])
     write_json(options.report_path, rows, left)
@@ -95,7 +112,7 @@ async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Co
     console.rule(f"[bold]{name}")
     model = MODELS[name]
     path = build_model(model, options.work_dir.resolve() / "models").path
-    async with _status(console, "starting a plain engine to compare with") as say:
+    async with status_line(console, "starting a plain engine to compare with") as say:
         async with plain_engine(model, path, run_dir / "plain", say) as url:
             requests, expected = await decided_answers(
                 url, model, demo_requests(), partial(_show, console, "plain engine")
@@ -145,14 +162,23 @@ async def _settled_records(url: str, answers: dict[str, Answer]) -> dict[str, di
 
 
 @contextlib.asynccontextmanager
-async def _status(console: Console, what: str) -> AsyncIterator[Any]:
+async def status_line(console: Console, what: str) -> AsyncIterator[Any]:
+    """Says `what`, on a terminal with the newest line of a log beside it, all in one line."""
+    if not console.is_terminal:
+        console.print(what)
+        yield lambda line: None
+        return
     with console.status(what) as status:
-        yield lambda line: status.update(f"{what}  [dim]{line[-100:]}[/]")
+        # Left of it are a spinner and a space, in between two more.
+        room = console.width - len(what) - 4
+        yield lambda line: status.update(f"{what}  [dim]{escape(shortened(line, room))}[/]")
 
 
-def _keep_logs(run_dir: Path, log_dir: Path, console: Console) -> None:
+def _keep_logs(run_dir: Path, log_dir: Path) -> dict[Path, Path]:
+    """Copy all logs of a run that is over; where each one is now."""
     log_dir.mkdir(parents=True, exist_ok=True)
+    kept = {}
     for log in run_dir.rglob("*.log"):
-        target = log_dir / "-".join(log.relative_to(run_dir).parts)
+        kept[log] = target = log_dir / "-".join(log.relative_to(run_dir).parts)
         target.write_bytes(log.read_bytes())
-    console.print(f"logs are in {log_dir}")
+    return kept

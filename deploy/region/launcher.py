@@ -68,7 +68,10 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How one process is doing; `line` is the newest of its log while it starts."""
+    """How one process is doing; `line` is the newest of its log while it starts, at any length.
+
+    `state`: a `ProcessState`, or "waiting" while the gateway is well and not yet what it fronts.
+    """
 
     name: str
     kind: Kind
@@ -209,8 +212,9 @@ class RunningRegion:
         while (trouble := await self._prober.region_trouble(self.gateway_url)) is not None:
             if time.monotonic() > deadline_s:
                 raise RegionStartFailed(f"the gateway runs, but {trouble}")
-            self._report(self.gateway, "waiting for the fronts", trouble)
+            self._report(self.gateway, trouble, state="waiting")
             await asyncio.sleep(0.1)
+        self._report(self.gateway, self.gateway.reason)
 
     async def stop(self) -> None:
         """Stop everything, gateway first. Goes on to the end even if cancelled. Idempotent."""
@@ -311,10 +315,12 @@ class RunningRegion:
 
     # -- reporting --------------------------------------------------------------------------------
 
-    def _report(self, process: RunningProcess, reason: str, line: str = "") -> None:
+    def _report(
+        self, process: RunningProcess, reason: str, line: str = "", *, state: str = ""
+    ) -> None:
         if self._on_progress is not None:
             elapsed_s = process.elapsed_s(time.monotonic())
-            state = str(process.state)
+            state = state or str(process.state)
             self._on_progress(Progress(process.name, process.kind, state, reason, elapsed_s, line))
 
     def _write_state(self) -> None:

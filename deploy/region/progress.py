@@ -18,9 +18,18 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.region.launcher import Progress
+from kvmanager.engines.log_lines import shortened
 
-_STYLES = {"healthy": "green", "starting": "yellow", "backoff": "red", "failed": "bold red"}
-_REPEAT_S = 10.0
+_STYLES = {
+    "healthy": "green",
+    "starting": "yellow",
+    "waiting": "yellow",
+    "backoff": "red",
+    "failed": "bold red",
+}
+_MAX_LINE_CHARS = 120
+# More than terminals are wide; a table cuts what is left to its width.
+_MAX_TABLE_CHARS = 500
 
 
 class ProgressView(Protocol):
@@ -39,7 +48,11 @@ class ProgressView(Protocol):
 
 
 def progress_view(console: Console, *, as_json: bool) -> ProgressView:
-    """JSON lines if asked for, a live table on a terminal, plain lines elsewhere."""
+    """JSON lines if asked for, a live table on a terminal, plain lines elsewhere.
+
+    No line is longer than the terminal, or 120 characters elsewhere; whole lines of an engine's log
+    are in its log.
+    """
     if as_json:
         return LineView(lambda item: print(json.dumps(_json(item)), flush=True))
     if console.is_terminal:
@@ -49,15 +62,21 @@ def progress_view(console: Console, *, as_json: bool) -> ProgressView:
 
 def line_view(console: Console) -> ProgressView:
     """Plain lines."""
-    return LineView(lambda item: console.print(_plain(item), highlight=False, soft_wrap=True))
+
+    def write(item: Progress) -> None:
+        width = console.width if console.is_terminal else _MAX_LINE_CHARS
+        line = shortened(_plain(item), width)
+        console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    return LineView(write)
 
 
 class LineView:
-    """One line for each change, and every ten seconds while a process takes its time."""
+    """One line for each change of a process's state."""
 
     def __init__(self, write: Callable[[Progress], None]) -> None:
         self._write = write
-        self._last: dict[str, tuple[str, float]] = {}
+        self._states: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -71,12 +90,9 @@ class LineView:
         return None
 
     def show(self, progress: Progress) -> None:
-        now_s = time.monotonic()
-        state, shown_s = self._last.get(progress.name, ("", now_s))
-        if progress.state == state and now_s - shown_s < _REPEAT_S:
-            return
-        self._last[progress.name] = (progress.state, now_s)
-        self._write(progress)
+        if self._states.get(progress.name) != progress.state:
+            self._states[progress.name] = progress.state
+            self._write(progress)
 
 
 class TableView:
@@ -106,24 +122,32 @@ class TableView:
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")
         for title in ("process", "state", "time"):
-            table.add_column(title, no_wrap=True)
+            table.add_column(title, no_wrap=True, overflow="ellipsis")
         table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
         for name, row in self._rows.items():
             elapsed_s = row.elapsed_s
             if row.state == "starting":
                 elapsed_s += time.monotonic() - self._seen_s[name]
-            what = row.reason if row.state != "starting" else row.line or row.reason
-            if row.state == "healthy":
-                what = ""
+            what = row.line if row.state == "starting" and row.line else _why(row)
+            what = shortened(what, _MAX_TABLE_CHARS)
             state = Text(row.state, style=_STYLES.get(row.state, ""))
             table.add_row(name, state, f"{elapsed_s:.1f} s", Text(what))
         return table
 
 
 def _json(progress: Progress) -> dict[str, object]:
-    return {"event": "progress"} | asdict(progress)
+    short = {
+        "reason": shortened(progress.reason, _MAX_LINE_CHARS),
+        "line": shortened(progress.line, _MAX_LINE_CHARS),
+    }
+    return {"event": "progress"} | asdict(progress) | short
 
 
 def _plain(progress: Progress) -> str:
-    what = progress.line or progress.reason
-    return f"{progress.name:<28} {progress.state:<9} {progress.elapsed_s:6.1f} s  {what}"
+    begun = f"{progress.name:<28} {progress.state:<9} {progress.elapsed_s:6.1f} s"
+    return f"{begun}  {_why(progress)}"
+
+
+def _why(progress: Progress) -> str:
+    """What the state does not say by itself."""
+    return "" if progress.state in ("healthy", progress.reason) else progress.reason

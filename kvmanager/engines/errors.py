@@ -9,7 +9,11 @@
 Does not know how a gateway turns these into answers for clients.
 """
 
-from typing import Literal
+from typing import Final, Literal
+
+from kvmanager.engines.log_lines import shortened
+
+_MAX_LINE_CHARS: Final = 200
 
 PrefillCode = Literal[
     "queue_full",  # the cluster's job queue is at its bound
@@ -35,11 +39,12 @@ class EngineError(Exception):
 class EngineStartFailed(EngineError):
     """The process ended or stayed unhealthy while it was starting.
 
-    `log_tail` holds its last log lines, also shown in the message.
+    `log_tail` holds its last log lines; the message shows them too, long ones shortened.
     """
 
     def __init__(self, name: str, reason: str, log_tail: list[str], log_path: str) -> None:
-        shown = "\n".join(f"    {line}" for line in log_tail) or "    (the log is empty)"
+        lines = (shortened(line, _MAX_LINE_CHARS) for line in log_tail)
+        shown = "\n".join(f"    {line}" for line in lines) or "    (the log is empty)"
         super().__init__(f"{name}: {reason}; last lines of {log_path}:\n{shown}")
         self.name = name
         self.reason = reason

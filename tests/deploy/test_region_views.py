@@ -8,10 +8,11 @@ import json
 import msgspec
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from deploy.emulator.faults import DirectionReport, LinkReport
 from deploy.region.launcher import Progress
-from deploy.region.progress import LineView, TableView, progress_view
+from deploy.region.progress import LineView, TableView, line_view, progress_view
 from deploy.region.rundir import ProcessRecord, RegionState
 from deploy.region.status import ProcessUse, RegionStatus, render_status
 from kvmanager.agent.messages import CacheStatus, EngineStatus, StatusReply
@@ -128,14 +129,66 @@ def test_lines_show_changes_only() -> None:
     shown: list[Progress] = []
     with LineView(shown.append) as view:
         view.show(Progress("a", "engine", "starting", "starting", 0.0))
-        view.show(Progress("a", "engine", "starting", "starting", 0.1, "Loading weights"))
         view.show(Progress("b", "engine", "starting", "starting", 0.1))
-        view.show(Progress("a", "engine", "healthy", "probe succeeded", 0.2))
+        for elapsed_s in range(300):
+            view.show(Progress("a", "engine", "starting", "starting", elapsed_s, f"{elapsed_s}%"))
+        view.show(Progress("a", "engine", "healthy", "probe succeeded", 300.2))
+        view.show(Progress("a", "engine", "healthy", "probe succeeded", 300.3))
     assert [(item.name, item.state) for item in shown] == [
         ("a", "starting"),
         ("b", "starting"),
         ("a", "healthy"),
     ]
+
+
+LOG_LINE = "\x1b[32m(EngineCore pid=7) INFO\x1b[0m [config] " + "x=[1, 2], " * 400 + "\rend"
+
+
+def shown_lines(console: Console, *items: Progress) -> list[str]:
+    with progress_view(console, as_json=False) as view:
+        for item in items:
+            view.show(item)
+    assert isinstance(console.file, io.StringIO)
+    return Text.from_ansi(console.file.getvalue()).plain.splitlines()
+
+
+CHANGES = (
+    Progress("a1-prefill", "engine", "starting", "starting", 0.0, LOG_LINE),
+    Progress("a1-prefill", "engine", "backoff", f"ended: {LOG_LINE}", 61.0),
+    Progress("a1-prefill", "engine", "starting", "restart 1", 62.0, LOG_LINE),
+    Progress("a1-prefill", "engine", "healthy", "probe succeeded", 90.0, LOG_LINE),
+)
+
+
+def test_without_a_terminal_a_change_is_one_short_line() -> None:
+    lines = shown_lines(Console(file=io.StringIO(), width=80), *CHANGES)
+    assert [line.split()[:2] for line in lines] == [
+        ["a1-prefill", state] for state in ("starting", "backoff", "starting", "healthy")
+    ]
+    assert max(map(len, lines)) <= 120
+    assert "x=[1, 2]" not in lines[0] + lines[2] + lines[3]
+    assert lines[1].endswith("…")
+    assert "restart 1" in lines[2]
+
+
+@pytest.mark.parametrize("width", [20, 60, 100])
+@pytest.mark.parametrize("item", CHANGES)
+def test_on_a_terminal_no_line_is_longer_than_it(width: int, item: Progress) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    assert max(map(len, shown_lines(console, item))) <= width
+
+
+@pytest.mark.parametrize("width", [40, 90])
+def test_changes_below_the_table_fit_the_terminal(width: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    view = line_view(console)
+    for item in CHANGES:
+        view.show(item)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == len(CHANGES)
+    assert max(map(len, lines)) <= width
+    assert "\x1b" not in "".join(lines)
 
 
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +197,16 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     event = json.loads(capsys.readouterr().out)
     assert event["event"] == "progress"
     assert (event["name"], event["state"]) == ("a", "healthy")
+    for item in CHANGES:
+        view.show(item)
+    events = capsys.readouterr().out.splitlines()
+    assert [json.loads(event)["state"] for event in events] == [
+        "starting",
+        "backoff",
+        "starting",
+        "healthy",
+    ]
+    assert max(map(len, events)) < 500
 
 
 def test_the_table_shows_the_newest_log_line() -> None:
