@@ -1,10 +1,10 @@
 """Ratio and speed of the transport's codecs on one core, on synthetic KVCache and other arrays.
 
-Run: python tests/bench/bench_codecs.py [--json FILE] [--kv FOLDER]. Speeds are raw bytes per CPU
-second of one thread, the median over --rounds passes through --mib MiB in chunks of --chunk-kib.
-Synthetic: K is Gaussian with a scale and an offset for each channel, some channels ten times
-larger; V is Gaussian with a scale for each token. How real KVCache compresses can only be said of
-real KVCache: --kv takes a folder of files that hold bare bf16.
+Run: python tests/bench/bench_codecs.py [--json FILE] [--smoke] [--kv FOLDER]. Speeds are raw bytes
+per CPU second of one thread, the median over --rounds passes through --mib MiB in chunks of
+--chunk-kib. Synthetic: K is Gaussian with a scale and an offset for each channel, some channels ten
+times larger; V is Gaussian with a scale for each token. How real KVCache compresses can only be
+said of real KVCache: --kv takes a folder of files that hold bare bf16.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from smoke import add_smoke
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--chunk-kib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv", type=Path, help="folder of files that hold bare bf16 KVCache")
+    add_smoke(parser, rounds=1, mib=1, chunk_kib=512)
     arguments = parser.parse_args()
     results = [
         measure(array, codec, arguments.chunk_kib * KIB, arguments.rounds)

@@ -1,9 +1,9 @@
 """Transfer against recompute: from which link rate on moving KVCache beats computing it again.
 
-Run: python tests/bench/bench_crossover.py [--json FILE] [--profile FILE --model DIR]. For links of
-0.1 to 100 Gbit/s and prompts of 1Ki to 128Ki tokens: seconds to move a prompt's KVCache at the
-goodput that this transport reached, with one RTT, against seconds to prefill it; and what remains
-of the transfer after the prefill's end when layers leave while it runs.
+Run: python tests/bench/bench_crossover.py [--json FILE] [--smoke] [--profile FILE --model DIR]. For
+links of 0.1 to 100 Gbit/s and prompts of 1Ki to 128Ki tokens: seconds to move a prompt's KVCache at
+the goodput that this transport reached, with one RTT, against seconds to prefill it; and what
+remains of the transfer after the prefill's end when layers leave while it runs.
 
 The models are the case study's hybrid and one with full attention in every layer. Both have the
 case study's prefill times, so that they differ in KVCache alone: full attention would take longer
@@ -33,6 +33,7 @@ import numpy as np
 from crossover_model import PAYLOAD_SHARE, Case, Goodput, Row, interpolated, rows
 from peer_end import KIB, MIB
 from peers import Kept, Site, ours
+from smoke import add_smoke
 
 from deploy.plan.building import kv_size_of
 from deploy.plan.case_study import H20_PREFILL, H200_PREFILL, KV
@@ -52,7 +53,6 @@ NUM_RATES: Final = 37
 SHOWN_GBPS: Final = (1.0, 10.0, 100.0)
 """Columns of the table."""
 PICTURED_TOKENS: Final = 32 * 1024
-LOOPBACK_BYTES: Final = 256 * MIB
 HYBRID: Final = "hybrid (case study)"
 FULL_ATTENTION: Final = "full attention"
 MINIMAX_M2: Final[dict[str, Any]] = {
@@ -122,26 +122,26 @@ def loopback_gbps(kept: Any) -> float | None:
     rates = [
         cell["gbit_per_s"]
         for one in kept.get("measured", [])
-        if (one["peer"], one["place"]) == ("ours defaults", "loopback")
+        if (one["peer"], one["place"]) == ("ours", "loopback")
         for cell in one["cells"]
         if cell["gbit_per_s"]
     ]
     return max(rates, default=None)
 
 
-def measure_loopback_gbps() -> float:
+def measure_loopback_gbps(nbytes: int) -> float:
     """The median of a few transfers, now; OSError when none succeeds."""
     say("measuring what the ends can move, on loopback")
-    with Kept(ours("ours defaults"), Site(nbytes_max=LOOPBACK_BYTES)) as session:
-        samples = [session.transfer(LOOPBACK_BYTES, 64 * KIB) for _ in range(6)]
+    with Kept(ours(), Site(nbytes_max=nbytes)) as session:
+        samples = [session.transfer(nbytes, 64 * KIB) for _ in range(6)]
         rates = [sample.gbit_per_s for sample in samples[1:] if sample is not None]
         if not rates:
             raise OSError("; ".join(session.failures))
     return statistics.median(rates)
 
 
-def find_goodput(results: Path, ceiling_gbps: float | None) -> Source:
-    """From the results of other benches where there are any."""
+def find_goodput(results: Path, ceiling_gbps: float | None, loopback_bytes: int) -> Source:
+    """From the results of other benches, where there are none from transfers of so many bytes."""
     wan, transport = _read(results / "wan.json"), _read(results / "transport.json")
     shares = wan_shares(wan) if wan is not None else []
     shares_from = f"{results / 'wan.json'}: {len(shares)} rates"
@@ -152,7 +152,7 @@ def find_goodput(results: Path, ceiling_gbps: float | None) -> Source:
         ceiling_gbps = loopback_gbps(transport) if transport is not None else None
         ceiling_from = f"{results / 'transport.json'}, loopback"
     if ceiling_gbps is None:
-        ceiling_gbps, ceiling_from = measure_loopback_gbps(), "loopback, measured now"
+        ceiling_gbps, ceiling_from = measure_loopback_gbps(loopback_bytes), "loopback, measured now"
     return Source(Goodput(tuple(shares), ceiling_gbps), shares_from, ceiling_from)
 
 
@@ -321,8 +321,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("bench-results"))
     parser.add_argument("--rtt-ms", type=float, default=20.0)
     parser.add_argument("--ceiling", type=float, metavar="GBPS", help="what the ends can move")
+    parser.add_argument(
+        "--mib", type=int, default=256, help="of one transfer, where it is measured"
+    )
     parser.add_argument("--profile", type=Path, help="of `prfaas plan profile`; with --model")
     parser.add_argument("--model", type=Path, help="config.json or its directory; with --profile")
+    add_smoke(parser, results=Path("no results"), mib=8)
     arguments = parser.parse_args()
     if (arguments.profile is None) != (arguments.model is None):
         parser.error("--profile and --model go together")
@@ -335,7 +339,7 @@ def main() -> None:
         cases = case_study_cases()
         if arguments.profile is not None:
             cases.append(own_case(arguments.profile, arguments.model))
-        source = find_goodput(arguments.results, arguments.ceiling)
+        source = find_goodput(arguments.results, arguments.ceiling, arguments.mib * MIB)
     except (OSError, ValueError, FileError) as error:
         sys.exit(str(error))
     link_gbps = np.geomspace(0.1, 100, NUM_RATES)

@@ -1,6 +1,7 @@
 """What one scheduling decision costs: routing, placement, admission, the queue's order.
 
-Run: python tests/bench/bench_decision.py [--json FILE] [--rounds N] [--clusters N] [--instances N].
+Run: python tests/bench/bench_decision.py [--json FILE] [--smoke] [--rounds N] [--clusters N]
+[--instances N].
 One process on one core; each round times many decisions over different prompts, the median round
 is printed. The limit is the one that the router was built for: 50 microseconds for 4 clusters of 16
 instances.
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+from smoke import add_smoke
 
 from deploy.plan.case_study import H20_PREFILL, H200_PREFILL, KV
 from scheduler.admission import AdmissionConfig, AdmissionRequest, admit
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clusters", type=int, default=4, help="the PD cluster is one of them")
     parser.add_argument("--instances", type=int, default=16)
+    add_smoke(parser, rounds=1)
     arguments = parser.parse_args()
     results = []
     for name, decide in decisions(arguments.clusters, arguments.instances).items():

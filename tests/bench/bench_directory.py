@@ -1,9 +1,9 @@
 """The global directory: how fast it answers, what a block costs in memory, events per second.
 
-Run: python tests/bench/bench_directory.py [--json FILE] [--full] [--matches N]. A region of four
-clusters with two nodes each. Prompts of 512 blocks (128Ki tokens, 256 a block) are each cached by
-one to three nodes, with states at a few boundaries; the nodes' messages of 1000 blocks interleave.
-One core for each process that is named.
+Run: python tests/bench/bench_directory.py [--json FILE] [--smoke | --full] [--matches N]. A region
+of four clusters with two nodes each. Prompts of 512 blocks (128Ki tokens, 256 a block) are each
+cached by one to three nodes, with states at a few boundaries; the nodes' messages of 1000 blocks
+interleave. One core for each process that is named.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 from redis_server import RedisServer
+from smoke import add_smoke
 
 from kvmanager.agent.messages import CacheFeed
 from kvmanager.directory.directory import Directory
@@ -127,7 +128,7 @@ def apply_all(directory: Directory, messages: Iterator[tuple[NodeName, CacheFeed
     }
 
 
-def measure_size(num_blocks: int, num_matches: int) -> Row:
+def measure_size(num_blocks: int, num_matches: int, num_churn: int) -> Row:
     """One directory of so many blocks."""
     region = Region(num_blocks)
     messages = list(region.messages())
@@ -142,7 +143,7 @@ def measure_size(num_blocks: int, num_matches: int) -> Row:
         "resident_bytes_per_block": grown_bytes / held,
     }
     matches = measure_matches(directory, region, num_matches)
-    churn = apply_all(directory, region.churn(500, len(messages)))
+    churn = apply_all(directory, region.churn(num_churn, len(messages)))
     began_s = time.perf_counter()
     directory.forget(NODES[0])
     forget_ms = 1e3 * (time.perf_counter() - began_s)
@@ -176,7 +177,7 @@ def time_matches(directory: Directory, prompts: Sequence[list[bytes]], count: in
     return {**percentiles(seconds), "busy": percentiles(busy_s)}
 
 
-def measure_hashing(rounds: int = 20) -> Row:
+def measure_hashing(rounds: int) -> Row:
     """A prompt of 128Ki tokens, as Python's list, as it comes out of JSON, and as an array."""
     array = np.random.default_rng(1).integers(0, 150_000, PROMPT_BLOCKS * BLOCK_TOKENS)
     root = root_key(b"bench")
@@ -299,17 +300,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the raw numbers here")
     parser.add_argument("--full", action="store_true", help="10 million blocks, too")
     parser.add_argument("--matches", type=int, default=2000, help="timed for each number")
+    parser.add_argument("--blocks", type=int, default=10**6, help="in the directory")
+    parser.add_argument("--shared", type=int, help="where it is read from elsewhere [200,000]")
+    parser.add_argument("--churn", type=int, default=500, help="messages of it")
+    add_smoke(parser, matches=50, blocks=20_000, shared=5_000, churn=20)
     arguments = parser.parse_args()
     sizes = []
-    for num_blocks in [10**6, 10**7] if arguments.full else [10**6]:
-        sizes.append(measure_size(num_blocks, arguments.matches))
+    for num_blocks in [arguments.blocks, 10**7] if arguments.full else [arguments.blocks]:
+        sizes.append(measure_size(num_blocks, arguments.matches, arguments.churn))
         show_size(sizes[-1])
-    hashing = measure_hashing()
+    hashing = measure_hashing(2 if arguments.smoke else 20)
     for kind, row in hashing.items():
         show(f"hashing 128Ki tokens of a {kind}, ms", f"{row['ms']:.2f}")
         rate = f"{row['gb_per_s']:.2f} / {row['keys_per_s']:,.0f}"
         show(f"hashing, {kind}, GB/s / keys/s", rate)
-    num_shared = 10**6 if arguments.full else 2 * 10**5
+    num_shared = arguments.shared or (10**6 if arguments.full else 2 * 10**5)
     readers = {
         "embedded": asyncio.run(measure_embedded(num_shared, arguments.matches)),
         "gRPC": asyncio.run(measure_grpc(num_shared, arguments.matches)),

@@ -7,6 +7,9 @@ model, and the same prompts are sent one at a time, each of them new to every ca
 at the decode site. Ours goes through the gateway; NIXL's two legs are sent straight to the engines.
 "alone" is the prefill engine answering by itself across the link: no hand-off at all.
 
+With --gateway URL (and --engine URL, of its prefill engine) ours is measured alone, over a region
+that runs already and the link that it has: no root, no engines of NIXL's, no choice of rates.
+
 NIXL's settings: kv_producer and kv_consumer, the connector's default threads, UCX over TCP on the
 link's device alone, UCX's locks as mutexes, and NUMA nodes hidden from its engines. On loopback 9
 hand-offs of 9 came through with the last two; with neither, one of the first five hung. On a CPU
@@ -24,17 +27,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from smoke import add_smoke
 from wan import DEVICE, FAR, NEAR, Wan, wan
 
 from deploy.demo.scenario import text
@@ -79,6 +83,24 @@ class Measured:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The engine that answers by itself, and what it calls the model."""
+
+    url: str
+    model: str
+
+
+def word_of(line: bytes, url: str) -> str:
+    """The text in a line of a stream of completions, "" in any other; RuntimeError for an error."""
+    if not line.startswith(b"data:") or b"[DONE]" in line:
+        return ""
+    event = json.loads(line[5:])
+    if "choices" not in event:
+        raise RuntimeError(f"{url}: {event}")
+    return str(event["choices"][0]["text"])
+
+
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> tuple[float, str, str]:
@@ -91,15 +113,9 @@ async def stream(
         if response.status != 200:
             raise RuntimeError(f"{url}: {response.status} {await response.text()}")
         async for line in response.content:
-            if not line.startswith(b"data:") or b"[DONE]" in line:
-                continue
-            event = json.loads(line[5:])
-            if "choices" not in event:
-                raise RuntimeError(f"{url}: {event}")
-            choice = event["choices"][0]
-            if choice["text"]:
+            if word := word_of(line, url):
                 first_s = first_s or time.perf_counter() - started_s
-                words.append(choice["text"])
+                words.append(word)
         request_id = response.headers.get("x-request-id", "")
     if not first_s:
         raise RuntimeError(f"{url}: no token came")
@@ -107,7 +123,7 @@ async def stream(
 
 
 def engine(role: str, model: TinyModel, path: Path, **changes: Any) -> EngineSpec:
-    """One of NIXL's engines, with the settings that `_region` gives to ours."""
+    """One of NIXL's engines, with the settings that `region_spec` gives to ours."""
     return EngineSpec(
         instance=role,
         model=str(path),
@@ -178,6 +194,17 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
         yield ask
 
 
+async def ask_region(
+    session: aiohttp.ClientSession, url: str, model: str, prompt: str
+) -> tuple[float, str, int, float]:
+    """TTFT, text, bytes on the wire and seconds of prefill of a prompt that a region offloads;
+    RuntimeError if it does not.
+    """
+    first_s, words, request_id = await stream(session, url, {"model": model, "prompt": prompt})
+    record = await _record(session, url, request_id)
+    return first_s, words, record["transfer_bytes"], record["parts"]["prefill_s"]
+
+
 @asynccontextmanager
 async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
     """A region of a prefill cluster at the far site and a PD cluster and the gateway here."""
@@ -190,14 +217,11 @@ async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIt
 
     async with (
         aiohttp.ClientSession() as session,
-        RunningRegion(_region(model, path), logs / "region", adapt=at_its_site) as region,
+        RunningRegion(region_spec(model, path), logs / "region", adapt=at_its_site) as region,
     ):
 
         async def ask(prompt: str) -> tuple[float, str, int, float]:
-            body = {"model": MODEL, "prompt": prompt}
-            first_s, words, request_id = await stream(session, region.gateway_url, body)
-            record = await _record(session, region.gateway_url, request_id)
-            return first_s, words, record["transfer_bytes"], record["parts"]["prefill_s"]
+            return await ask_region(session, region.gateway_url, MODEL, prompt)
 
         yield ask
 
@@ -216,11 +240,16 @@ async def _record(
     raise RuntimeError(f"not prefilled at the other site: {answer}")
 
 
-def _region(model: TinyModel, path: Path) -> RegionSpec:
+def region_spec(model: TinyModel, path: Path) -> RegionSpec:
     agent = {"arena_gib": 0.5}
     spec = {
         "name": "bench",
-        "gateway": {"port": 0, "threshold_tokens": 100},
+        # By the threshold alone: predictions would keep prompts here while engines are unknown.
+        "gateway": {
+            "port": 0,
+            "threshold_tokens": 100,
+            "scheduling": {"routing": {"policy": "threshold"}},
+        },
         "models": [
             {
                 "name": MODEL,
@@ -273,15 +302,49 @@ def _url(role: str) -> str:
 SYSTEMS = {"prfaas": prfaas, "nixl": nixl}
 
 
+class Link(Protocol):
+    def set_rate(self, gbps: float) -> None: ...
+
+
+class FixedLink:
+    """The link of a region that runs: it keeps the rate that it has."""
+
+    def set_rate(self, gbps: float) -> None:
+        """Nothing happens."""
+
+
+async def measure_running(
+    arguments: argparse.Namespace, url: str, engine_url: str | None
+) -> list[Measured]:
+    """Ours over the region behind this gateway; alone on the engine, if one is named."""
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/v1/models") as response:
+            model = (await response.json())["data"][0]["id"]
+        todo = prompts(arguments.gbps, arguments.tokens, arguments.repeats, "prfaas", 0)
+        if engine_url is None:
+            todo = [item for item in todo if item.gbps]
+
+        async def ask(prompt: str) -> tuple[float, str, int, float]:
+            return await ask_region(session, url, model, prompt)
+
+        if not await _warm_up("prfaas", ask, arguments.warm_ups):
+            return []
+        alone = Alone(engine_url or "", model)
+        return await _measure_one(FixedLink(), "prfaas", todo, ask, alone)
+
+
 async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
     """Every system, rate and length; progress on stderr. A system that fails is started anew."""
     model = MODELS[MODEL]
+    alone = Alone(_url("prefill"), MODEL)
     measured: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="prfaas-bench-") as folder:
         path = build_model(model, Path(folder)).path
         for round_number in range(arguments.rounds):
             for name in arguments.systems:
-                todo = _prompts(arguments, name, round_number)
+                todo = prompts(
+                    arguments.gbps, arguments.tokens, arguments.repeats, name, round_number
+                )
                 starts = 0
                 while todo and starts < MAX_STARTS:
                     starts += 1
@@ -290,15 +353,15 @@ async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
                     logs = Path(arguments.logs or folder) / f"{name}-{round_number}-{starts}"
                     logs.mkdir(parents=True, exist_ok=True)
                     async with SYSTEMS[name](link, model, path, logs) as ask:
-                        if await _warm_up(name, ask):
-                            measured += await _measure_one(link, name, todo, ask)
+                        if await _warm_up(name, ask, arguments.warm_ups):
+                            measured += await _measure_one(link, name, todo, ask, alone)
     return measured
 
 
-async def _warm_up(name: str, ask: Ask) -> bool:
-    """Three prompts that are not counted; whether they were answered."""
+async def _warm_up(name: str, ask: Ask, num: int) -> bool:
+    """Prompts that are not counted; whether they were answered."""
     try:
-        for attempt in range(3):
+        for attempt in range(num):
             await ask(text(2000, seed=90_000_000 + attempt))
     except (RuntimeError, aiohttp.ClientError) as error:
         _say(f"  {name}, warm-up failed: {error}")
@@ -306,19 +369,23 @@ async def _warm_up(name: str, ask: Ask) -> bool:
     return True
 
 
-def _prompts(arguments: argparse.Namespace, name: str, round_number: int) -> list[Measured]:
+def prompts(
+    rates_gbps: Sequence[float], lengths: Sequence[int], repeats: int, name: str, round_number: int
+) -> list[Measured]:
     """What to ask, in order: over the link at each rate, then the prefill engine alone."""
     asked = []
-    for gbps in (*arguments.gbps, 0.0):
-        for num_tokens in arguments.tokens:
-            for repeat in range(arguments.repeats):
+    for gbps in (*rates_gbps, 0.0):
+        for num_tokens in lengths:
+            for repeat in range(repeats):
                 seed = num_tokens + 100_000 * repeat + 10_000_000 * round_number
                 prompt = text(num_tokens, seed=seed + int(1e9 * gbps) % 999_983)
                 asked.append(Measured(name, gbps, num_tokens, prompt))
     return asked
 
 
-async def _measure_one(link: Wan, name: str, todo: list[Measured], ask: Ask) -> list[Measured]:
+async def _measure_one(
+    link: Link, name: str, todo: list[Measured], ask: Ask, alone: Alone
+) -> list[Measured]:
     """Take from `todo` until it is empty or an answer fails."""
     measured: list[Measured] = []
     async with aiohttp.ClientSession() as session:
@@ -332,8 +399,9 @@ async def _measure_one(link: Wan, name: str, todo: list[Measured], ask: Ask) -> 
                         item, ttft_s=ttft_s, text=words, wire_bytes=nbytes, prefill_s=prefill_s
                     )
                 else:
-                    body = {"model": MODEL, "prompt": f"alone {item.prompt}"[: item.num_tokens]}
-                    ttft_s, _, _ = await stream(session, _url("prefill"), body)
+                    prompt = f"alone {item.prompt}"[: item.num_tokens]
+                    body = {"model": alone.model, "prompt": prompt}
+                    ttft_s, _, _ = await stream(session, alone.url, body)
                     item = replace(item, ttft_s=ttft_s)
             except (RuntimeError, aiohttp.ClientError) as error:
                 item = replace(item, error=str(error) or repr(error))
@@ -403,13 +471,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1, help="every system once a round")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--warm-ups", type=int, default=3, help="prompts that are not counted")
     parser.add_argument("--logs", type=Path, help="keep the logs here")
+    parser.add_argument("--gateway", metavar="URL", help="of a region that runs: only that one")
+    parser.add_argument("--engine", metavar="URL", help="its prefill engine, asked alone as well")
+    add_smoke(parser, gbps=[1.0], tokens=[600], repeats=1, warm_ups=1)
     parser.add_argument("--json", type=Path, help="write the result and the raw numbers here")
     arguments = parser.parse_args()
-    with wan(arguments.rtt_ms / 1e3) as link:
-        measured = asyncio.run(measure(arguments, link))
+    missing: dict[str, str] = {}
+    if arguments.gateway:
+        missing["nixl"] = "left out: it needs namespaces and engines of its own"
+        _say(f"nixl {missing['nixl']}")
+        measured = asyncio.run(measure_running(arguments, arguments.gateway, arguments.engine))
+    else:
+        with wan(rtt_s=arguments.rtt_ms / 1e3) as link:
+            measured = asyncio.run(measure(arguments, link))
     result = summarise(measured) | {
         "rtt_ms": arguments.rtt_ms,
+        "missing": missing,
         "model": MODEL,
         "cpus": os.cpu_count(),
         "raw": [{**asdict(item), "prompt": len(item.prompt)} for item in measured],

@@ -1,10 +1,10 @@
 """What the gateway costs: added latency and requests/s, beside the engine alone and vllm-router.
 
-Run: python tests/bench/bench_gateway.py [--json FILE] [--seconds S] [--rounds N]. An echo engine,
-the gateway (`prfaas gateway`, a process of its own) and the `vllm-router` wheel stand on loopback;
-the load generator is this process. The three are measured in turn, several rounds; each number is
-the median over the rounds. Without the wheel (it is installed into a temporary directory) the rest
-is measured all the same.
+Run: python tests/bench/bench_gateway.py [--json FILE] [--smoke] [--seconds S] [--rounds N]. An echo
+engine, the gateway (`prfaas gateway`, a process of its own) and the `vllm-router` wheel stand on
+loopback; the load generator is this process. The three are measured in turn, several rounds; each
+number is the median over the rounds. Without the wheel (it is installed into a temporary directory,
+but not with --smoke) the rest is measured all the same.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from typing import Any
 import psutil
 import uvloop
 import yaml
+from smoke import add_smoke
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUTER = "vllm-router==0.1.17"
 NUM_EVENTS = 32
 NUM_PACED_EVENTS = 150
+NUM_WARM = 20
 PACE_S = 0.01
 
 _ANSWER = json.dumps(
@@ -192,7 +194,7 @@ async def _connect(port: int, request: bytes) -> Client:
 
 async def _latencies(port: int, request: bytes, num: int) -> tuple[list[float], list[float]]:
     client = await _connect(port, request)
-    for _ in range(20):
+    for _ in range(NUM_WARM):
         await client.ask()
     pairs = [await client.ask() for _ in range(num)]
     client.close()
@@ -331,9 +333,16 @@ def gateway(engine_port: int, folder: Path) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def router(engine_port: int, folder: Path) -> Iterator[tuple[int, int] | None]:
+def router(
+    engine_port: int, folder: Path, *, may_install: bool
+) -> Iterator[tuple[int, int] | None]:
     """The vllm-router wheel in front of the engine, or None when it cannot be had or run."""
-    env = os.environ | {"PYTHONPATH": _router_path(folder)}
+    path = _router_path(folder, may_install=may_install)
+    if path is None:
+        print(f"vllm-router left out: {ROUTER} is not installed", file=sys.stderr)
+        yield None
+        return
+    env = os.environ | {"PYTHONPATH": path}
     port = free_port()
     argv = [sys.executable, "-m", "vllm_router.launch_router", "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--worker-urls", f"http://127.0.0.1:{engine_port}"]
@@ -347,9 +356,12 @@ def router(engine_port: int, folder: Path) -> Iterator[tuple[int, int] | None]:
         yield None
 
 
-def _router_path(folder: Path) -> str:
+def _router_path(folder: Path, *, may_install: bool) -> str | None:
+    """What the router's PYTHONPATH must be; None where it is not installed and may not be."""
     if importlib.util.find_spec("vllm_router") is not None:
         return os.environ.get("PYTHONPATH", "")
+    if not may_install:
+        return None
     target = folder / "router"
     argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     argv += [str(target), ROUTER, "orjson", "setproctitle"]
@@ -378,7 +390,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         targets: dict[str, tuple[int, int | None] | None] = {
             "engine": (engine_port, None),
             "gateway": stack.enter_context(gateway(engine_port, folder)),
-            "vllm-router": stack.enter_context(router(engine_port, folder)),
+            "vllm-router": stack.enter_context(
+                router(engine_port, folder, may_install=not args.smoke)
+            ),
         }
         for number in range(args.rounds):
             for name, target in targets.items():
@@ -414,6 +428,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each rate, a round")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--serve-engine", type=int, help=argparse.SUPPRESS)
+    add_smoke(parser, rounds=1, requests=20, seconds=0.2, concurrency=4)
     args = parser.parse_args()
     if args.serve_engine:
         _serve_engine(args.serve_engine)

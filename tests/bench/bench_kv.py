@@ -1,11 +1,14 @@
 """The prefix cache: what it finds of a trace, how fast pages move, what the directory answers.
 
-Run: python tests/bench/bench_kv.py [--json FILE] [--trace FILE] [--full] [--only PART ...]. Parts:
+Run: python tests/bench/bench_kv.py [--json FILE] [--smoke | --full] [--trace FILE] [--only PART
+...]. Parts:
 
     lru, placement, policy   replays of --trace, JSON lines in Mooncake's format with blocks of 512
                              tokens; left out without one (`kv_replays.py`)
     copies                   the connector's copies between engine pages and the arena
     directory                `bench_directory.py`
+
+With --smoke the replays play a few requests that are made up here.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from kv_replays import Row, measure_lru, measure_placements, measure_policies
+from kv_replays import BLOCK_TOKENS, Row, measure_lru, measure_placements, measure_policies
 from numpy.typing import NDArray
+from smoke import add_smoke
 
 from kvmanager.arena import Arena
 from kvmanager.layout import KVLayer
@@ -116,13 +120,12 @@ def copy_row(arena: Arena, page_bytes: int, rounds: int, *, scattered: bool) -> 
     }
 
 
-def measure_directory(*, full: bool) -> Any:
+def measure_directory(*more: str) -> Any:
     """What `bench_directory.py` measures, in a process of its own: it counts its memory."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "directory.json"
         script = Path(__file__).with_name("bench_directory.py")
-        command = [sys.executable, str(script), "--json", str(kept)]
-        subprocess.run([*command, *(["--full"] if full else [])], check=True)
+        subprocess.run([sys.executable, str(script), "--json", str(kept), *more], check=True)
         return json.loads(kept.read_text())
 
 
@@ -141,7 +144,27 @@ def measure(part: str, arguments: argparse.Namespace) -> Any:
         case "copies":
             return measure_copies(arguments.mib * MIB, arguments.rounds)
         case _:
-            return measure_directory(full=arguments.full)
+            sizes = {"--smoke": arguments.smoke, "--full": arguments.full}
+            return measure_directory(*(flag for flag, is_asked in sizes.items() if is_asked))
+
+
+def made_up_trace(folder: str) -> Path:
+    """Turns of a few conversations, in Mooncake's format."""
+    path = Path(folder) / "trace.jsonl"
+    lines = []
+    for turn in range(6):
+        for conversation in range(5):
+            num_blocks = 3 * (turn + 1)
+            hash_ids = [100 * conversation + block for block in range(num_blocks + 1)]
+            line = {
+                "timestamp": 1000 * len(lines),
+                "input_length": BLOCK_TOKENS * num_blocks + 100,
+                "output_length": 50,
+                "hash_ids": hash_ids,
+            }
+            lines.append(json.dumps(line))
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 def main() -> None:
@@ -154,11 +177,15 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all capacities, larger directories")
     parser.add_argument("--mib", type=int, default=128, help="MiB copied at once")
     parser.add_argument("--rounds", type=int, default=5, help="of copies")
+    add_smoke(parser, rounds=1, mib=4)
     arguments = parser.parse_args()
     kept = {}
-    for part in arguments.only:
-        kept[part] = measure(part, arguments)
-        print(flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.smoke and arguments.trace is None:
+            arguments.trace = made_up_trace(folder)
+        for part in arguments.only:
+            kept[part] = measure(part, arguments)
+            print(flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
 

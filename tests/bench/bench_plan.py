@@ -1,7 +1,7 @@
 """How fast the planner is: the case study, the grid search, the simulation, the help.
 
-Run: python tests/bench/bench_plan.py [--json FILE] [--rounds N]. One process on one core; medians
-over the rounds. Limits are the ones that the planner was built for.
+Run: python tests/bench/bench_plan.py [--json FILE] [--smoke] [--rounds N]. One process on one core;
+medians over the rounds. Limits are the ones that the planner was built for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from smoke import add_smoke
 
 from deploy.plan.case_study import case_study, case_study_region
 from scheduler.load_study import simulate_plan
@@ -44,6 +45,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the raw numbers here")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=100_000, help="simulated")
+    add_smoke(parser, rounds=1, requests=1000)
     arguments = parser.parse_args()
     region = case_study_region(4, 8)
     grid = threshold_grid(region, 1000)
@@ -57,9 +60,9 @@ def main() -> None:
             lambda: search_pair(region, Mode.EXACT, grid, np.linspace(0, 7.9, 13)),
         ),
         (
-            "simulation of 100,000 requests",
-            5.0,
-            lambda: simulate_plan(plan, rate_rps, num_requests=100_000),
+            f"simulation of {arguments.requests:,} requests",
+            5.0e-5 * arguments.requests,
+            lambda: simulate_plan(plan, rate_rps, num_requests=arguments.requests),
         ),
         ("prfaas plan --help, whole process", 0.3, lambda: started("--help")),
         ("prfaas plan solve --help, whole process", 0.3, lambda: started("solve", "--help")),

@@ -1,8 +1,8 @@
 """Small urgent transfers on a link that something else fills, and how a link is divided.
 
-Run: python tests/bench/bench_sharing.py [--quick | --full] [--json FILE]; as root for the emulated
-links, otherwise on loopback only. Two processes, one per end, with `TransportConfig()`. Measured at
-each place:
+Run: python tests/bench/bench_sharing.py [--quick | --full | --smoke] [--json FILE]; as root for the
+emulated links, otherwise on loopback only. Two processes, one per end, with `TransportConfig()`.
+Measured at each place:
 
 latency  4 MiB request transfers, one at a time with short random pauses, opened to complete: on the
          idle link, and beside bulk transfers that fill it: one of REPLICATION, one of their own
@@ -38,6 +38,7 @@ from peer_end import SIDES, Side
 from peer_process import EndProcess, PeerFailure
 from sharing_end import SMALL_BYTES
 from sharing_report import IDLE, Beside, Latency, Share, goals, plot, tables
+from smoke import add_smoke
 from wan import FAR, wan
 
 from transport import Priority
@@ -48,7 +49,6 @@ LOOPBACK = "loopback"
 LINKS = (emulated.Path(1e9, 0.040), emulated.Path(1e9, 0.010))
 PLACES = (LOOPBACK, *map(str, LINKS))
 TIMEOUT_S = 90.0
-NUM_WARM = 10
 MAX_LIMIT_BYTES_PER_S = 250e6
 """For budgets and pacing: they are for links between sites, not for loopback."""
 PAUSE_S = (0.005, 0.030)
@@ -67,14 +67,16 @@ REPLICATION_SHARE = CLASS_WEIGHTS[Priority.REPLICATION] / sum(CLASS_WEIGHTS.valu
 class Plan:
     """How long everything takes. `num_crowded`: small transfers beside more than one bulk."""
 
+    num_warm: int
     num_small: int
     num_crowded: int
     settle_s: float
     window_s: float
 
 
-QUICK = Plan(num_small=60, num_crowded=16, settle_s=1.0, window_s=2.0)
-FULL = Plan(num_small=300, num_crowded=150, settle_s=4.0, window_s=10.0)
+SMOKE = Plan(num_warm=1, num_small=2, num_crowded=1, settle_s=0.1, window_s=0.4)
+QUICK = Plan(num_warm=10, num_small=60, num_crowded=16, settle_s=1.0, window_s=2.0)
+FULL = Plan(num_warm=10, num_small=300, num_crowded=150, settle_s=4.0, window_s=10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class Bench:
     def measure(self, place: Place, sections: Sequence[str]) -> None:
         say(f"{place.name}:")
         with Ends(place, {}) as ends:
-            for _ in range(NUM_WARM):
+            for _ in range(self._plan.num_warm):
                 ends.small()
             with ends.bulks((Priority.REQUEST, ""), settle_s=2 * self._plan.settle_s):
                 (link_bytes_per_s,) = ends.rates(self._plan.window_s)
@@ -223,7 +225,10 @@ class Bench:
 
     def _rates(self, ends: Ends, *bulks: tuple[Priority, str]) -> list[float]:
         with ends.bulks(*bulks, settle_s=self._plan.settle_s):
-            return ends.rates(self._plan.window_s)
+            rates = ends.rates(self._plan.window_s)
+        if not sum(rates):
+            raise PeerFailure(f"no byte of {len(bulks)} bulks was acknowledged")
+        return rates
 
     def _keep(
         self, place: Place, name: str, found: float, wanted: float, unit: str, **more: bool
@@ -262,7 +267,7 @@ def _measure(bench: Bench, place: Place, sections: Sequence[str], missing: dict[
     try:
         bench.measure(place, sections)
     except PeerFailure as error:
-        missing[place.name] = str(error)
+        missing[place.name] = f"given up: {error}"
         say(f"{place.name}: given up: {error}")
 
 
@@ -281,6 +286,7 @@ def parse() -> argparse.Namespace:
     sections = ["latency", "shares"]
     parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
     parser.add_argument("--json", type=Path, help="write the result here, and a .png beside it")
+    add_smoke(parser, places=[LOOPBACK, str(LINKS[1])])
     return parser.parse_args()
 
 
@@ -291,7 +297,7 @@ def _stop(*_: object) -> NoReturn:
 def main() -> None:
     arguments = parse()
     signal.signal(signal.SIGTERM, _stop)
-    bench = Bench(FULL if arguments.full else QUICK)
+    bench = Bench(SMOKE if arguments.smoke else FULL if arguments.full else QUICK)
     missing: dict[str, str] = {}
     status = 0
     try:

@@ -1,7 +1,7 @@
 """How fast the replay is, and what the ready-made studies find, against their goals.
 
-Run: python tests/bench/bench_simulate.py [--json FILE] [--rounds N] [--requests N] [--scale N]
-[--only NAME ...] [--trace FILE]. One process on one core.
+Run: python tests/bench/bench_simulate.py [--json FILE] [--smoke] [--rounds N] [--requests N]
+[--scale N] [--only NAME ...] [--trace FILE]. One process on one core.
 
 `speed`: requests a second of computing, by policy, in CPU time; the median round is printed. The
 case study's region at 80% load; the limit is the one that the replay was built for, 20,000
@@ -19,6 +19,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+from smoke import add_smoke
 
 from deploy.plan.case_study import case_study_region
 from deploy.plan.trace import load_trace
@@ -102,6 +104,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=[SPEED, *STUDIES], default=[SPEED, *STUDIES])
     parser.add_argument("--trace", type=Path, help="for overload: a trace, at double speed")
+    add_smoke(parser, rounds=1, requests=500, scale=0.01)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
     if SPEED in arguments.only:

@@ -1,12 +1,12 @@
 """The transport against its peers: loopback and, as root, a veth pair between two namespaces.
 
-Run: python tests/bench/bench_transport.py [--quick | --full] [--json FILE]. Rounds are interleaved:
-in each of them every peer is started, warmed up, measured at every block size and stopped, so that
-one that spins while idle disturbs no other; the order turns by one from round to round. Reported
-are medians and ranges over the rounds, CPU of both ends, single 64 KiB blocks acknowledged one by
-one, cores used while idle, memory beyond the buffers, and the goals. All blocks of all peers lie in
-a permuted order in memory, and each peer's bytes are compared once a place. A peer that is not
-installed is named and left out (see README.md, also for what is not comparable).
+Run: python tests/bench/bench_transport.py [--quick | --full | --smoke] [--json FILE]. Rounds are
+interleaved: in each of them every peer is started, warmed up, measured at every block size and
+stopped, so that one that spins while idle disturbs no other; the order turns by one from round to
+round. Reported are medians and ranges over the rounds, CPU of both ends, single 64 KiB blocks
+acknowledged one by one, cores used while idle, memory beyond the buffers, and the goals. All blocks
+of all peers lie in a permuted order in memory, and each peer's bytes are compared once a place. A
+peer that is not installed is named and left out (see README.md, also for what is not comparable).
 """
 
 from __future__ import annotations
@@ -41,21 +41,24 @@ from peers import (
     ours,
     raw,
 )
+from smoke import add_smoke
 
-IDLE_S = 1.0
-NUM_ACKED = 200
-"""Single blocks a round, after a tenth as many to warm up."""
 PLACES = ("loopback", "veth")
+SMOKE_PEERS = ("ours", "ours tls", "raw x4", "iperf3 -P4", "mooncake", "nixl write")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. `timeout_s` is for one transfer."""
+    """How much is measured. `timeout_s` is for one transfer. `num_acked`: single blocks a round,
+    after a tenth as many to warm up.
+    """
 
     rounds: int
     nbytes: int
     blocks: tuple[int, ...]
     timeout_s: float
+    num_acked: int
+    idle_s: float
 
 
 def ours_fixed(name: str, num_connections: int, **config: Any) -> Peer:
@@ -133,10 +136,10 @@ def visit(session: Kept, measured: Measured, plan: Plan, *, is_first: bool) -> N
     for block_bytes in plan.blocks:
         sample = session.transfer(plan.nbytes, block_bytes, plan.timeout_s)
         measured.samples.setdefault(block_bytes, []).append(sample)
-    session.acked_block_us(64 * KIB, NUM_ACKED // 10, plan.timeout_s)
-    measured.acked_us += session.acked_block_us(64 * KIB, NUM_ACKED, plan.timeout_s) or []
+    session.acked_block_us(64 * KIB, plan.num_acked // 10, plan.timeout_s)
+    measured.acked_us += session.acked_block_us(64 * KIB, plan.num_acked, plan.timeout_s) or []
     if is_first:
-        measured.idle = session.idle_cpu(IDLE_S)
+        measured.idle = session.idle_cpu(plan.idle_s)
         measured.rss_mib = session.rss_mib()
 
 
@@ -208,6 +211,7 @@ def parse() -> tuple[argparse.Namespace, Plan]:
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--json", type=Path, help="write the result here, and a .png beside it")
+    add_smoke(parser, rounds=1, mib=4, peers=list(SMOKE_PEERS))
     arguments = parser.parse_args()
     usual = (16, 64, 256, 1024, 4096) if arguments.full else (16, 64, 1024)
     return arguments, Plan(
@@ -215,6 +219,8 @@ def parse() -> tuple[argparse.Namespace, Plan]:
         nbytes=(arguments.mib or (512 if arguments.full else 128)) * MIB,
         blocks=tuple(KIB * kib for kib in arguments.blocks_kib or usual),
         timeout_s=60.0 if arguments.full else 20.0,
+        num_acked=20 if arguments.smoke else 200,
+        idle_s=0.1 if arguments.smoke else 1.0,
     )
 
 

@@ -38,6 +38,7 @@ DEVICE = "wan0"
 
 MTU = 1500
 CONGESTION_ALLOWED = FilePath("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+LOCK = FilePath("/run/prfaas-bench.lock")
 CONGESTION_AVAILABLE = CONGESTION_ALLOWED.with_name("tcp_available_congestion_control")
 MIN_QUEUE_BYTES = 256 * 1024
 MIB = 1024 * 1024
@@ -225,11 +226,13 @@ def _namespaces() -> Iterator[tuple[str, str]]:
     """
     if os.geteuid() != 0:
         raise PermissionError("an emulated wide-area link needs root: run `sudo make bench`")
-    allowed = CONGESTION_ALLOWED.read_text()
     names = f"prfaas-near-{os.getpid()}", f"prfaas-far-{os.getpid()}"
-    try:
-        CONGESTION_ALLOWED.write_text(CONGESTION_AVAILABLE.read_text())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_every_congestion_control())
         for name in names:
+            stack.callback(
+                subprocess.run, ["ip", "netns", "delete", name], check=False, capture_output=True
+            )
             _run("ip", "netns", "add", name)
             settings = (
                 "net.ipv6.conf.all.disable_ipv6=1",  # the forwarder counts IPv4 segments
@@ -239,10 +242,21 @@ def _namespaces() -> Iterator[tuple[str, str]]:
             _run("ip", "netns", "exec", name, "sysctl", "-qw", *settings)
             _run("ip", "-n", name, "link", "set", "lo", "up")
         yield names
-    finally:
-        CONGESTION_ALLOWED.write_text(allowed)
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def _every_congestion_control() -> Iterator[None]:
+    """The host's setting, as it was before at the end. Benches beside each other take turns: one
+    would end with what the other has set, or without it.
+    """
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        allowed = CONGESTION_ALLOWED.read_text()
+        try:
+            CONGESTION_ALLOWED.write_text(CONGESTION_AVAILABLE.read_text())
+            yield
+        finally:
+            CONGESTION_ALLOWED.write_text(allowed)
 
 
 def _tun() -> tuple[int, str]:

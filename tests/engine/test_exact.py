@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from bench_smoke import run_smoke
 from conversation import TURNS, Talk, expected_turns, kill
 from engine_region import (
     RECURRENT,
@@ -185,6 +186,18 @@ async def test_a_long_prompt_crosses_the_link_while_it_is_prefilled(served: Serv
         if tried[-1][0] >= MIN_EARLY_SHARE and tail_share <= MAX_TAIL_SHARE:
             return
     pytest.fail(f"(share sent early, tail's share of the transfer): {tried}")
+
+
+async def test_benches_of_a_region_run_on_this_one(served: Served, tmp_path: Path) -> None:
+    """At their smallest size, and each keeps all of its rows."""
+    if not (served.prefix_caching and served.model == RECURRENT):
+        return  # once is enough
+    region = served.region
+    asking = ("--gateway", region.gateway_url)
+    alone = ("--engine", region.engine("a1-prefill").address)
+    await asyncio.to_thread(run_smoke, "e2e", tmp_path, *asking, *alone)
+    await asyncio.to_thread(run_smoke, "prediction", tmp_path, *asking)
+    await everything_is_given_back(region)
 
 
 async def test_a_second_turn_computes_and_sends_what_is_new(served: Served) -> None:

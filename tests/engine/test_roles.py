@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from bench_smoke import run_smoke
 from engine_region import (
     WINDOW,
     ask_region,
@@ -105,6 +106,8 @@ async def test_roles_change_under_load_and_lose_no_request(
             assert not answer.error, (name, answer.error)
             assert answer.token_ids == expected[name.partition(" #")[0]].token_ids, name
         await assert_roles_were_those_of_the_time(region, load, swapped)
+        # The bench of the long-term loop and of admission, at its smallest size.
+        await asyncio.to_thread(run_smoke, "region", tmp_path, "--gateway", region.gateway_url)
         await everything_is_given_back(region, nodes=("b1",))
 
 

@@ -1,0 +1,38 @@
+"""Every bench still runs, at its smallest size, and keeps all its rows."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from bench_smoke import BENCHES as FOLDER
+from bench_smoke import CHECKS, run_smoke
+
+_spec = importlib.util.spec_from_file_location("bench_driver", FOLDER / "__main__.py")
+assert _spec is not None
+assert _spec.loader is not None
+driver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(driver)
+
+PARTS = {"directory": "kv"}
+"""Scripts that another bench runs."""
+
+
+WITHOUT_ENGINES = [name for name in driver.BENCHES if name not in driver.NEED_ENGINES]
+
+
+@pytest.mark.parametrize("name", WITHOUT_ENGINES)
+def test_a_bench_runs_and_keeps_every_row(name: str, tmp_path: Path) -> None:
+    run_smoke(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", driver.NEED_ENGINES)
+def test_a_bench_that_needs_engines_is_run_by_an_engine_test(name: str) -> None:
+    tests = (FOLDER.parent / "engine").glob("test_*.py")
+    assert any(f'run_smoke, "{name}"' in file.read_text() for file in tests)
+
+
+def test_no_bench_is_forgotten() -> None:
+    scripts = {file.stem.removeprefix("bench_") for file in FOLDER.glob("bench_*.py")}
+    assert scripts == {*driver.BENCHES, *PARTS}
+    assert CHECKS.keys() == set(driver.BENCHES)
+    assert set(driver.NEED_ENGINES) <= set(driver.BENCHES)
