@@ -39,10 +39,6 @@ def test_contradictions_are_refused() -> None:
         decode_hello(body)
 
 
-def test_a_version_range_that_holds_ours_is_fine() -> None:
-    check_version(Hello(VERSION, VERSION + 3, 1, 0, bytes(16)), "sender")
-
-
 def test_another_version_is_named_in_words() -> None:
     with pytest.raises(
         PeerError, match=f"the receiver speaks version 90 to 91, this side speaks {VERSION}"
