@@ -53,7 +53,7 @@ def search_routes(
     decode or prefill.
     """
     routes = tuple(routes_of(region))
-    if not routes or all(pd.num_instances < 1 for pd in region.pd_clusters):
+    if all(pd.num_instances < 1 for pd in region.pd_clusters):
         raise NoRouteError("no PD cluster has an instance: decode needs at least one")
     program = _Program(region, routes)
     if not divisions:
@@ -163,10 +163,12 @@ class _Program:
         return list(found.values())
 
     def _limit_rows(self, division: Mapping[str, float] | None, free: Mapping[str, int]) -> Any:
-        """A row a part: flow times need, less U times its capacity, is at most 0."""
+        """A row a part: flow times need, less U times its capacity, is at most 0. The row of a PD
+        cluster's decode keeps its N_p to the instances that it has, too.
+        """
         from scipy.sparse import lil_matrix
 
-        rows = lil_matrix((len(self._limits) + len(free), self._slowness + 1 + len(free)))
+        rows = lil_matrix((len(self._limits), self._slowness + 1 + len(free)))
         for row, limit in enumerate(self._limits):
             for route, need in limit.per_flow.items():
                 rows[row, route * self._num_classes : (route + 1) * self._num_classes] = need
@@ -179,9 +181,6 @@ class _Program:
             rows[row, self._slowness] = -capacity
             if limit.kind in ("local", "decode") and limit.name in free:
                 rows[row, free[limit.name]] = 1 if limit.kind == "decode" else -1
-        for row, pd in enumerate(self._region.pd_clusters[: len(free)], start=len(self._limits)):
-            rows[row, free[pd.name]] = 1
-            rows[row, self._slowness] = -pd.num_instances
         return rows.tocsr()
 
     def _balance_rows(self, num_free: int) -> Any:
