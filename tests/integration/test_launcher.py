@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -24,9 +25,13 @@ from deploy.region.launcher import LaunchConfig, Progress, RegionStartFailed, Ru
 from deploy.region.rundir import RunDirectoryError, read_state
 from deploy.region.spec import RegionSpec
 from deploy.region.status import region_status
+from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.errors import EngineStartFailed
 from kvmanager.engines.restart import RestartConfig
 from kvmanager.engines.supervisor import ProcessState
+from kvmanager.rpc import RpcError
+from transport.frames import FrameType
+from transport.handshake import MAGIC, own_hello
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = LaunchConfig(
@@ -234,16 +239,73 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
     assert os.listdir(run_dir) == ["logs"]
 
 
-async def test_a_region_with_tls(dummy_vllm: Path, run_dir: Path, tmp_path: Path) -> None:
+async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(
+    dummy_vllm: Path, run_dir: Path, tmp_path: Path
+) -> None:
     files = make_certificate(tmp_path)
-    async with RunningRegion(spec(dummy_vllm, security={"tls": files}), run_dir, config=QUICK):
+    wanted = spec(dummy_vllm, security={"tls": files})
+    async with RunningRegion(wanted, run_dir, config=QUICK) as region:
         state = read_state(run_dir)
         assert state is not None
         status = await region_status(state)
-    assert [agent.engines[0].instance for agent in status.agents.values()] == [
-        "a1-prefill",
-        "b1-decode",
-    ]
+        assert [agent.engines[0].instance for agent in status.agents.values()] == [
+            "a1-prefill",
+            "b1-decode",
+        ]
+        caches = await fetch(f"{region.gateway_url}/prfaas/cache")
+        assert [(node["node"], node["error"]) for node in caches["nodes"]] == [
+            ("b1", ""),
+            ("a1", ""),
+        ]
+        # Without the region's certificates its agents say nothing on either port.
+        without, ours = tls_context(files), tls_context(files, with_certificate=True)
+        link = region.process("link.prefill-a-to-pd-b.b1").address
+        for address in (status.agents["b1"].data_endpoint, link):
+            assert not await asyncio.to_thread(is_welcome, address, None)
+            assert not await asyncio.to_thread(is_welcome, address, without)
+            assert await asyncio.to_thread(is_welcome, address, ours)
+        stranger = AgentControl(state.agents["b1"])
+        with pytest.raises(RpcError) as refused:
+            await stranger.status(5.0)
+        assert refused.value.code == "UNAVAILABLE"
+        await stranger.close()
+        # Hence what the sending agent gets across was encrypted.
+        sent_bytes = await probed_bytes("a1", "b1", run_dir)
+        assert sent_bytes > 0
+        assert region.relay().report().forward.out_bytes > sent_bytes
+
+
+def tls_context(files: dict[str, str], *, with_certificate: bool = False) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=files["ca"])
+    if with_certificate:
+        context.load_cert_chain(files["cert"], files["key"])
+    return context
+
+
+def is_welcome(address: str, context: ssl.SSLContext | None) -> bool:
+    """Whether a data port answers a greeting as agents send it, in plain text without `context`."""
+    greeting = own_hello(bytes(16), 1 << 20).encode(FrameType.HELLO)
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10.0) as plain:
+        try:
+            peer = plain if context is None else context.wrap_socket(plain, server_hostname=host)
+            with peer:
+                peer.sendall(greeting)
+                answer = b""
+                while len(answer) < len(greeting) and (more := peer.recv(4096)):
+                    answer += more
+        except (ssl.SSLError, ConnectionError):
+            return False
+    return MAGIC in answer
+
+
+async def probed_bytes(sender: str, receiver: str, run_dir: Path) -> int:
+    """How much `prfaas doctor link` moved from one agent's memory to the other's."""
+    argv = [sys.executable, "-m", "deploy.cli", "doctor", "link", sender, receiver]
+    argv += ["--run-dir", str(run_dir), "--seconds", "1", "--json"]
+    doctor = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stdout=subprocess.PIPE)
+    found, _ = await asyncio.wait_for(doctor.communicate(), 60.0)
+    return int(json.loads(found)["measured"]["nbytes"])
 
 
 def make_certificate(folder: Path) -> dict[str, str]:

@@ -176,9 +176,33 @@ def test_operators_are_tenants_with_keys() -> None:
         with_api_keys(config, keys[2:])
 
 
-def test_without_operators_every_key_is_one() -> None:
-    KeyRing([ApiKey.model_validate("acme one")]).check_operator("Bearer one")
-    KeyRing([]).check_operator(None)
+def as_operator(keys: KeyRing, header: str | None) -> int:
+    """The status that an operator's page would have."""
+    try:
+        keys.check_operator(header)
+    except ApiError as refused:
+        return refused.status
+    return 200
+
+
+@pytest.mark.parametrize(
+    ("operators", "statuses"),
+    [
+        ((), [200, 200, 401, 401]),
+        (("ops",), [200, 403, 401, 401]),
+        (("ops", "acme"), [200, 200, 401, 401]),
+    ],
+)
+def test_without_operators_every_key_is_one_and_no_stranger(
+    operators: tuple[str, ...], statuses: list[int]
+) -> None:
+    keys = KeyRing([ApiKey.model_validate(line) for line in ("ops one", "acme two")], operators)
+    headers = ("Bearer one", "Bearer two", "Bearer three", None)
+    assert [as_operator(keys, header) for header in headers] == statuses
+
+
+def test_without_keys_everybody_is_an_operator() -> None:
+    assert [as_operator(KeyRing([]), header) for header in ("Bearer one", None)] == [200, 200]
 
 
 def test_which_tenants_have_names() -> None:
