@@ -110,13 +110,18 @@ class TransferTable:
 
     # ---- the control plane
 
-    def reserve(self, spec: LandingSpec, now_s: float) -> Landing:
-        """Hold memory for a transfer to come; raises NoRoom or BadRequest."""
+    def check_landing(self, spec: LandingSpec) -> float:
+        """The lease of a landing that only memory may stand against; raises as `reserve` does."""
         if spec.transfer_id in self.landings:
             raise BadRequest(f"landing {spec.transfer_id.hex()} exists")
         lease_s = self._check(spec.nbytes, spec.lease_s)
+        self._check_caps(spec, self._num_blocks(spec.nbytes) * self._block_bytes)
+        return lease_s
+
+    def reserve(self, spec: LandingSpec, now_s: float) -> Landing:
+        """Hold memory for a transfer to come; raises NoRoom or BadRequest."""
+        lease_s = self.check_landing(spec)
         num_blocks = self._num_blocks(spec.nbytes)
-        self._check_caps(spec, num_blocks * self._block_bytes)
         runs = self._take((Kind.LANDING, spec.transfer_id), num_blocks)
         landing = Landing(spec, runs, opened_s=now_s, lease_until_s=now_s + lease_s)
         self.landings[spec.transfer_id] = landing

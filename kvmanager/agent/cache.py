@@ -43,6 +43,8 @@ logger = logging.getLogger("prfaas.kvmanager.agent")
 
 FEED_BATCH_S: Final = 0.02
 """How long a follower's answer waits for changes that come together with the first."""
+PARTS_PER_STEP: Final = 128
+"""Parts that are given memory, or committed, in one turn of the event loop: some 5 ms."""
 MAX_WATCH_S: Final = 60.0
 MAX_LISTED: Final = 10_000
 
@@ -130,6 +132,13 @@ class NodeCache:
         """Evict until the allocator has that many blocks free, if that can be."""
         return self.pool.make_room(num_blocks)
 
+    async def make_room_in_steps(self, num_blocks: int) -> None:
+        """As `make_room`, with others' turns in between, who may take some of the room."""
+        is_short = True
+        while is_short:
+            is_short = self.pool.evict_for(num_blocks)
+            await asyncio.sleep(0)
+
     async def landing_base(
         self, layout: KVLayout, shape: CacheShape, num_tokens: int, block_keys: bytes
     ) -> LandingBase:
@@ -184,22 +193,33 @@ class NodeCache:
         base = self._bases.get(landing.spec.transfer_id)
         if base is None or not base.keys or self._closed:
             return
+        custody.hold(landing.key, PROMOTION)
+        self._spawn(self._promote(landing, custody, base), "promoting a landing")
+
+    async def _promote(self, landing: Landing, custody: Custody, base: LandingBase) -> None:
+        """Copy the landing's whole blocks into the pool, as far as that has room."""
         landed = LandedParts(base.layout, landing.spec.num_tokens, base.cached_tokens)
-        fill = self.pool.reserve(base.shape, base.root, 0, base.keys, landed.parts(), now_s())
+        # By block and part: where room ends, what was copied before it can be resumed from.
+        parts = sorted(landed.parts())
+        num_copied = 0
+        try:
+            for start in range(0, len(parts), PARTS_PER_STEP):
+                if self._closed:
+                    break
+                step = parts[start : start + PARTS_PER_STEP]
+                num_copied += await self._promote_some(landing, base, landed, step)
+        finally:
+            self._num_promotions += bool(num_copied)
+            custody.let_go(landing.key, PROMOTION)
+
+    async def _promote_some(
+        self, landing: Landing, base: LandingBase, landed: LandedParts, parts: Sequence[BlockPart]
+    ) -> int:
+        """Copy these parts; how many had room and were not there yet."""
+        fill = self.pool.reserve(base.shape, base.root, 0, base.keys, parts, now_s())
         if not fill.slots:
             self.pool.abort(fill.fill_id)
-            return
-        custody.hold(landing.key, PROMOTION)
-        self._spawn(self._promote(landing, custody, base, landed, fill), "promoting a landing")
-
-    async def _promote(
-        self,
-        landing: Landing,
-        custody: Custody,
-        base: LandingBase,
-        landed: LandedParts,
-        fill: Fill,
-    ) -> None:
+            return 0
         source = self._kept.arena.view(landing.runs, landing.spec.nbytes)
         views = source.views(0, landing.spec.nbytes)
 
@@ -211,10 +231,9 @@ class NodeCache:
         try:
             await self.store.run(copy)
             await self.commit(base.shape, base.keys, fill, fill.slots)
-            self._num_promotions += 1
+            return len(fill.slots)
         finally:
             self.end_fill(base.keys, fill)
-            custody.let_go(landing.key, PROMOTION)
 
     # ---- for whoever fills parts of the pool by themselves
 
@@ -225,9 +244,12 @@ class NodeCache:
 
         `end_fill` must follow, when nobody writes into the rest any more.
         """
-        await self.store.seal(shape, keys, slots)
-        for slot in slots:
-            self.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
+        for start in range(0, len(slots), PARTS_PER_STEP):
+            step = slots[start : start + PARTS_PER_STEP]
+            await self.store.seal(shape, keys, step)
+            for slot in step:
+                self.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
+            await asyncio.sleep(0)
 
     def end_fill(self, keys: Sequence[bytes], fill: Fill) -> None:
         """Give back what was not committed."""

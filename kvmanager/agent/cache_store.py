@@ -34,6 +34,8 @@ NUM_THREADS: Final = 2
 MAX_SPILLING: Final = 32
 MAX_READING: Final = 64
 """Parts of one fetch whose reads are begun: enough for the SSD, few enough to begin at once."""
+FETCHED_PER_FILL: Final = 128
+"""Parts that are given memory in one turn of the event loop: some 5 ms."""
 RESTORE_BATCH: Final = 64
 
 _PartId = tuple[bytes, int]
@@ -187,6 +189,19 @@ class PartStore:
     async def _fetch(
         self, shape: CacheShape, keys: Sequence[bytes], parts: Sequence[BlockPart]
     ) -> None:
+        try:
+            for start in range(0, len(parts), FETCHED_PER_FILL):
+                some = parts[start : start + FETCHED_PER_FILL]
+                if not await self._fetch_some(shape, keys, some):
+                    return
+        finally:
+            for index, part in parts:
+                self._fetching.pop((keys[index], part), None)
+
+    async def _fetch_some(
+        self, shape: CacheShape, keys: Sequence[bytes], parts: Sequence[BlockPart]
+    ) -> bool:
+        """Fetch these; whether all of them are in the arena then."""
         pool = self._books
         fill = pool.reserve(shape, bytes(KEY_BYTES), 0, keys, parts, now_s())
         lost: list[_PartId] = []
@@ -200,15 +215,14 @@ class PartStore:
                         continue
                     lost.append((keys[slot.index], slot.part))
                     if shape.parts[slot.part].kind is PartKind.KV:
-                        break  # the rest stands on it
+                        return False  # the rest stands on it
         finally:
             pool.abort(fill.fill_id)
             self.forget(keys, fill.slots)
-            for index, part in parts:
-                self._fetching.pop((keys[index], part), None)
             if lost and not self._closed:  # a closed store reads nothing
                 self.use.ssd_failures += len(lost)
                 pool.lost_on_ssd(lost)
+        return all(pool.lookup(keys[index], part) is not None for index, part in parts)
 
     async def _read(
         self, shape: CacheShape, keys: Sequence[bytes], slots: Sequence[Slot]

@@ -103,6 +103,7 @@ class ControlService:
             tenant=request.tenant,
             cached_tokens=cached_tokens,
         )
+        await agent.make_room(spec, base)
         landing = agent.reserve(spec, base)
         return ReserveReply(
             transfer_id=spec.transfer_id.hex(),

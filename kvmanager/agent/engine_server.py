@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import struct
+from collections import deque
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -143,6 +144,7 @@ class _EngineConnection(asyncio.Protocol):
         self.conn_id = conn_id
         self._server = server
         self._decoder = FrameDecoder()
+        self._waiting: deque[bytes] = deque()
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._welcomed = False
@@ -160,11 +162,33 @@ class _EngineConnection(asyncio.Protocol):
         self._hello_timer = loop.call_later(HELLO_TIMEOUT_S, self._refuse, "no Hello in time")
 
     def data_received(self, data: bytes) -> None:
+        is_idle = not self._waiting
         try:
-            for payload in self._decoder.feed(data):
-                if self._transport is None or self._transport.is_closing():
-                    return
-                self._dispatch(payload)
+            self._waiting += self._decoder.feed(data)
+        except ProtocolError as error:
+            self._refuse(str(error))
+        if is_idle and self._waiting:
+            self._take_next()
+
+    def _take_next(self) -> None:
+        """Take one message, and the next in another turn of the event loop.
+
+        Messages that come together may take some milliseconds each, and others wait. Nothing is
+        read meanwhile.
+        """
+        transport = self._transport
+        if transport is None or transport.is_closing() or not self._waiting:
+            return
+        self._take(self._waiting.popleft())
+        if self._waiting:
+            transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._take_next)
+        elif not transport.is_closing():
+            transport.resume_reading()
+
+    def _take(self, payload: bytes) -> None:
+        try:
+            self._dispatch(payload)
         except ProtocolError as error:
             self._refuse(str(error))
         except Exception as error:
@@ -172,6 +196,8 @@ class _EngineConnection(asyncio.Protocol):
             self._refuse(f"the agent failed: {type(error).__name__}: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        while self._waiting:  # what the engine said last counts too
+            self._take(self._waiting.popleft())
         self._server.remove(self)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
@@ -220,6 +246,7 @@ class _EngineConnection(asyncio.Protocol):
 
     def _refuse(self, reason: str) -> None:
         logger.warning("engine connection %d refused: %s", self.conn_id, reason)
+        self._waiting.clear()
         self.send(Refused(reason))
         self.close()
 

@@ -204,6 +204,18 @@ class NodeAgent:
 
     # ---- for the control plane
 
+    async def make_room(self, spec: LandingSpec, base: LandingBase | None) -> None:
+        """Evict what a landing needs, in steps. Raises TransferError, and lets `base` go then."""
+        if self.cache is None:
+            return
+        try:
+            self.table.check_landing(spec)
+            await self.cache.make_room_in_steps(-(-spec.nbytes // self.arena.block_bytes))
+        except BaseException:  # a caller that goes away too
+            if base is not None:
+                self.cache.drop_base(base)
+            raise
+
     def reserve(self, spec: LandingSpec, base: LandingBase | None = None) -> Landing:
         """Hold memory and let the sender in. Raises TransferError, and lets `base` go then."""
         try:

@@ -82,6 +82,9 @@ MAX_LOST_PER_STEP: Final = 128
 """Parts that one call looks at, of those that are to go since an SSD copy was lost: a listener may
 take 20 us for each."""
 
+MAX_EVICTED_PER_STEP: Final = 128
+"""Arena blocks that one step of making room frees."""
+
 
 class HybridPool:
     """See the module text. One thread only; several shapes may share it."""
@@ -267,6 +270,12 @@ class HybridPool:
         if free < num_blocks and free + books.num_blocks - num_stuck < num_blocks:
             return False
         return books.evict_until(lambda: books.allocator.num_free >= num_blocks)
+
+    def evict_for(self, num_blocks: int) -> bool:
+        """A step of `make_room`, of a few milliseconds; whether another may help."""
+        books = self._books
+        enough = min(num_blocks, books.allocator.num_free + MAX_EVICTED_PER_STEP)
+        return self.make_room(enough) and enough < num_blocks
 
     # ---- SSD
 

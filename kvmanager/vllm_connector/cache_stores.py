@@ -31,8 +31,8 @@ from kvmanager.vllm_connector.cache_plan import (
 from kvmanager.vllm_connector.cache_requests import Store, Tracked
 from kvmanager.vllm_connector.metadata import CachedParts, PartPages, StoreStep
 
-MAX_PARTS_PER_HANDLE: Final = 4096
-"""Bounds the answer's frame: a part in pieces all over the arena names many runs."""
+MAX_PARTS_PER_HANDLE: Final = 128
+"""So much memory is given, and evicted for it, in one turn of the agent's event loop: some 5 ms."""
 
 
 class CacheStores:

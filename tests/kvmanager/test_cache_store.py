@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvmanager.agent.cache_store import PartStore
+from kvmanager.agent.cache_store import FETCHED_PER_FILL, PartStore
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.pool.pool import HybridPool
@@ -327,3 +327,32 @@ async def test_a_file_of_an_earlier_copy_is_removed_when_the_last_one_fails(
     await ssd.written(False)
     assert ssd.asked == ["write", "write", "remove"]
     assert life.pool.match(SHAPE, KEYS[:1]).arena_blocks == 1
+
+
+class ReadySsd(HeldSsd):
+    """Files that are read at once."""
+
+    def read(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[bool]:
+        done: Future[bool] = Future()
+        done.set_result(True)
+        return done
+
+
+async def test_a_long_prompt_is_fetched_in_fills_of_a_bounded_size(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = begin(num_blocks=700, ssd=ReadySsd(tmp_path / "ready"), ssd_bytes=1 << 40)
+    keys = chain(0, 300)
+    restore_on_ssd(life, keys)
+    reserve, sizes = life.pool.reserve, list[int]()
+
+    def reserved(*arguments: Any) -> Fill:
+        fill = reserve(*arguments)
+        sizes.append(len(fill.slots))
+        return fill
+
+    monkeypatch.setattr(life.pool, "reserve", reserved)
+    await life.store.fetch(SHAPE, keys, [(index, 0) for index in range(300)])
+    assert life.pool.match(SHAPE, keys).arena_blocks == 300
+    assert sum(sizes) == 300
+    assert max(sizes) <= FETCHED_PER_FILL

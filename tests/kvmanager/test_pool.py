@@ -6,7 +6,7 @@ import pytest
 from pool_cases import FULL, HYBRID, KV, ROOT, Harness, keys_of, last_key
 
 from kvmanager.blocks import Run
-from kvmanager.pool.pool import BlockPart, HybridPool, Match, Tier
+from kvmanager.pool.pool import MAX_EVICTED_PER_STEP, BlockPart, HybridPool, Match, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 
 WINDOWED = CacheShape(4, (KV, PartShape(PartKind.WINDOW, 1, window_tokens=6)))
@@ -46,6 +46,30 @@ def test_another_shape_under_the_same_key_is_nothing() -> None:
     assert other == Match(0, 0, 0, 0)
     fill = pool.pool.reserve(HYBRID, last_key("ab"), 2, keys_of("abc")[2:], [(0, 0)], 1.0)
     assert fill.slots == ()
+
+
+# ---- room
+
+
+def test_room_is_made_in_steps() -> None:
+    num_blocks = 2 * MAX_EVICTED_PER_STEP + 10
+    pool = Harness(num_blocks)
+    pool.store("a" * num_blocks)
+    free = []
+    while pool.pool.evict_for(num_blocks - 1):
+        free.append(pool.allocator.num_free)
+    assert free == [MAX_EVICTED_PER_STEP, 2 * MAX_EVICTED_PER_STEP]
+    assert pool.allocator.num_free == num_blocks - 1
+    assert not pool.pool.evict_for(num_blocks - 1)
+
+
+def test_no_step_is_made_towards_room_that_cannot_be() -> None:
+    pool = Harness(10)
+    pool.store("abc")
+    pool.pin("abc", (2, 0))
+    pool.store("xyz")
+    assert not pool.pool.evict_for(8)
+    assert pool.allocator.num_free == 7
 
 
 # ---- fills
