@@ -61,6 +61,33 @@ def admitted(scheduler: RegionScheduler, *, kv_bytes: float = 0.0) -> str:
     return "admitted"
 
 
+def leg(number: int, **fields: Any) -> PrefillLeg:
+    values: dict[str, Any] = {"begun_s": 90.0, "lands_at_s": 95.0, "model": MODEL}
+    return PrefillLeg(
+        place="far",
+        num_tokens=1000,
+        uncached_tokens=1000,
+        kv_bytes=10.0**number,
+        **(values | fields),
+    )
+
+
+def test_of_an_idle_pool_that_nothing_is_known_of_only_the_slots_count() -> None:
+    scheduler = region_of({"decode_slots": 4}).scheduler()
+    known = scheduler.knowledge(MODEL)
+    assert (known.decode_s, known.step_s) == (None, None)
+    assert scheduler.snapshot(MODEL).decode == DecodeView(slots_total=4)
+
+
+def test_a_landing_that_is_late_may_come_at_any_moment_and_takes_no_slot_yet() -> None:
+    scheduler = region_of({"decode_slots": 4, "running": 1}).scheduler()
+    for number in range(2):  # the report is older than the second
+        scheduler.ledger.leg_begun(str(number), leg(number))
+    decode = scheduler.snapshot(MODEL).decode
+    assert (decode.slots_used, decode.landing_s) == (0, (0.0, 0.0))
+    assert (decode.landing_kv_bytes, decode.kv_bytes) == (11, 0)
+
+
 def test_an_engine_without_memory_has_the_slots_that_it_uses() -> None:
     decode = decode_of(FULL)
     assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (20, 20, 200)
@@ -134,16 +161,7 @@ def test_kvcache_that_landed_since_the_engines_were_looked_at_is_in_memory() -> 
     for number, (ended_s, model) in enumerate(
         [(97.9, MODEL), (98.1, MODEL), (99.9, "other"), (100.2, MODEL)]
     ):
-        leg = PrefillLeg(
-            place="far",
-            num_tokens=1000,
-            uncached_tokens=1000,
-            begun_s=90.0,
-            lands_at_s=95.0,
-            kv_bytes=10.0**number,
-            model=model,
-        )
-        scheduler.ledger.leg_begun(str(number), leg)
+        scheduler.ledger.leg_begun(str(number), leg(number, model=model))
         scheduler.ledger.leg_over(str(number), ended_s)
     region.now_s += 0.3
     assert scheduler.snapshot(MODEL).decode.kv_bytes == 8 * GB + 1010
