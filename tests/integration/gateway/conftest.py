@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec import structs
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.caches import RegionCaches
@@ -214,6 +215,8 @@ class FakePd:
         self.reserve_gate = asyncio.Event()
         self.reserve_gate.set()
         self.prefill: FakePrefill | None = None
+        self.engine_numbers: dict[str, Any] = {}
+        """Fields that reports of engines have besides."""
 
     @property
     def has_prefill_instances(self) -> bool:
@@ -309,6 +312,7 @@ class FakePd:
             report("both", engine.name, engine.name not in self.down, self.cache_model)
             for engine in self.engines.values()
         ]
+        instances = [structs.replace(item, **self.engine_numbers) for item in instances]
         if self.prefill is not None:
             instances.append(report("prefill", "p0", True))
         return ClusterReport(

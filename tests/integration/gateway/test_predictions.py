@@ -1,6 +1,7 @@
 """Predictions through a gateway: kept in records, learnt from answers, shown to operators."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -163,6 +164,30 @@ async def test_what_is_under_way_is_known_and_forgotten(region: Any) -> None:
     await waiting
     await region.record()
     assert len(region.gateway.scheduler.ledger) == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ({"running": 220, "num_running": 20, "num_waiting": 200, "kv_usage": 0.999}, "decode_load"),
+        ({"running": 20, "num_running": 20, "kv_usage": 0.98}, "decode_memory"),
+        ({"running": 20, "num_running": 20, "kv_usage": 0.5}, ""),
+    ],
+)
+async def test_engines_whose_kv_memory_is_full_are_given_no_more(
+    region: Any, numbers: dict[str, Any], code: str
+) -> None:
+    region.pd.engine_numbers = {"decode_slots": 256, "kv_total_bytes": 10**9, **numbers}
+
+    snapshot = region.gateway.scheduler.snapshot
+    await region.until(lambda: snapshot("tiny").decode.slots_used == 20)
+    status, headers, answer = await region.post(region.long_body())
+    if not code:
+        assert status == 200
+        return
+    assert (status, json.loads(answer)["error"]["code"]) == (429, code)
+    assert int(headers["retry-after"]) >= 1
+    assert region.far.jobs == region.engine.bodies() == []
 
 
 async def test_a_refused_request_says_so_and_leaves_nothing(open_region: Any) -> None:
