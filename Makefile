@@ -5,7 +5,7 @@
 # make test-long    as test-fast, with many more examples for property tests
 # make lint   ruff, mypy, import rule
 # make bench  measurements against peers (see tests/bench/README.md)
-#             BENCH_ARGS=--smoke: each at its smallest size, as the tests run them
+# make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/short_term.py"  which small faults in a file its unit tests miss
