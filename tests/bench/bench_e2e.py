@@ -9,12 +9,6 @@ at the decode site. Ours goes through the gateway; NIXL's two legs are sent stra
 
 With --gateway URL (and --engine URL, of its prefill engine) ours is measured alone, over a region
 that runs already and the link that it has: no root, no engines of NIXL's, no choice of rates.
-
-NIXL's settings: kv_producer and kv_consumer, the connector's default threads, UCX over TCP on the
-link's device alone, UCX's locks as mutexes, and NUMA nodes hidden from its engines. On loopback 9
-hand-offs of 9 came through with the last two; with neither, one of the first five hung. On a CPU
-the connector pins its worker's main thread to a node's last core, the same core for both engines
-here, and UCX's default locks spin. Which of the two is needed was not told apart.
 """
 
 from __future__ import annotations
@@ -26,9 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,30 +30,15 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from e2e_systems import MODEL, SYSTEMS, ask_region, stream, url_of
 from smoke import add_smoke
-from wan import DEVICE, FAR, NEAR, Wan, wan
+from wan import Wan, wan
 
 from deploy.demo.scenario import text
 from deploy.demo.tiny_models import build_model
-from deploy.demo.tiny_specs import MODELS, TinyModel
-from deploy.region.launcher import RunningRegion
-from deploy.region.plan import PlannedProcess
-from deploy.region.spec import RegionSpec
-from kvmanager.engines.client import EngineHttp
-from kvmanager.engines.command import EngineSpec
-from kvmanager.engines.supervisor import Supervisor, engine_process
+from deploy.demo.tiny_specs import MODELS
 
-MODEL = "mimo-v2-bench"
-CHUNK_TOKENS = 1024
-OUTPUT_TOKENS = 4
-START_TIMEOUT_S = 300.0
 MAX_STARTS = 4
-NIXL_PORTS = {"prefill": 25600, "decode": 25700}
-ENGINE_PORTS = {"prefill": 25001, "decode": 25002}
-
-HIDE_NUMA = 'mount -t tmpfs none /sys/devices/system/node && exec "$@"'
-WITHOUT_NUMA = ("sh", "-c", HIDE_NUMA, "sh")
-"""Runs a command that finds no NUMA nodes; `ip netns exec` gives it mounts of its own."""
 
 Ask = Callable[[str], Any]
 
@@ -89,217 +66,6 @@ class Alone:
 
     url: str
     model: str
-
-
-def word_of(line: bytes, url: str) -> str:
-    """The text in a line of a stream of completions, "" in any other; RuntimeError for an error."""
-    if not line.startswith(b"data:") or b"[DONE]" in line:
-        return ""
-    event = json.loads(line[5:])
-    if "choices" not in event:
-        raise RuntimeError(f"{url}: {event}")
-    return str(event["choices"][0]["text"])
-
-
-async def stream(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
-) -> tuple[float, str, str]:
-    """Seconds to the first token, the whole text and the request id; raises on a bad answer."""
-    started_s = time.perf_counter()
-    first_s = 0.0
-    words = []
-    wanted = {**body, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
-    async with session.post(f"{url}/v1/completions", json=wanted) as response:
-        if response.status != 200:
-            raise RuntimeError(f"{url}: {response.status} {await response.text()}")
-        async for line in response.content:
-            if word := word_of(line, url):
-                first_s = first_s or time.perf_counter() - started_s
-                words.append(word)
-        request_id = response.headers.get("x-request-id", "")
-    if not first_s:
-        raise RuntimeError(f"{url}: no token came")
-    return first_s, "".join(words), request_id
-
-
-def engine(role: str, model: TinyModel, path: Path, **changes: Any) -> EngineSpec:
-    """One of NIXL's engines, with the settings that `region_spec` gives to ours."""
-    return EngineSpec(
-        instance=role,
-        model=str(path),
-        served_name=MODEL,
-        host=FAR if role == "prefill" else NEAR,
-        port=ENGINE_PORTS[role],
-        dtype=model.dtype,
-        max_model_len=model.max_model_len,
-        max_num_batched_tokens=CHUNK_TOKENS,
-        kv_space_gib=1,
-        enforce_eager=True,
-        **changes,
-    )
-
-
-@asynccontextmanager
-async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
-    """Two engines with vLLM's NixlConnector, UCX over TCP."""
-    async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        supervisors = []
-        for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-            config = {
-                "kv_connector": "NixlConnector",
-                "kv_role": kv_role,
-                "kv_buffer_device": "cpu",
-            }
-            spec = engine(
-                role,
-                model,
-                path,
-                args=(*model.engine_args, "--kv-transfer-config", json.dumps(config)),
-                env={
-                    "UCX_TLS": "tcp",
-                    "UCX_NET_DEVICES": DEVICE,
-                    "UCX_USE_MT_MUTEX": "y",
-                    "UCX_KEEPALIVE_INTERVAL": "inf",  # starved cores are not lost peers
-                    "VLLM_NIXL_SIDE_CHANNEL_HOST": FAR if role == "prefill" else NEAR,
-                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_PORTS[role]),
-                },
-            )
-            process = engine_process(spec, logs)
-            site = link.far if role == "prefill" else link.near
-            argv = link.at_site(site, [*WITHOUT_NUMA, *process.argv])
-            process = replace(process, argv=argv)
-            supervisor = Supervisor(process, EngineHttp(spec.url, session).health)
-            supervisor.start()
-            stack.push_async_callback(supervisor.stop)
-            supervisors.append(supervisor)
-        for supervisor in supervisors:
-            await supervisor.wait_healthy(START_TIMEOUT_S, None)
-
-        async def ask(prompt: str) -> tuple[float, str, int, float]:
-            started_s = time.perf_counter()
-            body: dict[str, Any] = {"model": MODEL, "prompt": prompt}
-            asked = {"do_remote_decode": True, "do_remote_prefill": False}
-            first_leg = {**body, "max_tokens": 1, "temperature": 0, "kv_transfer_params": asked}
-            async with session.post(
-                f"{_url('prefill')}/v1/completions", json=first_leg
-            ) as response:
-                answer = await response.json()
-            params = answer["kv_transfer_params"]
-            prefill_s = time.perf_counter() - started_s
-            second_leg = {**body, "kv_transfer_params": params}
-            first_s, words, _ = await stream(session, _url("decode"), second_leg)
-            return prefill_s + first_s, words, 0, prefill_s
-
-        yield ask
-
-
-async def ask_region(
-    session: aiohttp.ClientSession, url: str, model: str, prompt: str
-) -> tuple[float, str, int, float]:
-    """TTFT, text, bytes on the wire and seconds of prefill of a prompt that a region offloads;
-    RuntimeError if it does not.
-    """
-    first_s, words, request_id = await stream(session, url, {"model": model, "prompt": prompt})
-    record = await _record(session, url, request_id)
-    return first_s, words, record["transfer_bytes"], record["parts"]["prefill_s"]
-
-
-@asynccontextmanager
-async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
-    """A region of a prefill cluster at the far site and a PD cluster and the gateway here."""
-
-    def at_its_site(planned: PlannedProcess) -> PlannedProcess:
-        if planned.name not in ("agent.far", "prefill"):
-            return planned
-        argv = link.at_site(link.far, planned.process.argv)
-        return replace(planned, process=replace(planned.process, argv=argv))
-
-    async with (
-        aiohttp.ClientSession() as session,
-        RunningRegion(region_spec(model, path), logs / "region", adapt=at_its_site) as region,
-    ):
-
-        async def ask(prompt: str) -> tuple[float, str, int, float]:
-            return await ask_region(session, region.gateway_url, MODEL, prompt)
-
-        yield ask
-
-
-async def _record(
-    session: aiohttp.ClientSession, gateway_url: str, request_id: str
-) -> dict[str, Any]:
-    """The request's record, once its prefill leg is in it; RuntimeError if it was not offloaded."""
-    for _ in range(100):
-        async with session.get(f"{gateway_url}/prfaas/requests/{request_id}") as response:
-            answer = await response.json()
-        for record in answer.get("requests", ()):
-            if record["is_settled"] and record["parts"]["prefill_s"] is not None:
-                return dict(record)
-        await asyncio.sleep(0.02)
-    raise RuntimeError(f"not prefilled at the other site: {answer}")
-
-
-def region_spec(model: TinyModel, path: Path) -> RegionSpec:
-    agent = {"arena_gib": 0.5}
-    spec = {
-        "name": "bench",
-        # By the threshold alone: predictions would keep prompts here while engines are unknown.
-        "gateway": {
-            "port": 0,
-            "threshold_tokens": 100,
-            "scheduling": {"routing": {"policy": "threshold"}},
-        },
-        "models": [
-            {
-                "name": MODEL,
-                "path": str(path),
-                "dtype": model.dtype,
-                "max_model_len": model.max_model_len,
-                "max_num_batched_tokens": CHUNK_TOKENS,
-                "kv_space_gib": 1,
-                "prefix_caching": False,
-                "enforce_eager": True,
-                "args": model.engine_args,
-            }
-        ],
-        "clusters": [
-            {
-                "name": "far",
-                "kind": "prefill",
-                "nodes": [
-                    {
-                        "name": "far",
-                        "host": FAR,
-                        "agent": agent,
-                        "instances": [{"name": "prefill", "port": ENGINE_PORTS["prefill"]}],
-                    }
-                ],
-            },
-            {
-                "name": "near",
-                "kind": "pd",
-                "nodes": [
-                    {
-                        "name": "near",
-                        "host": NEAR,
-                        "agent": agent,
-                        "instances": [{"name": "decode", "port": ENGINE_PORTS["decode"]}],
-                    }
-                ],
-            },
-        ],
-        "links": [{"from": "far", "to": "near"}],
-        "security": {"trusted_network": True},
-    }
-    return RegionSpec.model_validate(spec)
-
-
-def _url(role: str) -> str:
-    return f"http://{FAR if role == 'prefill' else NEAR}:{ENGINE_PORTS[role]}"
-
-
-SYSTEMS = {"prfaas": prfaas, "nixl": nixl}
 
 
 class Link(Protocol):
@@ -336,7 +102,7 @@ async def measure_running(
 async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
     """Every system, rate and length; progress on stderr. A system that fails is started anew."""
     model = MODELS[MODEL]
-    alone = Alone(_url("prefill"), MODEL)
+    alone = Alone(url_of("prefill"), MODEL)
     measured: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="prfaas-bench-") as folder:
         path = build_model(model, Path(folder)).path

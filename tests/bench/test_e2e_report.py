@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench_e2e import MODEL, Measured, prompts, region_spec, summarise, word_of
+from bench_e2e import Measured, prompts, summarise
+from e2e_systems import MODEL, region_spec, word_of
 
 from deploy.demo.tiny_specs import MODELS
 
