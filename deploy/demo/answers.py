@@ -23,12 +23,14 @@ class Answer:
     """One answer. `error` is empty when the answer is whole. Times are seconds from the sending.
 
     `margins`: for each token by how many nats it beat the second best, where logprobs were asked.
+    `cached_tokens`: of the prompt, as the answer's usage says; None when it does not.
     """
 
     status: int = 0
     token_ids: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    cached_tokens: int | None = None
     ttft_s: float = 0.0
     total_s: float = 0.0
     request_id: str = ""
@@ -107,6 +109,7 @@ def _take(answer: Answer, payload: dict[str, Any]) -> None:
         answer.margins += _margins(choice.get("logprobs") or {})
     if usage := payload.get("usage"):
         answer.num_prompt_tokens = usage["prompt_tokens"]
+        answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
 def _margins(logprobs: dict[str, Any]) -> list[float]:

@@ -76,6 +76,10 @@ def judge(
         and num_computed >= MIN_CHUNKS * CHUNK_TOKENS
     )
     row.failed_checks = _failed_checks(row, request, answer, expected)
+    found = record.get("cached_tokens") or 0
+    if row.route == "prefill_cluster" and answer.cached_tokens != found:
+        said = f"usage says {answer.cached_tokens} tokens cached"
+        row.failed_checks.append(f"{said}, the prefill engine found {found}")
     return row
 
 

@@ -1,5 +1,6 @@
 """What the demo holds a region's answers against, on records made up here."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from deploy.demo.answers import Answer
 from deploy.demo.scenario import DemoRequest
 from deploy.demo.verdict import Row, judge, judge_shares
 
-RIGHT = Answer(status=200, token_ids=[1, 2], num_prompt_tokens=5000, request_id="r")
+RIGHT = Answer(
+    status=200, token_ids=[1, 2], num_prompt_tokens=5000, cached_tokens=0, request_id="r"
+)
 FAR = DemoRequest("long", "/v1/completions", 5000, 1, False, "prefill_cluster", 0)
 
 
@@ -41,6 +44,9 @@ def test_a_good_transfer_passes() -> None:
         (Answer(error="503", num_prompt_tokens=5000), {}, "no whole answer: 503"),
         (RIGHT, {"route": "local"}, "route local"),
         (RIGHT, {"transfer_bytes": None}, "no KVCache"),
+        (replace(RIGHT, cached_tokens=4999), {}, "usage says 4999 tokens cached"),
+        (replace(RIGHT, cached_tokens=None), {}, "usage says None tokens cached"),
+        (RIGHT, {"cached_tokens": 64}, "the prefill engine found 64"),
     ],
 )
 def test_each_request_is_checked(answer: Answer, changes: dict[str, Any], says: str) -> None:
@@ -63,5 +69,7 @@ def test_slow_transfers_in_the_median_fail_where_they_are_slow() -> None:
 
 def test_shares_that_nobody_measured_are_no_pass() -> None:
     assert judged(record(sent_share_at_prefill_end=None))[0].failed_checks
-    (row,) = judged(record(cached_tokens=4000))
+    cached = replace(RIGHT, cached_tokens=4000)
+    row = judge("m", FAR, cached, RIGHT, record(cached_tokens=4000))
+    judge_shares([row])
     assert row.failed_checks == ["no transfer of several chunks to look at"]
