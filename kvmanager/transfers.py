@@ -377,6 +377,7 @@ class TransferTable:
         """Raises AssertionError when a rule of the module text is broken; for tests."""
         ends: list[Landing | Outbox] = [*self.landings.values(), *self.outboxes.values()]
         self.custody.check_invariants(end.key for end in ends if end.state in MOVES)
+        assert self._lingering_until_s.keys() <= self._peers.keys()
         connected = self._peers.keys() - self._lingering_until_s.keys()
         for landing in self.landings.values():
             over = landing.state not in MOVES
@@ -447,9 +448,8 @@ class TransferTable:
             return "the outbox has another KV layout"
         if self._is_filled_by_another(conn_id, outbox):
             return "another engine fills this outbox"
-        if conn_id not in self.custody.holders(outbox.key):
-            return "the outbox was opened before this connection, or was released by it"
-        return ""
+        is_told_of_the_end = conn_id in self.custody.holders(outbox.key)
+        return "" if is_told_of_the_end else "the outbox is older than this connection"
 
     def _is_filled_by_another(self, conn_id: int, outbox: Outbox) -> bool:
         instance = self._peers[conn_id].instance

@@ -36,6 +36,8 @@ class TestLanding:
         table.landing_dropped(TID)
         assert used(table) == 0
         assert table.landings[TID].state is State.RELEASED
+        table.expire(60.9)
+        assert TID in table.landings, "its report may still be asked for"
         table.expire(61)
         assert TID not in table.landings
 
@@ -67,6 +69,26 @@ class TestLanding:
         table.landing_complete(TID, 1)
         assert table.release_landing(3, TID, 2) == []
         assert table.release_landing(2, TID, 2) == [DropLanding(TID, "released")]
+
+    def test_release_of_what_another_connection_waits_for_is_ignored(
+        self, table: TransferTable
+    ) -> None:
+        landing = table.reserve(landing_spec(), 0)
+        assert table.release_landing(1, TID, 1) == [], "nobody waits for it"
+        table.watch(1, TID)
+        assert table.release_landing(2, TID, 1) == []
+        assert landing.state is State.RESERVED
+        assert landing.watcher == 1
+
+    def test_a_lost_connection_gives_up_its_own_landings_and_no_others(
+        self, table: TransferTable
+    ) -> None:
+        theirs, ours = table.reserve(landing_spec(), 0), table.reserve(landing_spec(IDS[1]), 0)
+        for conn_id, transfer_id in ((3, TID), (1, IDS[1])):
+            table.watch(conn_id, transfer_id)
+            table.landing_complete(transfer_id, 1)
+        assert table.disconnected(1, 2) == [DropLanding(IDS[1], "released")]
+        assert (theirs.state, ours.state) == (State.CLAIMED, State.RELEASED)
 
     def test_release_before_it_landed_cancels(self, table: TransferTable) -> None:
         landing = table.reserve(landing_spec(), 0)

@@ -94,7 +94,7 @@ class TestOutbox:
         table.open_outbox(outbox_spec(), 0)
         table.connect(peer(10, "a"))
         assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
-        for conn_id, reason in ((7, "before this"), (8, "another KV layout"), (10, "before this")):
+        for conn_id, reason in ((7, "is older"), (8, "another KV layout"), (10, "is older")):
             (told,) = table.attach(conn_id, TID, 1)
             assert isinstance(told, TellFailed)
             assert reason in told.reason
@@ -124,7 +124,8 @@ class TestOutbox:
         table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID, 1)
         table.cancel(TID, "x", 1)
-        assert table.expire(100) == [GaveUpOnEngine((Kind.OUTBOX, TID))]
+        assert table.expire(30.9) == []
+        assert table.expire(31) == [GaveUpOnEngine((Kind.OUTBOX, TID))]
         assert used(table, Kind.OUTBOX) == 3, "the sender is never dropped by time"
         table.outbox_ended(TID, "cancelled", 101)
         assert used(table, Kind.OUTBOX) == 0
@@ -145,11 +146,52 @@ class TestOutbox:
         table.outbox_ended(IDS[1], None, 3)
         assert used(table, Kind.OUTBOX) == 0
 
+    def test_its_lease_ends_whatever_happens(self, table: TransferTable) -> None:
+        outbox = table.open_outbox(outbox_spec(lease_s=10), 5)
+        table.attach(1, TID, outbox.attempt)
+        assert table.expire(14.9) == []
+        effects = table.expire(15)
+        assert effects[0] == CancelOutbox(TID, "its lease ended")
+        assert outbox.state is State.EXPIRED
+
+    def test_empty_ranges_change_nothing(self, table: TransferTable) -> None:
+        outbox = table.open_outbox(outbox_spec(), 0)
+        assert table.ready(1, TID, 1, [(5, 0), (25, 0)], 1) == []
+        assert outbox.state is State.OPEN
+
+    def test_what_an_engine_says_behind_the_end_is_not_forwarded(
+        self, table: TransferTable
+    ) -> None:
+        table.open_outbox(outbox_spec(), 0)
+        table.attach(1, TID, 1)
+        table.cancel(TID, "gone", 1)
+        assert table.ready(1, TID, 1, [(0, 5)], 2) == [], "it was told already"
+        assert table.prefill_end(1, TID, 1, 0, 2) == []
+
     def test_late_engine_is_told(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
         table.cancel(TID, "gone", 1)
         for effects in (table.attach(1, TID, 1), table.ready(1, TID, 1, [(0, 1)], 1)):
             assert effects == [TellFailed(1, TID, "the transfer is over: cancelled (gone)", 1)]
+
+    def test_an_engine_whose_connection_is_lost_may_write_until_the_drain_time_is_over(
+        self, table: TransferTable
+    ) -> None:
+        table.open_outbox(outbox_spec(lease_s=1000), 0)
+        table.disconnected(1, 10)
+        table.expire(39.9)
+        assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
+        table.expire(40)
+        assert table.custody.holders((Kind.OUTBOX, TID)) == {2, 3}
+
+    def test_an_engine_whose_process_is_gone_is_not_waited_for_again(
+        self, table: TransferTable
+    ) -> None:
+        table.disconnected(1, 0)
+        table.process_gone(1)
+        table.open_outbox(outbox_spec(), 1)
+        assert table.custody.holders((Kind.OUTBOX, TID)) == {2, 3}
+        table.check_invariants()
 
     def test_sender_failure(self, table: TransferTable) -> None:
         outbox = table.open_outbox(outbox_spec(), 0)

@@ -1,5 +1,6 @@
 """The transfer table: what memory it gives to whom, and all its rules under random events."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -18,7 +19,7 @@ from transfer_cases import (
 )
 
 from kvmanager.blocks import BlockAllocator
-from kvmanager.custody import PROMOTION, Kind
+from kvmanager.custody import PROMOTION, TRANSPORT, Kind
 from kvmanager.transfer_records import (
     MOVES,
     BadRequest,
@@ -106,6 +107,25 @@ class TestRoom:
         table.landing_dropped(TID)
         table.reserve(again, 0)
 
+    def test_tenant_cap_is_in_bytes_of_whole_blocks(self) -> None:
+        blue = dataclasses.replace(landing_spec(), tenant="blue")
+        again = dataclasses.replace(blue, transfer_id=IDS[1])
+        for cap, fits in ((59, False), (60, True)):
+            table = TransferTable(BlockAllocator(8), BLOCK, TableLimits(tenant_landing_bytes=cap))
+            table.reserve(blue, 0)
+            with contextlib.nullcontext() if fits else pytest.raises(NoRoom, match="holds 30 of"):
+                table.reserve(again, 0)
+
+    def test_a_transfer_has_at_least_one_byte(self, table: TransferTable) -> None:
+        with pytest.raises(BadRequest, match="of 0 bytes"):
+            table.reserve(landing_spec(nbytes=0), 0)
+        with pytest.raises(BadRequest, match="of 0 bytes"):
+            table.open_outbox(outbox_spec(nbytes=0), 0)
+        assert table.reserve(landing_spec(nbytes=1), 0).runs
+
+    def test_a_lease_may_be_shorter_than_a_second(self, table: TransferTable) -> None:
+        assert table.reserve(landing_spec(lease_s=0.5), 2).lease_until_s == 2.5
+
     @pytest.mark.parametrize("lease_s", [0, -1, float("nan")])
     def test_impossible_leases(self, table: TransferTable, lease_s: float) -> None:
         with pytest.raises(BadRequest):
@@ -135,6 +155,43 @@ class TestRoom:
         table.release_outbox(1, TID, 1)
         table.release_outbox(2, TID, 1)
         assert table.open_outbox(outbox_spec(), 1).state is State.OPEN
+
+
+class TestForgotten:
+    """News of transfers and connections that the table does not know, or not any more."""
+
+    def test_changes_nothing(self, table: TransferTable) -> None:
+        table.landing_accepted(TID)
+        table.landing_dropped(TID)
+        assert table.landing_complete(TID, 1) == []
+        assert table.landing_failed(TID, "link", 1) == []
+        assert table.outbox_ended(TID, None, 1) == []
+        assert table.cancel(TID, "x", 1) == []
+        assert table.release_landing(1, TID, 1) == []
+        assert table.abort(1, TID, 1, "x", 1) == []
+        assert table.prefill_end(1, TID, 1, 0, 1) == []
+        assert table.disconnected(99, 1) == []
+        table.process_gone(99)
+        table.check_invariants()
+
+
+class TestInvariants:
+    """They are what the random test relies on: each must notice that it is broken."""
+
+    def test_a_live_transfer_without_memory(self, table: TransferTable) -> None:
+        landing = table.reserve(landing_spec(), 0)
+        table.custody.over(landing.key, 0)
+        table.custody.let_go(landing.key, TRANSPORT)
+        with pytest.raises(AssertionError, match="lost its blocks"):
+            table.check_invariants()
+
+    def test_more_landings_than_their_cap(self, table: TransferTable) -> None:
+        table.reserve(landing_spec(), 0)
+        table.limits = TableLimits(landing_bytes=30)
+        table.check_invariants()
+        table.limits = TableLimits(landing_bytes=29)
+        with pytest.raises(AssertionError):
+            table.check_invariants()
 
 
 ids = st.sampled_from(IDS)
