@@ -227,7 +227,7 @@ class TestAttempts:
 
     @pytest.fixture
     def again(self, table: TransferTable) -> TransferTable:
-        """Engine b fills the second opening; engine a was told that the first one is over."""
+        """The second opening is for engine b; engine a was told that the first one is over."""
         table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID, 1)
         table.cancel(TID, "x", 0)
@@ -235,7 +235,6 @@ class TestAttempts:
         table.release_outbox(1, TID, 1)
         table.release_outbox(2, TID, 1)
         assert table.open_outbox(outbox_spec(), 0).attempt == 2
-        table.attach(3, TID, 2)
         return table
 
     def test_a_late_ready_is_not_taken_for_the_new_bytes(self, again: TransferTable) -> None:
@@ -244,21 +243,21 @@ class TestAttempts:
         assert again.outboxes[TID].ready.total == 0
 
     def test_a_late_attach_does_not_keep_the_new_engine_out(self, again: TransferTable) -> None:
-        again.release_outbox(3, TID, 2)
         assert isinstance(again.attach(1, TID, 1)[0], TellFailed)
-        assert not again.outboxes[TID].attached
+        assert again.attach(3, TID, 2) == []
 
     def test_a_late_abort_does_not_end_it(self, again: TransferTable) -> None:
         assert again.abort(1, TID, 1, "prefill ended early", 3) == []
         assert again.outboxes[TID].state is State.OPEN
 
     def test_a_late_prefill_end_is_not_the_new_one(self, again: TransferTable) -> None:
+        again.attach(3, TID, 2)
         assert again.prefill_end(3, TID, 1, 0, 3) == []
         assert again.outboxes[TID].prefill_end_s is None
 
     def test_a_late_release_leaves_the_new_memory_held(self, again: TransferTable) -> None:
-        again.release_outbox(3, TID, 1)
-        assert again.custody.holders((Kind.OUTBOX, TID)) == {3}
+        again.release_outbox(1, TID, 1)
+        assert again.custody.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
 
     def test_numbers_do_not_start_again_when_the_first_one_is_forgotten(
         self, table: TransferTable
