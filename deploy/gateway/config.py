@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from deploy.gateway.scheduling.config import SchedulingConfig
+from deploy.gateway.scheduling.ledger import KEEP_ENDED_S
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -175,6 +176,11 @@ class GatewayConfig(_Frozen):
             raise ValueError("max_buffered_bytes must hold at least one body of max_body_bytes")
         if self.report_stale_s <= self.report_interval_s:
             raise ValueError("report_stale_s must be longer than report_interval_s")
+        if self.report_stale_s > KEEP_ENDED_S:
+            raise ValueError(
+                f"report_stale_s must be at most {KEEP_ENDED_S:g}: what has ended since an older"
+                " report would count again"
+            )
         return self
 
 

@@ -1,7 +1,8 @@
 """The gateway's shell around `scheduler`: what is measured and fed to it, and what follows.
 
     config                         what operators may say: `gateway.scheduling`
-    router, snapshots, thresholds  seconds: a route, the region that it was chosen for, t
+    router, thresholds             seconds: a route, t
+    snapshots, decode_side         the region that a route is chosen for
     admission                      who is let in
     knowledge, lessons, ledger     what was learnt, by whom, and what is under way
     long_term, region_model        minutes: a new plan of what was measured, and its execution

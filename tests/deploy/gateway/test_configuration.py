@@ -28,6 +28,7 @@ def test_configuration_errors_name_the_key() -> None:
         {"models": models, "surprise": 1},
         {"models": models * 2},
         {"models": models, "report_interval_s": 5, "report_stale_s": 5},
+        {"models": models, "report_stale_s": 30.5},
         {"models": models, "timeouts": {"drain_s": float("inf")}},
         {"models": models, "directory": {"kind": "grpc"}},
         {"models": models, "directory": {"kind": "redis", "target": "x:1"}},
