@@ -14,9 +14,11 @@ What may be lost, and when:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +40,22 @@ logger = logging.getLogger("prfaas.kvmanager.pool.index")
 _BUFFER_BYTES: Final = 256 << 10
 _MIN_RECORDS_TO_COMPACT: Final = 1024
 
+FRAMES_PER_FLUSH: Final = 4096
+"""Of a file that is written anew: some 600 KB, so that an event loop does not wait for all."""
+
+
+@dataclass(slots=True)
+class _Rewrite:
+    """A file that is to take the place of the index.
+
+    `frames`: what lived when it was begun and is not written yet. `tail`: what came since.
+    """
+
+    fd: int
+    frames: Iterator[bytes]
+    num_records: int
+    tail: bytearray = field(default_factory=bytearray)
+
 
 class PoolIndex:
     """An open index. Single-threaded. It never raises for trouble with its file.
@@ -49,6 +67,7 @@ class PoolIndex:
     def __init__(self, path: Path, header: IndexHeader) -> None:
         """Use `open`."""
         self._path = path
+        self._new_path = path.with_name(path.name + ".new")
         self._header = header
         self._fd = -1
         self._buffer = bytearray()
@@ -57,6 +76,7 @@ class PoolIndex:
         self._shapes: dict[int, CacheShape] = {}
         self._num_records = 0
         self._compact_at = _MIN_RECORDS_TO_COMPACT
+        self._rewrite: _Rewrite | None = None
 
     @classmethod
     def open(cls, path: Path, header: IndexHeader) -> tuple[PoolIndex, list[Stored]]:
@@ -125,35 +145,62 @@ class PoolIndex:
             self._write_out()
 
     def flush(self) -> None:
-        """Hand everything to the kernel; writes the file anew when most of it is out of date."""
-        if self._num_records > max(self._compact_at, 2 * len(self._live)):
+        """Hand everything to the kernel; writes the file anew when most of it is out of date, a
+        part of it with each call.
+        """
+        if self._rewrite is None and self._num_records > max(self._compact_at, 2 * len(self._live)):
             self.compact()
+        if self._rewrite is not None:
+            self._go_on(self._rewrite)
         self._write_out()
 
     def compact(self) -> None:
-        """Write the live records to a new file that takes the place of the old one at once."""
-        if self._fd < 0:
+        """Begin to write the live records to a new file, which `flush` goes on with.
+
+        The new file takes the place of the old one at once, when it has everything.
+        """
+        if self._fd < 0 or self._rewrite is not None:
             return
-        new_path = self._path.with_name(self._path.name + ".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = -1
         try:
-            fd = os.open(new_path, flags, 0o600)
-            _write_all(fd, bytearray(b"".join(self._live_frames())))
-            os.replace(new_path, self._path)
+            fd = os.open(self._new_path, flags, 0o600)
         except OSError as error:
-            logger.warning("cannot write the index %s anew, it goes on: %s", self._path, error)
-            _abandon(fd, new_path)
-            self._compact_at = 2 * self._num_records
+            self._stop_rewrite(error)
+            return
+        frames = list(self._live_frames())
+        self._rewrite = _Rewrite(fd, iter(frames), len(frames))
+
+    def _go_on(self, rewrite: _Rewrite) -> None:
+        try:
+            some = list(itertools.islice(rewrite.frames, FRAMES_PER_FLUSH))
+            if some:
+                _write_all(rewrite.fd, bytearray(b"".join(some)))
+                return
+            _write_all(rewrite.fd, rewrite.tail)
+            os.replace(self._new_path, self._path)
+        except OSError as error:
+            self._stop_rewrite(error)
             return
         os.close(self._fd)
-        self._fd = fd
+        self._fd = rewrite.fd
+        self._rewrite = None
         self._buffer.clear()
-        self._num_records = 1 + len(self._shapes) + len(self._live)
+        self._num_records = rewrite.num_records
         self._compact_at = _MIN_RECORDS_TO_COMPACT
+
+    def _stop_rewrite(self, error: OSError) -> None:
+        logger.warning("cannot write the index %s anew, it goes on: %s", self._path, error)
+        self._compact_at = 2 * self._num_records
+        self._drop_rewrite()
+
+    def _drop_rewrite(self) -> None:
+        if self._rewrite is not None:
+            _abandon(self._rewrite.fd, self._new_path)
+            self._rewrite = None
 
     def close(self) -> None:
         """Flush and close. Idempotent."""
+        self._drop_rewrite()
         self._write_out()
         if self._fd >= 0:
             os.close(self._fd)
@@ -196,6 +243,9 @@ class PoolIndex:
             return
         self._buffer += frame
         self._num_records += 1
+        if self._rewrite is not None:
+            self._rewrite.tail += frame
+            self._rewrite.num_records += 1
         if len(self._buffer) >= _BUFFER_BYTES:
             self._write_out()
 
@@ -213,6 +263,7 @@ class PoolIndex:
             self._path,
             error,
         )
+        self._drop_rewrite()
         _abandon(self._fd, self._path)
         self._fd = -1
         self._buffer.clear()

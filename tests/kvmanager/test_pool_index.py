@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvmanager.arena import Arena
 from kvmanager.blocks import Run
+from kvmanager.pool import index as index_module
 from kvmanager.pool.index import PoolIndex
 from kvmanager.pool.index_records import (
     INDEX_VERSION,
@@ -306,6 +307,50 @@ def test_an_arena_made_anew_does_not_get_the_old_index(tmp_path: Path) -> None:
     arena.close()
 
 
+def rewrite(index: PoolIndex) -> None:
+    """Go on with it to its end, if these are few records."""
+    index.flush()
+    index.flush()
+
+
+def test_the_file_is_written_anew_in_steps(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes and goes between two steps is in the new file too."""
+    monkeypatch.setattr(index_module, "FRAMES_PER_FLUSH", 16)
+    index, _ = opened(arena)
+    index.shape_id(SHAPE)
+    num_parts = 26
+    for number in range(num_parts):
+        index.append(stored(number, 1, (number, 1)))
+    index.flush()
+    index.compact()
+    index.flush()
+    index.append(Dropped(key(0), 1))
+    index.append(stored(0, 1, (num_parts + 1, 1)))
+    index.append(Dropped(key(1), 1))
+    index.flush()
+    index.append(Dropped(key(2), 1))
+    assert index.num_records == num_parts + 6, "the old file is in use"
+    assert len(read_now(arena)) == num_parts - 2
+    index.flush()
+    assert index.num_records == num_parts + 6
+    index.append(Dropped(key(3), 1))
+    found = {record.key: record.runs for record in read_now(arena)}
+    assert found.keys() == {key(0), *(key(number) for number in range(4, num_parts))}
+    assert found[key(0)] == (Run(num_parts + 1, 1),)
+    index.close()
+    assert {path.suffix for path in arena.path.parent.iterdir()} == {".arena", ".index"}
+
+
+def test_a_rewrite_that_is_not_done_goes_with_its_index(arena: Arena) -> None:
+    index, _ = opened(arena)
+    index.shape_id(SHAPE)
+    index.append(stored(0))
+    index.compact()
+    index.close()
+    assert read_now(arena) == [stored(0)]
+    assert {path.suffix for path in arena.path.parent.iterdir()} == {".arena", ".index"}
+
+
 def test_the_file_stays_in_proportion_to_what_lives(arena: Arena) -> None:
     index, _ = opened(arena)
     index.shape_id(SHAPE)
@@ -316,9 +361,10 @@ def test_the_file_stays_in_proportion_to_what_lives(arena: Arena) -> None:
     for number in range(20):
         index.append(stored(number))
     index.flush()
-    assert index.num_records < 1200
+    assert index.num_records < 1200 + 2 * 50
     assert index.num_live == 20
     index.compact()
+    rewrite(index)
     assert index.num_records == 22
     assert [record.index for record in read_now(arena)] == list(range(20))
     index.append(stored(30))
@@ -340,6 +386,7 @@ def test_a_rewrite_that_fails_leaves_the_old_file_in_use(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", refuse)
         index.compact()
+        rewrite(index)
     assert "No space left" in caplog.text
     index.append(stored(1))
     index.close()
