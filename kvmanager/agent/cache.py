@@ -344,10 +344,17 @@ class NodeCache:
                 pass
         return self.feed.read(request.epoch, request.after_seq, now_s())
 
-    def list_prefixes(self, request: ListCache) -> ListCacheReply:
-        """The longest prefixes."""
+    async def list_prefixes(self, request: ListCache) -> ListCacheReply:
+        """The first prefixes in the order that is asked for."""
         limit = max(0, min(request.limit, MAX_LISTED))
-        prefixes, num_prefixes = self.pool.prefixes(request.order, limit, now_s())
+        listing = self.pool.prefixes(request.order, limit, now_s())
+        while True:
+            try:
+                next(listing)
+            except StopIteration as done:
+                prefixes, num_prefixes = done.value
+                break
+            await asyncio.sleep(0)
         return ListCacheReply([cached_prefix(prefix) for prefix in prefixes], num_prefixes)
 
     def engine_blocks_changed(self, blocks: Sequence[tuple[bytes, int]]) -> None:

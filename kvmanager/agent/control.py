@@ -193,7 +193,7 @@ class ControlService:
         return await self._cache().watch(request)
 
     async def list_cache(self, request: ListCache) -> ListCacheReply:
-        return self._cache().list_prefixes(request)
+        return await self._cache().list_prefixes(request)
 
     def _cache(self) -> NodeCache:
         if self._agent.cache is None:

@@ -1,17 +1,23 @@
 """What is in a pool, for people and for those who keep a copy of its contents.
 
-Reads nodes and changes nothing. Everything here goes through all blocks.
+Reads nodes and changes nothing. Everything here goes through all blocks, prefixes in steps.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from kvmanager.pool.nodes import Node, Part
 from kvmanager.pool.records import Order, PoolChange, Prefix, Tier
 from kvmanager.pool.shape import PartKind
+
+NODES_PER_STEP: Final = 2000
+"""Blocks that one step of a listing looks at."""
+
+Listing = Generator[None, None, tuple[list[Prefix], int]]
 
 
 def change(part: Part, tier: Tier, stored: bool = True) -> PoolChange:
@@ -41,19 +47,58 @@ def changes(nodes: Iterable[Node]) -> list[PoolChange]:
     ]
 
 
-def prefixes(
-    nodes: Mapping[bytes, Node], order: Order, limit: int, now_s: float
-) -> tuple[list[Prefix], int]:
-    """The first `limit` prefixes in that order, and how many there are."""
-    num_next = Counter(node.parent for node in nodes.values() if node.present)
-    leaves = [node for node in nodes.values() if node.present and node.key not in num_next]
-    ranks = {
-        "hits": lambda leaf: max(_hits(node) for node in _own(nodes, num_next, leaf)),
-        "size": lambda leaf: (leaf.index + 1) * leaf.geometry.shape.parts[0].nbytes,
-        "recent": lambda leaf: max(node.last_used_s for node in _own(nodes, num_next, leaf)),
-    }
-    first = heapq.nlargest(limit, leaves, key=ranks[order])
-    return [_prefix(nodes, num_next, leaf, now_s) for leaf in first], len(leaves)
+def prefixes(nodes: Mapping[bytes, Node], order: Order, limit: int, now_s: float) -> Listing:
+    """The first `limit` prefixes in that order, and how many there are.
+
+    A generator of steps of a few milliseconds each, between which the pool may change: what it
+    returns in the end may miss what came or went meanwhile.
+    """
+    everything = list(nodes.values())
+    num_next: Counter[bytes] = Counter()
+    for some in _in_steps(everything):
+        num_next.update(node.parent for node in some if node.present)
+        yield
+    leaves: list[Node] = []
+    for some in _in_steps(everything):
+        leaves += [node for node in some if node.present and node.key not in num_next]
+        yield
+    first: list[tuple[float, int, Node]] = []
+    num_visited = 0
+    for number, leaf in enumerate(leaves):
+        own = list(_own(nodes, num_next, leaf)) if order != "size" else [leaf]
+        # Of equals the first; the number is never equal.
+        heapq.heappush(first, (_rank(order, own), -number, leaf))
+        if len(first) > limit:
+            heapq.heappop(first)
+        num_visited += len(own)
+        if num_visited >= NODES_PER_STEP:
+            num_visited = 0
+            yield
+    found = []
+    for _, _, leaf in sorted(first, reverse=True):
+        if leaf.present:
+            found.append(_prefix(nodes, num_next, leaf, now_s))
+        num_visited += leaf.index + 1
+        if num_visited >= NODES_PER_STEP:
+            num_visited = 0
+            yield
+    return found, len(leaves)
+
+
+def _rank(order: Order, own: Sequence[Node]) -> float:
+    """`own`: a prefix's own blocks, the last first."""
+    match order:
+        case "hits":
+            return max(_hits(node) for node in own)
+        case "size":
+            return (own[0].index + 1) * own[0].geometry.shape.parts[0].nbytes
+        case "recent":
+            return max(node.last_used_s for node in own)
+
+
+def _in_steps(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
+    for start in range(0, len(nodes), NODES_PER_STEP):
+        yield nodes[start : start + NODES_PER_STEP]
 
 
 def _prefix(

@@ -54,7 +54,6 @@ from kvmanager.pool.records import (
     Pin,
     PoolChange,
     PoolStatus,
-    Prefix,
     Slot,
     Spill,
     Tier,
@@ -71,7 +70,6 @@ __all__ = [
     "Pin",
     "PoolChange",
     "PoolStatus",
-    "Prefix",
     "Slot",
     "Spill",
     "Tier",
@@ -384,11 +382,11 @@ class HybridPool:
             pinned_bytes=books.pinned_bytes,
         )
 
-    def prefixes(self, order: Order, limit: int, now_s: float) -> tuple[list[Prefix], int]:
+    def prefixes(self, order: Order, limit: int, now_s: float) -> listing.Listing:
         """The first `limit` prefixes, most hit, longest or most recently used first, and how many
         there are in all.
 
-        Goes through all blocks.
+        Goes through all blocks, and so in steps (`listing.prefixes`).
         """
         return listing.prefixes(self._books.nodes, order, limit, now_s)
 

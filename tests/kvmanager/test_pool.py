@@ -6,6 +6,7 @@ import pytest
 from pool_cases import FULL, HYBRID, KV, ROOT, Harness, keys_of, last_key
 
 from kvmanager.blocks import Run
+from kvmanager.pool.listing import NODES_PER_STEP
 from kvmanager.pool.pool import MAX_EVICTED_PER_STEP, BlockPart, HybridPool, Match, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 
@@ -193,7 +194,7 @@ def test_prefixes_are_listed_with_where_they_part() -> None:
     pool.hit("abx")
     pin = pool.pin("q", (0, 0))
     pool.now_s = 10.0
-    listed, num_prefixes = pool.pool.prefixes("size", 2, pool.now_s)
+    listed, num_prefixes = pool.prefixes("size", 2)
     assert num_prefixes == 3
     longest, shorter = listed
     assert (longest.key, longest.num_tokens) == (last_key("abxyz"), 20)
@@ -204,11 +205,33 @@ def test_prefixes_are_listed_with_where_they_part() -> None:
         12,
     )
     assert shorter.nbytes == {(Tier.ARENA, PartKind.KV): 3, (Tier.ARENA, PartKind.STATE): 3}
-    [recent], _ = pool.pool.prefixes("recent", 1, pool.now_s)
+    [recent], _ = pool.prefixes("recent", 1)
     assert (recent.key, recent.idle_s, recent.is_pinned) == (last_key("q"), 5.0, True)
-    hits, _ = pool.pool.prefixes("hits", 3, pool.now_s)
+    hits, _ = pool.prefixes("hits", 3)
     assert [prefix.num_hits for prefix in hits] == [1, 1, 0]
     pool.pool.unpin(pin.pin_id)
+
+
+def test_a_listing_takes_steps_between_which_the_pool_changes() -> None:
+    num_blocks = 2 * NODES_PER_STEP
+    pool = Harness(num_blocks + 1)
+    pool.store("a" * (num_blocks - 1))
+    pool.store("b")
+    listing = pool.pool.prefixes("recent", 10, pool.now_s)
+    next(listing)
+    pool.store("c")
+    assert pool.pool.discard(last_key("b"), 0, Tier.ARENA)
+    steps = 0
+    while True:
+        try:
+            next(listing)
+        except StopIteration as done:
+            prefixes, num_prefixes = done.value
+            break
+        steps += 1
+    assert steps >= 4
+    assert [prefix.num_tokens for prefix in prefixes] == [4 * (num_blocks - 1)]
+    assert num_prefixes == 1
 
 
 def test_a_long_prompt_costs_little_memory() -> None:

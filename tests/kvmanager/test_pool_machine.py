@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pool_cases import listed
 
 from kvmanager.blocks import BlockAllocator, OutOfBlocks, Run
 from kvmanager.hashing import block_keys, root_key
@@ -304,7 +305,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def listing_is_right(self) -> None:
-        prefixes, num_prefixes = self.pool.prefixes("recent", 100, self.now_s)
+        prefixes, num_prefixes = listed(self.pool.prefixes("recent", 100, self.now_s))
         assert len(prefixes) == num_prefixes
         assert all(a.idle_s <= b.idle_s for a, b in pairwise(prefixes))
         present = {change.key for change in self.model.changes()}

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from kvmanager.blocks import BlockAllocator
 from kvmanager.pool.eviction import eviction_policy
+from kvmanager.pool.listing import Listing
 from kvmanager.pool.pool import BlockPart, Fill, HybridPool, Match, Pin, PoolChange, Tier
+from kvmanager.pool.records import Order, Prefix
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 
 ROOT = b"r" * 16
@@ -17,6 +19,16 @@ HYBRID = CacheShape(4, (KV, STATE))
 def keys_of(path: str) -> list[bytes]:
     """One key for each letter, which names the path up to it."""
     return [path[: end + 1].encode().rjust(16, b".") for end in range(len(path))]
+
+
+def listed(listing: Listing) -> tuple[list[Prefix], int]:
+    """What a listing comes to."""
+    while True:
+        try:
+            next(listing)
+        except StopIteration as done:
+            prefixes, num_prefixes = done.value
+            return prefixes, num_prefixes
 
 
 class Harness:
@@ -72,6 +84,9 @@ class Harness:
 
     def held(self, *paths: str) -> list[int]:
         return [self.match(path).kv_blocks for path in paths]
+
+    def prefixes(self, order: Order, limit: int) -> tuple[list[Prefix], int]:
+        return listed(self.pool.prefixes(order, limit, self.now_s))
 
     def leave_arena(self, path: str) -> None:
         """The last block's KV leaves the arena."""
