@@ -38,7 +38,7 @@ Position = tuple[str, int]
 
 FROM_THE_BEGINNING: Final[Position] = ("", 0)
 
-_SLICE_KEYS: Final = 8192
+_SLICE_KEYS: Final = 4096
 """Keys applied at a time: a few milliseconds, after which others may run."""
 
 
