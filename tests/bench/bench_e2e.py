@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from e2e_systems import MODEL, SYSTEMS, ask_region, stream, url_of
+from running_region import served_model
 from smoke import add_smoke
 from wan import Wan, wan
 
@@ -80,12 +81,10 @@ class FixedLink:
 
 
 async def measure_running(
-    arguments: argparse.Namespace, url: str, engine_url: str | None
+    arguments: argparse.Namespace, url: str, engine_url: str | None, model: str
 ) -> list[Measured]:
     """Ours over the region behind this gateway; alone on the engine, if one is named."""
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{url}/v1/models") as response:
-            model = (await response.json())["data"][0]["id"]
         todo = prompts(arguments.gbps, arguments.tokens, arguments.repeats, "prfaas", 0)
         if engine_url is None:
             todo = [item for item in todo if item.gbps]
@@ -245,17 +244,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result and the raw numbers here")
     arguments = parser.parse_args()
     missing: dict[str, str] = {}
+    model = MODEL
     if arguments.gateway:
         missing["nixl"] = "left out: it needs namespaces and engines of its own"
         _say(f"nixl {missing['nixl']}")
-        measured = asyncio.run(measure_running(arguments, arguments.gateway, arguments.engine))
+        model = asyncio.run(served_model(arguments.gateway))
+        measured = asyncio.run(
+            measure_running(arguments, arguments.gateway, arguments.engine, model)
+        )
     else:
         with wan(rtt_s=arguments.rtt_ms / 1e3) as link:
             measured = asyncio.run(measure(arguments, link))
     result = summarise(measured) | {
         "rtt_ms": arguments.rtt_ms,
         "missing": missing,
-        "model": MODEL,
+        "model": model,
         "cpus": os.cpu_count(),
         "raw": [{**asdict(item), "prompt": len(item.prompt)} for item in measured],
     }

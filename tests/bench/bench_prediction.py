@@ -29,6 +29,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from running_region import served_model
 from smoke import add_smoke
 
 from deploy.demo.regions import demo_region
@@ -134,9 +135,7 @@ async def _measure(model: str, traffic: Traffic) -> dict[str, Any]:
 
 async def _measure_running(url: str, traffic: Traffic) -> dict[str, Any]:
     """On the region behind this gateway, with its first model."""
-    async with aiohttp.ClientSession() as session:
-        async with session.get(f"{url}/v1/models") as response:
-            model = (await response.json())["data"][0]["id"]
+    model = await served_model(url)
     return result(model, await drive(url, model, traffic))
 
 

@@ -35,6 +35,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from running_region import served_model
 from smoke import add_smoke
 
 from deploy.demo.regions import demo_region, pd_cluster_alone
@@ -228,10 +229,7 @@ async def _on_its_own_region(
 
 
 async def _on_a_running_region(part: Callable[[Clients], Any], url: str, sizes: Sizes) -> Found:
-    async with aiohttp.ClientSession() as session:
-        async with session.get(f"{url}/v1/models") as response:
-            model = (await response.json())["data"][0]["id"]
-    return await _ask(part, url, model, sizes)
+    return await _ask(part, url, await served_model(url), sizes)
 
 
 def _measure_shift(run: Run) -> dict[str, Any]:

@@ -182,7 +182,7 @@ async def _record(
     session: aiohttp.ClientSession, gateway_url: str, request_id: str
 ) -> dict[str, Any]:
     """The request's record, once its prefill leg is in it; RuntimeError if it was not offloaded."""
-    for _ in range(100):
+    for _ in range(500):
         async with session.get(f"{gateway_url}/prfaas/requests/{request_id}") as response:
             answer = await response.json()
         for record in answer.get("requests", ()):
