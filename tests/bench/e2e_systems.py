@@ -178,18 +178,29 @@ async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIt
         yield ask
 
 
+def is_whole(record: dict[str, Any]) -> bool:
+    """Whether a request is over and its prefill at the other site is in its record; RuntimeError
+    where it was prefilled at its own site.
+    """
+    if not record["is_settled"]:
+        return False
+    if record["route"] != "prefill_cluster":
+        raise RuntimeError(f"not prefilled at the other site: {record['reason']}")
+    return record["parts"].get("prefill_s") is not None
+
+
 async def _record(
     session: aiohttp.ClientSession, gateway_url: str, request_id: str
 ) -> dict[str, Any]:
-    """The request's record, once its prefill leg is in it; RuntimeError if it was not offloaded."""
+    """The request's record, once it `is_whole`; RuntimeError if it was not offloaded."""
     for _ in range(500):
         async with session.get(f"{gateway_url}/prfaas/requests/{request_id}") as response:
             answer = await response.json()
         for record in answer.get("requests", ()):
-            if record["is_settled"] and record["parts"]["prefill_s"] is not None:
+            if is_whole(record):
                 return dict(record)
         await asyncio.sleep(0.02)
-    raise RuntimeError(f"not prefilled at the other site: {answer}")
+    raise RuntimeError(f"no record of the prefill came: {answer}")
 
 
 def region_spec(model: TinyModel, path: Path) -> RegionSpec:

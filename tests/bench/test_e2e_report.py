@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from bench_e2e import Measured, prompts, summarise
-from e2e_systems import MODEL, region_spec, word_of
+from e2e_systems import MODEL, is_whole, region_spec, word_of
 
 from deploy.demo.tiny_specs import MODELS
 
@@ -56,3 +56,12 @@ def test_its_region_offloads_by_the_threshold_whatever_is_predicted() -> None:
     spec = region_spec(MODELS[MODEL], Path("/model"))
     assert spec.gateway.scheduling.routing.policy == "threshold"
     assert spec.gateway.threshold_tokens == 100
+
+
+def test_a_prompt_that_stayed_at_its_site_is_an_error_and_not_a_crash() -> None:
+    record = {"is_settled": False, "route": "prefill_cluster", "reason": "", "parts": {}}
+    assert not is_whole(record)
+    assert not is_whole(record | {"is_settled": True})
+    assert is_whole(record | {"is_settled": True, "parts": {"prefill_s": 0.1}})
+    with pytest.raises(RuntimeError, match="predicted_sooner"):
+        is_whole(record | {"is_settled": True, "route": "local", "reason": "predicted_sooner"})
