@@ -23,7 +23,7 @@ VERSION = 2
 class Feature(IntFlag):
     """Optional features; both sides use the intersection. Bits 8 to 23 are codecs, by value."""
 
-    NO_SUM = 1 << 0
+    NO_SUM = 1
     """DATA frames may go without a checksum."""
 
 

@@ -446,6 +446,12 @@ def greeted() -> SenderSession:
     return session
 
 
+def test_a_sender_says_what_it_takes() -> None:
+    config = TransportConfig(max_frame_bytes=4000, checksum=False, codec="none")
+    wire = SenderSession(config, b"S" * 16).hello()
+    assert wire == Hello(2, 2, 4000, 1, b"S" * 16).encode(FrameType.HELLO)
+
+
 def test_a_sender_is_established_by_the_welcome() -> None:
     session = SenderSession(CONFIG, b"S" * 16)
     welcome = own_hello(b"R" * 16, 4000).encode(FrameType.WELCOME)

@@ -308,6 +308,7 @@ GREETING = b"PrfaaSkv" + b"\x02\x00\x02\x00" + u32(4096) + u64(0x103) + b"i" * 1
 def test_a_greeting_is_laid_out_field_by_field() -> None:
     hello = own_hello(b"i" * 16, 4096, 0x103)
     assert hello == Hello(2, 2, 4096, 0x103, b"i" * 16)
+    assert own_hello(b"i" * 16, 4096) == Hello(2, 2, 4096, 0, b"i" * 16)
     assert hello.encode(FrameType.HELLO) == frame(1, GREETING)
     assert hello.encode(FrameType.WELCOME) == frame(2, GREETING)
     assert decode_hello(GREETING) == decode_hello(GREETING + b"later") == hello
