@@ -17,11 +17,11 @@ from kvmanager.engines.supervisor import Supervisor, engine_process
 
 START_TIMEOUT_S = 300.0
 
-MIN_MARGIN_NATS = {"bfloat16": 0.2, "float32": 0.001}
+MIN_MARGIN_NATS = {"bfloat16": 0.25, "float32": 0.001}
 """A prompt serves for comparison when the plain engine is this sure of each of its tokens. The last
 prompt token goes through another kernel in a region than in one engine. In bfloat16 that moves the
 tiny recurrent model's logits by 0.015 in the median and 0.16 at most, measured on one engine
-against itself; where two tokens are nearer than that, either is right."""
+against itself. Another CPU rounds otherwise, so the limit lies well above that."""
 
 MAX_DRAWS = 16
 

@@ -42,17 +42,21 @@ def demo_region(
 ) -> RegionSpec:
     """A prefill cluster of one engine, a PD cluster of two, and a link of 1 Gbit/s and 20 ms.
 
-    Without `local_prefill` the PD cluster has its decode engine only. Unless `scheduling` says
-    otherwise routes follow the threshold alone, so that it is known beforehand which a prompt
-    takes, however busy the machine is.
+    Without `local_prefill` the PD cluster has its decode engine only. Unless `scheduling` is given
+    ({}: every default) routes follow the threshold alone, so that it is known beforehand which a
+    prompt takes, however busy the machine is.
     """
+    if scheduling is None:
+        scheduling = {"routing": {"policy": "threshold"}}
     prefill_instances = [{"name": "b1-prefill", "role": "prefill"}] if local_prefill else []
     spec: dict[str, Any] = {
         "name": model.name,
         "gateway": {
             "port": gateway_port,
             "threshold_tokens": threshold_tokens,
-            "scheduling": scheduling or {"routing": {"policy": "threshold"}},
+            "scheduling": {"routing": {"policy": "threshold"}}
+            if scheduling is None
+            else scheduling,
         },
         "models": [
             {

@@ -1,8 +1,9 @@
 """A link that slows down, breaks and comes back under real engines: routes follow, nothing fails.
 
-Requests run all the time. The PD cluster's one engine can serve all of them, so that what is seen
-is the routing. Times are counted from the change of the link; the first two seconds of a phase are
-for the change to be noticed by transfers that are under way.
+The region has the scheduling that users get: nothing of it is set. Each engine has a core of its
+own, as engines of two sites have. Requests run all the time, and the PD cluster's one engine can
+serve all of them, so that what is seen is the routing. Times are counted from the change of the
+link; the first two seconds of a phase are for the change to be noticed by transfers under way.
 """
 
 import asyncio
@@ -16,14 +17,13 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from engine_region import WINDOW, model_dir, region_spec, running
+from engine_region import WINDOW, model_dir, on_cores_of_their_own, region_spec, running
 
 from deploy.demo.scenario import text
 from deploy.region.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-THRESHOLD_TOKENS = 256
 PROMPT_TOKENS = 5000
 NUM_CLIENTS = 2
 NOTICED_S = 2.0
@@ -31,8 +31,7 @@ BACK_S = 30.0
 NUM_TO_LEARN = 6
 """Answers of the prefill cluster before the link changes: by then its prefill times are known, and
 predictions count as much as the threshold."""
-SCHEDULING = {"routing": {"margin_s": 1.0, "margin_share": 0.1}, "long_term": {"mode": "off"}}
-"""What the far side costs on a machine that both sides share must not count as a reason."""
+DEFAULTS: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +97,11 @@ class Traffic:
 async def region(
     models_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RunningRegion]:
-    spec = region_spec(
-        model_dir(models_dir, WINDOW),
-        WINDOW,
-        threshold_tokens=THRESHOLD_TOKENS,
-        local_prefill=False,
-        scheduling=SCHEDULING,
-    )
-    async with running(spec, tmp_path_factory.mktemp("congestion")) as started:
+    path = model_dir(models_dir, WINDOW)
+    spec = region_spec(path, WINDOW, local_prefill=False, scheduling=DEFAULTS)
+    async with running(
+        on_cores_of_their_own(spec), tmp_path_factory.mktemp("congestion")
+    ) as started:
         yield started
 
 

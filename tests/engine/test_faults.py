@@ -185,7 +185,10 @@ async def test_a_killed_prefill_agent_ends_in_local_prefill(faulty: Faulty) -> N
 
 
 async def test_a_killed_receiving_agent_ends_in_local_prefill(faulty: Faulty) -> None:
-    await faulty.ask_while("receiving agent killed", faulty.region.agent("b1").kill)
+    record = await faulty.ask_while("receiving agent killed", faulty.region.agent("b1").kill)
+    assert record["first_route"] == "prefill_cluster", record
+    assert (record["route"], record["reason"]) == ("local", "prefill_failed"), record
+    assert record["prefill_error"], record
 
 
 @pytest.mark.parametrize("answered", [False, True])

@@ -1,8 +1,9 @@
-"""Instances change between prefill and decode under load, and no request hears of it.
+"""Engines preempt requests, and change between prefill and decode under load; no client notices.
 
 One PD cluster of three engines without a prefill cluster; prompts above 256 tokens are handed from
 a prefill to a decode instance. Nothing is cached, so that every answer is computed in the roles of
-its time. The right answers are those that the region gave before anything changed.
+its time. The right answers are those that the region gave while it had nothing else to do. Engines
+have too few KV blocks for several long answers at once.
 """
 
 import asyncio
@@ -15,10 +16,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from bench_smoke import run_smoke
 from engine_region import (
     WINDOW,
     ask_region,
+    engine_metrics,
     everything_is_given_back,
     model_dir,
     prompt,
@@ -35,11 +38,21 @@ from deploy.demo.tiny_specs import MODELS
 from deploy.region.launcher import RunningRegion
 from deploy.region.spec import RegionInstance, RegionSpec
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HANDED_OFF_TOKENS = (300, 700, 1200)
 LENGTHS = (40, 200, *HANDED_OFF_TOKENS)
 NUM_CLIENTS = 3
+
+NUM_KV_BLOCKS = 110
+"""Of 32 tokens each. A request of 1,200 tokens takes 38 for full attention and 5 for each of two
+groups of window layers, and 10 more for its long answer: two can begin together but not both end.
+"""
+MAX_MODEL_LEN = 2048
+PREEMPTED_TOKENS = 1200
+NUM_PREEMPTED = 4
+"""Two for each decode engine, and no more than the prefill engine takes at a time."""
+LONG_ANSWER = {"max_tokens": 320, "ignore_eos": True}
 
 
 class Load:
@@ -80,35 +93,80 @@ class Load:
             await asyncio.gather(*clients, return_exceptions=True)
 
 
-async def test_roles_change_under_load_and_lose_no_request(
-    models_dir: Path, tmp_path: Path
-) -> None:
-    async with running(_spec(model_dir(models_dir, WINDOW)), tmp_path / "r") as region:
-        prompts = [
-            prompt(f"{length}", length, 600 + length, stream=bool(index % 2))
-            for index, length in enumerate(LENGTHS)
-        ]
-        asked, expected = await decided_answers(
-            region.gateway_url, MODELS[WINDOW], prompts, lambda *_: None
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def region(
+    models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RunningRegion]:
+    spec = _spec(model_dir(models_dir, WINDOW))
+    async with running(spec, tmp_path_factory.mktemp("r")) as started:
+        yield started
+
+
+async def test_preempted_requests_are_computed_again(region: RunningRegion) -> None:
+    """A decode engine that runs out of blocks drops a request's KVCache, landed part included."""
+    prompts = [prompt(f"{seed}", PREEMPTED_TOKENS, 800 + seed) for seed in range(NUM_PREEMPTED)]
+    async with aiohttp.ClientSession() as session:
+        expected = [await long_answer(session, region, request) for request in prompts]
+        assert await num_preemptions(region) == 0
+        answers = await asyncio.gather(
+            *(long_answer(session, region, request) for request in prompts)
         )
-        load = Load(region, asked)
-        async with load.all_the_while():
-            await become(region, "b1-d1", "prefill", epoch=1)
-            # Now a decode instance is the only one that prefills, and the other way round.
-            await become(region, "b1-p0", "decode", epoch=1)
-            swapped = await load.one_round()
-            refusal = await order(region, "b1-d1", "decode")
-            assert refusal["error"]["code"] == "last_of_its_role", refusal
-            await become(region, "b1-p0", "prefill", epoch=2)
-            await become(region, "b1-d1", "decode", epoch=2)
-        await load.one_round()
-        for name, answer in load.answers.items():
-            assert not answer.error, (name, answer.error)
-            assert answer.token_ids == expected[name.partition(" #")[0]].token_ids, name
-        await assert_roles_were_those_of_the_time(region, load, swapped)
-        # The bench of the long-term loop and of admission, at its smallest size.
-        await asyncio.to_thread(run_smoke, "region", tmp_path, "--gateway", region.gateway_url)
-        await everything_is_given_back(region, nodes=("b1",))
+    assert answers == expected
+    assert await num_preemptions(region) > 0, "the blocks were enough"
+    for record in (await records(region)).values():
+        assert (record["prefill_instance"], record["prefill_error"]) == ("b1-p0", ""), record
+    await everything_is_given_back(region, nodes=("b1",))
+
+
+async def test_roles_change_under_load_and_lose_no_request(region: RunningRegion) -> None:
+    prompts = [
+        prompt(f"{length}", length, 600 + length, stream=bool(index % 2))
+        for index, length in enumerate(LENGTHS)
+    ]
+    asked, expected = await decided_answers(
+        region.gateway_url, MODELS[WINDOW], prompts, lambda *_: None
+    )
+    load = Load(region, asked)
+    async with load.all_the_while():
+        await become(region, "b1-d1", "prefill", epoch=1)
+        # Now a decode instance is the only one that prefills, and the other way round.
+        await become(region, "b1-p0", "decode", epoch=1)
+        swapped = await load.one_round()
+        refusal = await order(region, "b1-d1", "decode")
+        assert refusal["error"]["code"] == "last_of_its_role", refusal
+        await become(region, "b1-p0", "prefill", epoch=2)
+        await become(region, "b1-d1", "decode", epoch=2)
+    await load.one_round()
+    for name, answer in load.answers.items():
+        assert not answer.error, (name, answer.error)
+        assert answer.token_ids == expected[name.partition(" #")[0]].token_ids, name
+    await assert_roles_were_those_of_the_time(region, load, swapped)
+    await everything_is_given_back(region, nodes=("b1",))
+
+
+async def test_the_bench_of_a_region_runs_on_this_one(
+    region: RunningRegion, tmp_path: Path
+) -> None:
+    """Its smallest size keeps all of its rows."""
+    await asyncio.to_thread(run_smoke, "region", tmp_path, "--gateway", region.gateway_url)
+    await everything_is_given_back(region, nodes=("b1",))
+
+
+async def long_answer(
+    session: aiohttp.ClientSession, region: RunningRegion, request: DemoRequest
+) -> list[int]:
+    body = request.body(WINDOW) | LONG_ANSWER
+    url = f"{region.gateway_url}/v1/completions"
+    async with session.post(url, json=body) as response:
+        answer = await response.json()
+    assert response.status == 200, answer
+    return list(answer["choices"][0]["token_ids"])
+
+
+async def num_preemptions(region: RunningRegion) -> float:
+    """Of both decode engines since they started."""
+    found = [await engine_metrics(region, instance) for instance in ("b1-d0", "b1-d1")]
+    return sum(metrics["vllm:num_preemptions_total"] for metrics in found)
 
 
 async def become(region: RunningRegion, instance: str, role: str, *, epoch: int) -> None:
@@ -141,7 +199,13 @@ async def assert_roles_were_those_of_the_time(
 def _spec(path: Path) -> RegionSpec:
     # Nothing but the orders of this test changes a role, one right after the other.
     scheduling = {"long_term": {"mode": "off", "dwell_s": 0}}
+    few_blocks = ("--num-gpu-blocks-override", str(NUM_KV_BLOCKS))
     spec = region_spec(path, WINDOW, prefix_caching=False, scheduling=scheduling)
+    model = spec.models[0]
+    model = model.model_copy(
+        update={"args": (*model.args, *few_blocks), "max_model_len": MAX_MODEL_LEN}
+    )
+    spec = spec.model_copy(update={"models": (model,)})
     instances = (
         RegionInstance(name="b1-p0", role="prefill"),
         RegionInstance(name="b1-d0", role="decode"),

@@ -1,64 +1,104 @@
-"""Two tensor-parallel ranks: each sends its share, and each finds its share again.
+"""Two tensor-parallel ranks on each side of a link: each sends its share, and each finds it again.
 
-One engine of two ranks is both ends (two such engines are more than a small machine can run): it
-answers a prompt by itself, prefills it for a landing, and answers it again from what landed.
+Every prompt is also asked of the decode engine itself under a salt of its own, so that nothing
+cached or moved has a part in that answer: the same two ranks compute all of it.
 """
 
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import pytest
+import pytest_asyncio
+from conversation import most_bytes
 from engine_region import (
     WINDOW,
     agent_status,
-    engine_metrics,
+    ask_region,
+    everything_is_given_back,
     model_dir,
     prompt,
     region_spec,
     running,
+    settled_record,
 )
-from handoff import Handoff
 
-from deploy.region.spec import RegionInstance, RegionSpec
+from deploy.demo.answers import Answer
+from deploy.demo.scenario import DemoRequest
+from deploy.region.launcher import RunningRegion
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-
-async def test_two_ranks(models_dir: Path, tmp_path: Path) -> None:
-    spec = _one_engine(model_dir(models_dir, WINDOW))
-    async with running(spec, tmp_path / "r") as region, aiohttp.ClientSession() as session:
-        handoff = Handoff(region, WINDOW, session)
-        url = f"{region.engine('both').address}/v1/completions"
-
-        async def tokens(body: dict[str, object]) -> list[int]:
-            async with session.post(url, json=body) as response:
-                answer = await response.json()
-            assert response.status == 200, answer
-            return list(answer["choices"][0]["token_ids"])
-
-        loaded = 0
-        for length in (256, 1100, 3001):
-            request = prompt(f"{length}", length, 300 + length)
-            body = request.body(WINDOW)
-            expected = await tokens(body)
-            token_ids = list(request.prompt.encode())  # a token is a byte
-            landed = await handoff.land("both", "b1", token_ids[:-1])
-            loading = body | {"kv_transfer_params": landed.consumer_params}
-            assert await tokens(loading) == expected, length
-            loaded += length - 1
-        await handoff.close()
-        metrics = await engine_metrics(region, "both")
-        assert metrics["vllm:external_prefix_cache_hits_total"] == loaded
-        status = await agent_status(region, "b1")
-        assert [engine.tp_size for engine in status.engines] == [2]
-        assert status.landing_bytes == status.outbox_bytes == 0
+THRESHOLD_TOKENS = 100
 
 
-def _one_engine(path: Path) -> RegionSpec:
-    spec = region_spec(path, WINDOW, tensor_parallel_size=2, prefix_caching=False)
-    cluster = spec.pd_cluster
-    node = cluster.nodes[0].model_copy(
-        update={"instances": (RegionInstance(name="both", role="both"),)}
+@dataclass(frozen=True, slots=True)
+class TwoRanks:
+    """A region of engines of two ranks, and a session for asking one of them."""
+
+    region: RunningRegion
+    session: aiohttp.ClientSession
+
+    async def computed_alone(self, request: DemoRequest) -> list[int]:
+        """The decode engine's own answer to the whole prompt."""
+        url = f"{self.region.engine('b1-decode').address}/v1/completions"
+        body = request.body(WINDOW) | {"cache_salt": "alone", "stream": False}
+        async with self.session.post(url, json=body) as response:
+            answer = await response.json()
+        assert response.status == 200, answer
+        return list(answer["choices"][0]["token_ids"])
+
+    async def ask(self, request: DemoRequest) -> Answer:
+        answer = (await ask_region(self.region, WINDOW, [request]))[request.name]
+        assert not answer.error, answer.error
+        return answer
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ranks(
+    models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[TwoRanks]:
+    spec = region_spec(
+        model_dir(models_dir, WINDOW),
+        WINDOW,
+        tensor_parallel_size=2,
+        threshold_tokens=THRESHOLD_TOKENS,
+        local_prefill=False,
     )
-    alone = cluster.model_copy(update={"nodes": (node,)})
-    return spec.model_copy(update={"clusters": (alone,), "links": ()})
+    async with (
+        running(spec, tmp_path_factory.mktemp("tp")) as region,
+        aiohttp.ClientSession() as session,
+    ):
+        yield TwoRanks(region, session)
+
+
+@pytest.mark.parametrize("length", [256, 1100, 3001])
+async def test_shares_of_two_ranks_cross_the_link(ranks: TwoRanks, length: int) -> None:
+    request = prompt(f"{length}", length, 300 + length)
+    answer = await ranks.ask(request)
+    record = await settled_record(ranks.region, answer.request_id)
+    assert (record["route"], record["prefill_error"]) == ("prefill_cluster", ""), record
+    assert answer.token_ids == await ranks.computed_alone(request)
+
+
+async def test_a_second_turn_sends_what_is_new_of_both_ranks(ranks: TwoRanks) -> None:
+    first = prompt("first", 1500, 41)
+    said = first.prompt + bytes((await ranks.ask(first)).token_ids).decode()
+    second = prompt("second", len(said) + 400, 42, prefix=said)
+    answer = await ranks.ask(second)
+    record = await settled_record(ranks.region, answer.request_id)
+    model = (await agent_status(ranks.region, "b1")).engines[0].cache
+    assert model is not None
+    known = (first.num_bytes - 1) // model.block_tokens * model.block_tokens
+    assert record["cached_tokens"] >= known, record
+    assert record["landing_cached_tokens"] >= known, record
+    assert 0 < record["transfer_bytes"] <= most_bytes(model, second.num_bytes - 1 - known), record
+    assert answer.token_ids == await ranks.computed_alone(second)
+
+
+async def test_every_engine_has_two_ranks_and_holds_nothing_at_the_end(ranks: TwoRanks) -> None:
+    for node in ("a1", "b1"):
+        status = await agent_status(ranks.region, node)
+        assert [engine.tp_size for engine in status.engines] == [2]
+    await everything_is_given_back(ranks.region)

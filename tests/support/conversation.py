@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_region import agent_status, ask_region, prompt, records, until
+from engine_region import agent_status, ask_region, prompt, settled_record, until
 
 from deploy.demo.answers import Answer
 from deploy.demo.reference import decided_answers
@@ -16,7 +16,7 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.pool.shape import PartKind
 from kvmanager.rpc import RpcError
 
-TURNS = ((1500, 0), (400, 5), (300, 4))
+TURNS = ((1500, 0), (400, 5), (300, 4), (350, 0))
 """How many tokens each turn adds to what was said before, and which draw of their text to try
 first: one that the recurrent model is sure of.
 """
@@ -55,13 +55,7 @@ class Talk:
         answer = (await ask_region(self.region, self.model, [turn]))[turn.name]
         assert not answer.error, answer.error
         assert answer.token_ids == expected.token_ids, turn.name
-        record: dict[str, Any] = {}
-
-        async def is_settled() -> bool:
-            record.update((await records(self.region))[answer.request_id])
-            return bool(record["is_settled"])
-
-        await until(is_settled, "the request has settled")
+        record = await settled_record(self.region, answer.request_id)
         assert record["route"] == "prefill_cluster", (record["reason"], record["numbers"])
         assert not record.get("prefill_error"), record["prefill_error"]
         self.held.append(record)

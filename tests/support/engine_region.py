@@ -5,6 +5,8 @@ Engines are small and slow to start (half a minute): tests share them by module.
 
 import asyncio
 import contextlib
+import itertools
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.region.launcher import RunningRegion
-from deploy.region.spec import RegionSpec
+from deploy.region.spec import ClusterSpec, RegionInstance, RegionSpec
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
 from kvmanager.rpc import RpcClient, RpcError
 
@@ -37,6 +39,24 @@ def model_dir(cache_dir: Path, name: str) -> Path:
 def region_spec(path: Path, name: str, **changes: Any) -> RegionSpec:
     """The demo's region for one model; see `deploy.demo.regions.demo_region`."""
     return demo_region(MODELS[name], path, **changes)
+
+
+def on_cores_of_their_own(spec: RegionSpec) -> RegionSpec:
+    """The same region, its engines bound to one core each, in turn where cores are fewer."""
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+
+    def bound(instance: RegionInstance) -> RegionInstance:
+        env = {**instance.env, "VLLM_CPU_OMP_THREADS_BIND": str(next(cores))}
+        return instance.model_copy(update={"env": env})
+
+    def with_bound_engines(cluster: ClusterSpec) -> ClusterSpec:
+        nodes = tuple(
+            node.model_copy(update={"instances": tuple(map(bound, node.instances))})
+            for node in cluster.nodes
+        )
+        return cluster.model_copy(update={"nodes": nodes})
+
+    return spec.model_copy(update={"clusters": tuple(map(with_bound_engines, spec.clusters))})
 
 
 @contextlib.asynccontextmanager
@@ -67,6 +87,18 @@ async def records(region: RunningRegion) -> dict[str, dict[str, Any]]:
         async with session.get(f"{region.gateway_url}/prfaas/requests?limit=500") as response:
             listed = (await response.json())["requests"]
     return {record["request_id"]: record for record in reversed(listed)}
+
+
+async def settled_record(region: RunningRegion, request_id: str) -> dict[str, Any]:
+    """The gateway's record of a request once both legs are over, which may follow the answer."""
+    found: dict[str, Any] = {}
+
+    async def is_settled() -> bool:
+        found.update((await records(region))[request_id])
+        return bool(found["is_settled"])
+
+    await until(is_settled, "the request has settled")
+    return found
 
 
 async def expected_answers(
