@@ -97,9 +97,9 @@ def obstacle(
 
 
 def has_landing_room(request: RequestShape, snapshot: RegionSnapshot, kv: KvProfile) -> bool:
-    """Whether the KVCache of the prompt fits where it would land, as far as known."""
-    free_bytes = snapshot.landing_free_bytes
-    return free_bytes is None or free_bytes >= max(1.0, sum(wire_bytes(request, kv)))
+    """Whether the KVCache of the prompt could fit where it would land, as far as known."""
+    cap_bytes = snapshot.landing_cap_bytes
+    return cap_bytes is None or cap_bytes >= max(1.0, sum(wire_bytes(request, kv)))
 
 
 def wire_bytes(request: RequestShape, kv: KvProfile) -> tuple[float, float]:

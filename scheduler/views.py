@@ -166,7 +166,8 @@ class RegionSnapshot:
     """All that a route may depend on besides the request, as it was at `taken_s`.
 
     `local` are the prefill instances of the PD cluster (none: its decode engines prefill),
-    `engines` those that can serve a request whole. `landing_free_bytes` None: not known, try it.
+    `engines` those that can serve a request whole. `landing_cap_bytes` is the most that
+    a landing can ever take; whether so much is free turns out when it is reserved. None: not known.
     """
 
     taken_s: float
@@ -174,7 +175,7 @@ class RegionSnapshot:
     decode: DecodeView
     prefill_clusters: tuple[ClusterView, ...] = ()
     engines: ClusterView | None = None
-    landing_free_bytes: int | None = None
+    landing_cap_bytes: int | None = None
 
     def __post_init__(self) -> None:
         names = [cluster.name for cluster in self.prefill_clusters]

@@ -115,7 +115,7 @@ class Instance:
         self.looked_at_s = 0.0
         """When they were asked for (monotonic)."""
         self.kv_block_bytes = 0
-        self.landing_free_bytes: int | None = None
+        self.landing_cap_bytes: int | None = None
         """As the agent said last."""
         self.cache: CacheModel | None = None
         """How the engine's prompts are cached at its node, as the agent said last."""
@@ -177,7 +177,7 @@ class Instance:
             num_waiting=0 if load is None else load.num_waiting - load.num_deferred,
             kv_usage=None if load is None else load.kv_usage,
             kv_total_bytes=self._kv_total_bytes(),
-            landing_free_bytes=self.landing_free_bytes,
+            landing_cap_bytes=self.landing_cap_bytes,
         )
 
     def _kv_total_bytes(self) -> int | None:
@@ -379,6 +379,5 @@ class Instances:
                 f"{instance.spec.agent} has no connection from an engine called {instance.name}"
             )
         instance.cache, instance.kv_block_bytes = engine.cache, engine.kv_block_bytes
-        room_bytes = status.landing_cap_bytes - status.landing_bytes
-        instance.landing_free_bytes = max(0, min(status.free_bytes, room_bytes))
+        instance.landing_cap_bytes = status.landing_cap_bytes
         return instance.agent_health.probe_succeeded()

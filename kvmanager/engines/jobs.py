@@ -114,7 +114,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     The engine's own numbers are those of the last look at it, `looked_s` before this report: how
     many requests its batch has (`num_running`), how many wait for room in it (`num_waiting`), and
     the share in use (`kv_usage`, None where nobody looks) of its KV memory (`kv_total_bytes`, None
-    where that is not known). `landing_free_bytes` is what its node has left for landings.
+    where that is not known). `landing_cap_bytes` is what landings may take at its node at
+    most. How much of that is free changes with every request, and only the node itself knows it.
     """
 
     name: str
@@ -137,7 +138,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     kv_usage: float | None = None
     kv_total_bytes: int | None = None
-    landing_free_bytes: int | None = None
+    landing_cap_bytes: int | None = None
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):

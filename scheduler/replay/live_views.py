@@ -168,7 +168,7 @@ class LiveSnapshot:
 
     __slots__ = ("decode", "local", "prefill_clusters", "taken_s")
     engines: ClusterView | None = None
-    landing_free_bytes: int | None = None
+    landing_cap_bytes: int | None = None
 
     def __init__(
         self, local: LiveCluster, decode: LiveDecode, prefill_clusters: list[LiveCluster]

@@ -104,9 +104,9 @@ def test_a_snapshot_ages_with_its_links() -> None:
 
 
 def test_without_landing_room_one_engine_serves_it() -> None:
-    found = routed(20_000, region(far(), landing_free_bytes=1000, engines=near()))
+    found = routed(20_000, region(far(), landing_cap_bytes=1000, engines=near()))
     assert (found.target, found.reason) == (ONE_ENGINE, Reason.NO_LANDING_ROOM)
-    assert routed(20_000, region(far(), landing_free_bytes=10**9)).target == "far"
+    assert routed(20_000, region(far(), landing_cap_bytes=10**9)).target == "far"
 
 
 def test_a_cluster_that_failed_the_request_is_passed_over() -> None:

@@ -63,13 +63,13 @@ def is_full(item: InstanceReport, num_requests: int) -> bool:
     return num_requests >= _num_slots(item)
 
 
-def landing_free_bytes(instances: Sequence[InstanceReport]) -> int | None:
-    """What the largest landing may take; None where a node does not say. A landing is on the node
-    of the instance that decodes it.
+def landing_cap_bytes(instances: Sequence[InstanceReport]) -> int | None:
+    """What a landing can take at most; None where a node does not say. It lies on the node of the
+    instance that decodes it.
     """
-    free = [item.landing_free_bytes for item in instances]
-    known = [nbytes for nbytes in free if nbytes is not None]
-    return max(known) if known and len(known) == len(free) else None
+    caps = [item.landing_cap_bytes for item in instances]
+    known = [nbytes for nbytes in caps if nbytes is not None]
+    return max(known) if known and len(known) == len(caps) else None
 
 
 def _num_slots(item: InstanceReport) -> int:

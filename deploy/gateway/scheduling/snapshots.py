@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from deploy.gateway.cached import serves
-from deploy.gateway.scheduling.decode_side import decode_view, landing_free_bytes
+from deploy.gateway.scheduling.decode_side import decode_view, landing_cap_bytes
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import DirectPrompt, Ledger, PrefillLeg
 from deploy.gateway.scheduling.thresholds import Thresholds
@@ -96,7 +96,7 @@ class SnapshotMaker:
                 known=self.knowledge,
                 ledger=self.ledger,
             ),
-            landing_free_bytes=landing_free_bytes(decoding),
+            landing_cap_bytes=landing_cap_bytes(decoding),
             prefill_clusters=tuple(
                 self._prefill_cluster(source, pd.name, now_s) for source in prefill_clusters
             ),

@@ -168,16 +168,16 @@ def test_kvcache_that_landed_since_the_engines_were_looked_at_is_in_memory() -> 
 
 
 def test_a_landing_must_fit_the_node_with_most_room() -> None:
-    room = [{"landing_free_bytes": 1000}, {"landing_free_bytes": 3000 * 512}]
+    room = [{"landing_cap_bytes": 1000}, {"landing_cap_bytes": 3000 * 512}]
     scheduler = taught(region_of(*room))
-    assert scheduler.snapshot(MODEL).landing_free_bytes == 3000 * 512
+    assert scheduler.snapshot(MODEL).landing_cap_bytes == 3000 * 512
     assert scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).target == "far"
     decision = scheduler.route(MODEL, RequestShape(num_prompt_tokens=3001))
     assert (decision.route, decision.reason) == ("local", Reason.NO_LANDING_ROOM)
 
 
-@pytest.mark.parametrize("room", [(), ({},), ({"landing_free_bytes": 5}, {})])
+@pytest.mark.parametrize("room", [(), ({},), ({"landing_cap_bytes": 5}, {})])
 def test_room_that_a_node_does_not_tell_is_not_known(room: Any) -> None:
     scheduler = taught(region_of(*room))
-    assert scheduler.snapshot(MODEL).landing_free_bytes is None
+    assert scheduler.snapshot(MODEL).landing_cap_bytes is None
     assert scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).target == "far"
