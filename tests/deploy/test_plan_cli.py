@@ -86,7 +86,7 @@ def test_the_example_is_a_plan_and_its_goals_are_met(tmp_path: Path) -> None:
     document = json.loads(run("solve", str(path), "--json", "--requests", "4000"))
     assert document["throughput_rps"] == pytest.approx(3.18, rel=0.01)
     assert document["without_prefill_clusters"]["ratio"] > 1.5
-    assert all(goal["met"] for goal in document["goals"].values())
+    assert {goal["met"] for goal in document["goals"].values()} == {True}
     assert {part["kind"] for part in document["parts"]} == {"prefill", "link", "decode"}
     text = " ".join(run("solve", str(path), "--requests", "4000", "--search").split())
     for words in ("full first", "who prefills what", "headroom", "USD/h", "every division"):

@@ -137,7 +137,7 @@ def test_a_lost_copy_on_ssd_leaves_the_arena_alone() -> None:
     assert pool.pool.discard(last_key("abc"), 0, Tier.ARENA)
     pool.lose("a")
     assert pool.match("abc") == Match(2, 2, 2, 2)
-    assert all(change.tier is Tier.ARENA for change in pool.pool.changes())
+    assert [change.tier for change in pool.pool.changes()] == [Tier.ARENA] * 2
 
 
 def test_a_lost_copy_stays_in_the_books_while_something_above_it_is_in_use() -> None:
@@ -205,7 +205,8 @@ def test_what_was_lost_is_dropped_in_steps() -> None:
     path = "a" * 1000
     pool = Harness(len(path), ssd_bytes=len(path))
     pool.store(path)
-    assert all(pool.pool.stored_on_ssd(spill) for spill in pool.pool.spill(len(path)))
+    stored = [pool.pool.stored_on_ssd(spill) for spill in pool.pool.spill(len(path))]
+    assert stored == [True] * len(path)
     assert pool.pool.make_room(len(path))
     pool.lose("a")
     dropped_in_steps = []
