@@ -194,11 +194,10 @@ class _Program:
 
     def _cost(self, num_free: int) -> Floats:
         """U; and among equal plans the one that sends least, in few ranges of lengths a route."""
-        shares = self._classes.shares
-        shorter = 1 - (np.cumsum(shares) - shares / 2)
+        longer = np.cumsum(self._classes.shares)
         cost = np.zeros(self._slowness + 1 + num_free)
         cost[self._slowness] = 1
         for index, route in enumerate(self._routes):
-            taste = float(route.link is not None) + index * shorter / len(self._routes)
+            taste = float(route.link is not None) - index * longer / len(self._routes)
             cost[index * self._num_classes : (index + 1) * self._num_classes] = _TASTE * taste
         return cost

@@ -4,10 +4,10 @@ A mutant changes one place of the text, so that comments and formatting stay and
 a line or two. `mutants_of` finds the places with `ast` and yields every mutant in order of lines.
 
 What is left alone, since no test of behaviour should notice it: annotations, docstrings, text,
-log calls, `assert`, `__all__`, `__slots__`, decorators of classes, and the numbers that are
-defaults of annotated class fields (settings: a test that pins them would only repeat them).
-Expressions within f-strings are left alone too, because `ast` has no exact positions for them
-before Python 3.12.
+log calls, `assert`, `zip(strict=)`, `__all__`, `__slots__`, decorators of classes, and the numbers
+that are defaults of annotated class fields (settings: a test that pins them would only repeat
+them). Expressions within f-strings are left alone too, because `ast` has no exact positions for
+them before Python 3.12.
 
 Knows nothing of tests or processes.
 """
@@ -303,7 +303,10 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node.func, ast.Name) and node.func.id in OPPOSITE_CALLS:
             new = OPPOSITE_CALLS[node.func.id]
             self._change("min/max", self._start(node.func), self._end(node.func), new)
-        self.generic_visit(node)
+        is_zip = isinstance(node.func, ast.Name) and node.func.id == "zip"
+        keywords = [] if is_zip else node.keywords  # `strict` is an assertion
+        for child in [node.func, *node.args, *keywords]:
+            self.visit(child)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         start, end, value = self._start(node), self._end(node), node.value

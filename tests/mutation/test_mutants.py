@@ -50,6 +50,7 @@ def test_each_operator_changes_one_place(line: str, expected: set[str]) -> None:
         "x: int | None = a",
         '"""Text and 1 < 2."""',
         "assert a < b",
+        "zip_ = zip(a, b, strict=True)",
         "log.info(a, 1)",
         'x = f"{a + 1}"',
         "return None",

@@ -129,6 +129,13 @@ def test_every_link_and_every_cluster_is_a_limit_of_its_own() -> None:
     }
 
 
+def test_each_cluster_has_a_division_of_its_own() -> None:
+    fast = replace(NEAR, name="fast", prefill=Curve.quadratic(0.5))
+    relaxed = search_routes(region(pds=(NEAR, fast)), whole=False)
+    assert relaxed.num_prefill == {"near": pytest.approx(8 / 3), "fast": pytest.approx(2.0)}
+    assert relaxed.system_rps == pytest.approx(8 / 3 + 4)
+
+
 def test_one_instance_can_decode_what_another_cluster_prefills() -> None:
     one = replace(NEAR, num_instances=1)
     found = search_routes(region(Link("far", "near", 1e6), pds=(one,)))

@@ -10,6 +10,7 @@ from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.frames import (
     HEADER_BYTES,
+    NO_TRANSFER,
     FrameReader,
     FrameType,
     Step,
@@ -149,6 +150,9 @@ def test_control_frames() -> None:
     assert encode_frame(FrameType.COMPLETE, ID) == frame(7, b"", ID)
     assert encode_frame(FrameType.DIGEST, ID, b"d" * 32) == frame(12, b"d" * 32, ID)
     assert encode_frame(FrameType.ERROR) == frame(11, b"")
+    found = taken(encode_frame(FrameType.ERROR)).header
+    assert found is not None
+    assert found.transfer_id == NO_TRANSFER
 
 
 @pytest.mark.parametrize("digest", [False, True])
