@@ -17,6 +17,7 @@ from transfer_cases import (
 from kvmanager.blocks import BlockAllocator
 from kvmanager.custody import Kind
 from kvmanager.transfer_records import (
+    BadRequest,
     CancelOutbox,
     DropLanding,
     Ended,
@@ -129,6 +130,18 @@ class TestOutbox:
         assert used(table, Kind.OUTBOX) == 3, "the sender is never dropped by time"
         table.outbox_ended(TID, "cancelled", 101)
         assert used(table, Kind.OUTBOX) == 0
+
+    def test_what_is_over_stays_known_for_as_long_as_its_memory_is_held(
+        self, table: TransferTable
+    ) -> None:
+        table.open_outbox(outbox_spec(), 0)
+        table.cancel(TID, "x", 0)
+        table.expire(1000)
+        with pytest.raises(BadRequest, match="exists"):
+            table.open_outbox(outbox_spec(), 1000)
+        table.outbox_ended(TID, "cancelled", 1000)
+        table.expire(1000)
+        assert TID not in table.outboxes
 
     def test_engine_death_fails_what_is_not_filled(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
