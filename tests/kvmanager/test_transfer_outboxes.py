@@ -206,6 +206,15 @@ class TestOutbox:
         assert table.custody.holders((Kind.OUTBOX, TID)) == {2, 3}
         table.check_invariants()
 
+    def test_an_engine_that_let_go_may_leave(self, table: TransferTable) -> None:
+        outbox = table.open_outbox(outbox_spec(), 0)
+        table.attach(1, TID, 1)
+        table.attach(2, TID, 1)
+        table.release_outbox(1, TID, 1)
+        table.check_invariants()
+        assert table.disconnected(1, 1) == []
+        assert outbox.state is State.OPEN
+
     def test_sender_failure(self, table: TransferTable) -> None:
         outbox = table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID, 1)
