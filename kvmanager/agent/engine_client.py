@@ -87,6 +87,11 @@ class EngineEvents(Protocol):
         Stop writing into the arena, and reading landings and cached blocks of this epoch.
         """
 
+    def on_agent_gone(self) -> None:
+        """Nobody answers where the agent was. Let go of its arena: as long as an engine has it
+        mapped its memory is not free, and the next agent of this host may lack it.
+        """
+
     def on_landed(self, transfer_id: bytes) -> None:
         """The landing is complete and ours until `release`."""
 
@@ -277,12 +282,17 @@ class EngineClient:
 
     def _run(self) -> None:
         delay_s = RECONNECT_FIRST_S
+        may_live_on = False  # the agent that we lost last
         while not self._closing:
             try:
                 was_welcome = self._serve_connection()
             except Exception:
                 logger.exception("unexpected failure of the connection to %s", self._path)
                 was_welcome = False
+            if may_live_on and not was_welcome:
+                self._mapped = None
+                self._call("on_agent_gone")
+            may_live_on = was_welcome
             delay_s = RECONNECT_FIRST_S if was_welcome else min(2 * delay_s, RECONNECT_MAX_S)
             deadline_s = time.monotonic() + delay_s
             while not self._closing and time.monotonic() < deadline_s:

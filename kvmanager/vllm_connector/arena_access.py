@@ -37,9 +37,7 @@ class ArenaAccess:
         with self._lock:
             if self._ready is not None and self._ready[0] is arena:
                 return
-            before, self._ready = self._ready, None
-        if before is not None:
-            before[1].close()
+        self.forget()
         copier = copier_for(self._device, arena)
         with self._lock:
             if not self._is_closed:
@@ -69,9 +67,14 @@ class ArenaAccess:
             ready[1].drain()
 
     def close(self) -> None:
-        """Let go of the arena for good. Copies that are under way end first."""
+        """Let go of the arena for good."""
         with self._lock:
             self._is_closed = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the arena, until another one comes. Copies that are under way end first."""
+        with self._lock:
             before, self._ready = self._ready, None
         if before is not None:
             before[1].close()

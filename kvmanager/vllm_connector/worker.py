@@ -130,6 +130,9 @@ class WorkerSide:
             self._drain()
         self._cache.on_disconnected()
 
+    def on_agent_gone(self) -> None:
+        self._access_or_raise.forget()
+
     def on_landed(self, transfer_id: bytes) -> None:
         """The scheduler's side acts on it."""
 

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty, Queue
@@ -56,6 +57,9 @@ class Events:
 
     def on_disconnected(self) -> None:
         self._note("disconnected")
+
+    def on_agent_gone(self) -> None:
+        self._note("gone")
 
     def on_landed(self, transfer_id: bytes) -> None:
         self._note("landed", transfer_id)
@@ -213,6 +217,25 @@ def test_a_mapping_is_kept_while_the_agent_lives_on(
     agent.arena = Arena.create(tmp_path, 4, prefault=False)
     connect(agent, client, events).close()
     assert client.arena is not mapped
+
+
+def test_the_arena_of_an_agent_that_is_gone_is_let_go_once(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    peer = connect(agent, client, events)
+    mapped = weakref.ref(client.arena)
+    agent.listener.close()  # type: ignore[union-attr]
+    agent.path.unlink()
+    peer.close()
+    assert events.next() == ("disconnected",)
+    assert events.next() == ("gone",)
+    wait_until(lambda: mapped() is None)
+    agent.listen()
+    peer = connect(agent, client, events)
+    peer.close()
+    assert events.next() == ("disconnected",)
+    connect(agent, client, events).close()
+    assert events.next() == ("disconnected",)
 
 
 def test_events_behind_the_welcome_are_not_lost(

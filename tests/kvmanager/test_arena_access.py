@@ -106,6 +106,15 @@ def test_drain_and_close_reach_the_copier(rig: Rig) -> None:
     assert rig.made[0].num_drains == 1
 
 
+def test_a_forgotten_arena_is_made_ready_again(rig: Rig) -> None:
+    arena, _ = rig.arenas
+    rig.connect(arena)
+    rig.access.forget()
+    assert rig.made[0].is_closed
+    rig.connect(arena)
+    assert rig.access.open(arena.epoch) == (arena, rig.made[1])
+
+
 def test_an_arena_that_comes_during_the_shutdown_is_let_go(rig: Rig) -> None:
     rig.access.close()
     rig.connect(rig.arenas[0])

@@ -1,6 +1,8 @@
 """The connector's worker half: which outboxes it fills, and what it tells the agent about them."""
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,11 +117,12 @@ class Engine:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    arena = Arena.create(tmp_path, 4, 4096, prefault=False)
-    engine = Engine(arena)
+    engine = Engine(Arena.create(tmp_path, 4, 4096, prefault=False))
     yield engine
     engine.side.close()
-    arena.close()
+    arena = vars(engine).pop("arena", None)
+    if arena is not None:
+        arena.close()
 
 
 def test_pages_are_announced_as_steps_fill_them(engine: Engine) -> None:
@@ -156,6 +159,19 @@ def test_between_two_connections_no_outbox_is_begun(engine: Engine) -> None:
     engine.step(7, 16)
     assert not engine.written()
     assert [said[0] for said in engine.client.take()] == ["abort"]
+
+
+def test_the_arena_of_an_agent_that_is_gone_is_not_kept(engine: Engine) -> None:
+    """Its memory would not be free for the next agent, which may then not start."""
+    engine.step(5, 16)
+    arena, engine.client.arena = weakref.ref(engine.arena), None
+    engine.side.on_disconnected()
+    engine.arena.close()
+    del engine.arena
+    assert arena() is not None, "the agent may live on: its GPU memory stays pinned"
+    engine.side.on_agent_gone()
+    gc.collect()
+    assert arena() is None
 
 
 def test_an_outbox_that_was_begun_is_left_alone_after_a_reconnect(engine: Engine) -> None:
