@@ -87,6 +87,12 @@ def copy_by_page(flat: NDArray[np.uint8], pages: NDArray[np.uint8], order: list[
         rows[row] = pages[page]
 
 
+def stored(error: BaseException | None) -> None:
+    """What a copier calls when pages are in the arena."""
+    if error is not None:
+        raise error
+
+
 def copy_row(arena: Arena, page_bytes: int, rounds: int, *, scattered: bool) -> Row:
     """One page size: all pages of a layer, in a random order."""
     num_pages = arena.nbytes // page_bytes
@@ -99,7 +105,7 @@ def copy_row(arena: Arena, page_bytes: int, rounds: int, *, scattered: bool) -> 
     flat = np.frombuffer(arena.memory, np.uint8)
     copied = rates(arena.nbytes, rounds, lambda: np.copyto(flat, engine))
     by_page = rates(arena.nbytes, rounds, lambda: copy_by_page(flat, cache.numpy(), order))
-    store = rates(arena.nbytes, rounds, lambda: copier.store(pages, order, space, 0, lambda: None))
+    store = rates(arena.nbytes, rounds, lambda: copier.store(pages, order, space, 0, stored))
     before = cache.clone()
     load = rates(arena.nbytes, rounds, lambda: copier.load(pages, order, space, 0))
     if not torch.equal(before, cache):
