@@ -51,7 +51,7 @@ async def front_process(kind: str, config: Path) -> AsyncIterator[tuple[str, int
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, "--config", str(config),
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": ROOT},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"},
     )  # fmt: skip
     assert process.stdout is not None
     try:
@@ -141,7 +141,7 @@ async def test_what_a_killed_gateway_left_drained_is_given_work_again(
         gateway = await asyncio.create_subprocess_exec(
             sys.executable, "-c", DRAINER, kind, target,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": ROOT},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"},
         )  # fmt: skip
         assert gateway.stdout is not None
         async with asyncio.timeout(30):
@@ -164,7 +164,7 @@ async def test_a_bad_configuration_ends_the_process_with_a_message(tmp_path: Pat
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, "--config", str(path),
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": ROOT},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"},
     )  # fmt: skip
     _, stderr = await process.communicate()
     assert process.returncode == 2
