@@ -100,9 +100,11 @@ class LoopWatch:
         self._native_id = threading.get_native_id()
         self._starved = StarvedClock(self._native_id)
         gc.callbacks.append(self._on_gc)
-        self._rearm(time.monotonic(), self._idle_period_s)
+        self._due_s = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="prfaas-loop-watch", daemon=True)
         self._thread.start()
+        # Only now, because starting a thread waits for its first turn on a core.
+        self._rearm(time.monotonic(), self._idle_period_s)
         return self
 
     def __exit__(
@@ -246,9 +248,9 @@ def _longest_wait_s(before_s: Mapping[int, float], now_s: Mapping[int, float], b
     """The longest that any thread but one waited for a core; threads by native id, times in all."""
     return max(
         (
-            total_s - before_s[native_id]
+            total_s - before_s.get(native_id, 0.0)  # starting a thread waits for its first turn
             for native_id, total_s in now_s.items()
-            if native_id in before_s and native_id != but
+            if native_id != but
         ),
         default=0.0,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvmanager.loop_gaps import Gap, Stack
+from kvmanager.loop_gaps import Gap, Stack, describe
 from kvmanager.loop_watch import LIMIT_S, LoopWatch
 
 ROOT = Path(__file__).parents[2]
@@ -37,10 +37,13 @@ def is_ours(stack: Stack) -> bool:
 
 
 def our_part_s(gap: Gap) -> float:
-    """How much of a gap in a test's process our packages caused."""
+    """How much of a gap in a test's process our packages caused.
+
+    Collecting garbage is left out: its time grows with all that the tests of a process have made.
+    """
     num_looks = sum(count for _, count in gap.stacks)
     num_ours = sum(count for stack, count in gap.stacks if is_ours(stack))
-    return gap.own_s * num_ours / num_looks if num_looks else 0.0
+    return (gap.own_s - gap.gc_s) * num_ours / num_looks if num_looks else 0.0
 
 
 def place(gap: Gap) -> str:
@@ -62,7 +65,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
         with LoopWatch(limit_s=LIMIT_S / 2, idle_period_s=LIMIT_S / 10, on_gap=gaps.append):
             await test(*arguments, **by_name)
         found = [
-            f"{our_part_s(gap) * 1e3:.0f} ms at\n{place(gap)}"
+            f"{our_part_s(gap) * 1e3:.0f} ms at\n{place(gap)}\n({describe(gap)})"
             for gap in gaps
             if our_part_s(gap) >= LIMIT_S
         ]
