@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 PAGE_KEYS: Final = 1024
 
 
-class Latest(NamedTuple):
-    """The latest change of a key: its number, and when it came."""
+class Latest(msgspec.Struct, frozen=True, gc=False):
+    """The latest change of a key: its number, and when it came.
+
+    There is one for each block of a node. The garbage collector need not visit them.
+    """
 
     seq: int
     at_s: float

@@ -3,12 +3,19 @@
 A node is one block of a prompt, named by its key and linked to the block before it; its parts are
 what is cached of it. Knows neither allocators, callers nor recency rules: `kvmanager.pool.parts`
 keeps the books.
+
+Python's garbage collector visits every object that may hold others. With those of half a million
+blocks one full collection stops the process for half a second. So nodes and parts are structs that
+it does not know (`gc=False`), and tuples of nothing else, which it forgets. Whoever drops a node or
+a part therefore cuts its links, or its memory is never given back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from kvmanager.blocks import Run
 from kvmanager.pool.records import Tier
@@ -68,8 +75,7 @@ class Filling:
         return sum(run.length for run in self.runs)
 
 
-@dataclass(slots=True, eq=False)
-class Part:
+class Part(msgspec.Struct, eq=False, gc=False):
     """One part of one block: present in the arena (`runs`), on SSD, or being filled.
 
     Never both in the arena and being filled. Its `Entry` properties are for eviction policies.
@@ -160,8 +166,7 @@ class Part:
         return not base.has_sound_copy
 
 
-@dataclass(slots=True, eq=False)
-class Node:
+class Node(msgspec.Struct, eq=False, gc=False):
     """A block. `up`: the node before it, while the shape has KV and it is not the first.
 
     `present` and `in_arena` have bit p for each part present in any tier, and in the arena.
@@ -176,7 +181,7 @@ class Node:
     index: int
     geometry: Geometry
     up: Node | None
-    parts: list[Part | None] = field(default_factory=list)
+    parts: tuple[Part | None, ...] = ()
     present: int = 0
     in_arena: int = 0
     num_needs: int = 0
@@ -188,7 +193,7 @@ class Node:
     _next: Node | None = None
 
     def __post_init__(self) -> None:
-        self.parts = [None] * len(self.geometry.shape.parts)
+        self.parts = (None,) * len(self.geometry.shape.parts)
         up = self.up
         if up is not None:
             first = up._first_child
@@ -211,6 +216,10 @@ class Node:
         while child is not None:
             yield child
             child = child._next
+
+    def put(self, number: int, part: Part | None) -> None:
+        """Make `part` the part of that number; None: there is none any more."""
+        self.parts = (*self.parts[:number], part, *self.parts[number + 1 :])
 
     @property
     def kv(self) -> Part | None:

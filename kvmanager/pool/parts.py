@@ -129,7 +129,8 @@ class PartBooks:
 
     def add(self, node: Node, number: int, use: int) -> Part:
         """A new part of the node, neither present nor being filled yet."""
-        part = node.parts[number] = Part(node, number, last_used=use)
+        part = Part(node, number, last_used=use)
+        node.put(number, part)
         if part.is_kv and node.up is not None:
             node.up.num_needs += 1
         return part
@@ -145,7 +146,7 @@ class PartBooks:
     def forget(self, part: Part) -> None:
         """The part is neither present nor being filled any more."""
         node = part.node
-        node.parts[part.number] = None
+        node.put(part.number, None)
         if part.is_kv and node.up is not None:
             self._release_need(node.up)
         if not any(node.parts):

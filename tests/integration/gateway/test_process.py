@@ -21,6 +21,17 @@ async def start(path: Path, *options: str) -> asyncio.subprocess.Process:
     )
 
 
+async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, bytes]:
+    """Exit status and standard error of a process that should end by itself."""
+    try:
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode, errors
+
+
 def write(folder: Path, engine_url: str) -> Path:
     instance = {"name": "d0", "url": engine_url, "agent": "127.0.0.1:1", "model": "tiny"}
     content = {
@@ -86,16 +97,14 @@ async def test_a_second_signal_does_not_wait(region: Any, tmp_path: Path) -> Non
 async def test_mistakes_end_it_with_a_message(tmp_path: Path) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_text("gateway: {models: []}\n")
-    process = await start(path)
-    _, errors = await asyncio.wait_for(process.communicate(), 20)
-    assert process.returncode == 2
+    status, errors = await end_of(await start(path))
+    assert status == 2
     assert b"gateway.models" in errors
     assert b"Traceback" not in errors
 
 
 async def test_a_taken_port_ends_it_with_a_message(region: Any, tmp_path: Path) -> None:
     port = region.url.rpartition(":")[2]
-    process = await start(write(tmp_path, region.engine.url), "--port", port)
-    _, errors = await asyncio.wait_for(process.communicate(), 20)
-    assert process.returncode == 1
+    status, errors = await end_of(await start(write(tmp_path, region.engine.url), "--port", port))
+    assert status == 1
     assert b"cannot serve on" in errors
