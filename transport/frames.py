@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, auto
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -107,15 +107,15 @@ class FrameHeader:
 class Step(Enum):
     """What the bytes just taken completed."""
 
-    PARTIAL = 0
-    HEADER = 1
-    FRAME = 2
+    PARTIAL = auto()
+    HEADER = auto()
+    FRAME = auto()
 
 
 def checksum(views: Sequence[memoryview | bytes | bytearray]) -> int:
     """xxh3_64 over the concatenation of `views`."""
     if len(views) == 1:
-        return xxh3_64_intdigest(views[0])
+        return xxh3_64_intdigest(*views)
     state = xxh3_64()
     for view in views:
         state.update(view)

@@ -83,8 +83,8 @@ class ReceiverSession:
         self._acks: dict[bytes, IntervalSet] = {}
         self._unacked_bytes = 0
         self._num_unacked = 0  # DATA frames, each of which may cost a range
-        self._now_s = now_s
-        self._ack_by_s = 0.0
+        self._now_s: float  # from the first bytes on
+        self._ack_by_s: float  # while `_unacked_bytes`
         self._expects_more = False
         self._is_urgent = False  # somebody waits for an answer: a transfer has ended
 

@@ -219,8 +219,10 @@ def test_no_cache_goes_over_a_way_back_that_is_missing_busy_or_scarce(cluster: C
 
 def test_equal_prefixes_stay_where_they_are() -> None:
     shape = prompt(256, local_cached_tokens=64, prefill_cached_tokens={"far": 64})
-    found = away(shape, wide(link_back=WIDE), min_move_saving_s=0.0)
-    assert (found.cache_from, found.cached_tokens) == (None, 64)
+    for queued_s in (0.0, 9.0):  # behind a queue the move would take no time of its own
+        cluster = wide(link_back=WIDE, queued_s=queued_s)
+        found = away(shape, cluster, min_move_saving_s=0.0)
+        assert (found.cache_from, found.cached_tokens) == (None, 64)
 
 
 def test_a_cluster_without_a_prefix_computes_everything() -> None:

@@ -119,7 +119,7 @@ def test_a_greeting_is_answered_with_our_own() -> None:
         instance=b"R" * 16,
         now_s=0.0,
     )
-    assert not session.established
+    assert (session.established, session.acks_due, session.has_answers) == (False, False, False)
     session.feed(greeting(), 0.0)
     assert session.established
     (event,) = SenderSession(config, b"S" * 16).feed(session.outgoing())

@@ -112,6 +112,7 @@ def test_a_header_is_laid_out_field_by_field() -> None:
     made = encode_header(FrameType.DATA, ID, length=10, offset=7, body_sum=2**64 - 3, flags=0x41)
     assert made == expected
     assert len(made) == HEADER_BYTES == 48
+    assert encode_header(FrameType.COMPLETE, ID, length=0) == header(7, transfer=ID)
     found = taken(made).header
     assert found is not None
     assert (found.kind, found.flags, found.length, found.transfer_id) == (
