@@ -201,6 +201,11 @@ def test_acknowledgements_wait_no_longer_than_the_delay_after_the_first() -> Non
     assert not fixture.session.acks_due  # none is left
     fixture = Fixture()
     fixture.open()
+    fixture.data(0, 1, now_s=10.0)
+    fixture.session.feed(encode_frame(FrameType.DIGEST)[:1], 10.5)
+    assert fixture.session.acks_due  # of a single byte, too
+    fixture = Fixture()
+    fixture.open()
     fixture.data(0, 10, now_s=10.0)
     fixture.acknowledged()
     fixture.data(10, 20, now_s=20.0)
