@@ -115,7 +115,8 @@ class Step(Enum):
 def checksum(views: Sequence[memoryview | bytes | bytearray]) -> int:
     """xxh3_64 over the concatenation of `views`."""
     if len(views) == 1:
-        return xxh3_64_intdigest(*views)
+        (view,) = views
+        return xxh3_64_intdigest(view)
     state = xxh3_64()
     for view in views:
         state.update(view)
