@@ -7,7 +7,7 @@ It does not know jobs or requests, and it decides nothing about placement or rol
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -295,8 +295,7 @@ class Instances:
     async def look(self, name: str) -> None:
         """Ask the engine of a known instance now, not at the next interval."""
         instance = self._instances[name]
-        if await self._probe_engine(instance):
-            self._on_change(instance)
+        await self._judge(instance, self._probe_engine(instance))
 
     async def close(self) -> None:
         """Stop probing, stop supervised engines, close connections."""
@@ -342,12 +341,19 @@ class Instances:
             await self._probe(instance)
 
     async def _probe(self, instance: Instance) -> None:
-        changed = await asyncio.gather(self._probe_engine(instance), self._probe_agent(instance))
+        probes = self._probe_engine(instance), self._probe_agent(instance)
+        await asyncio.gather(*(self._judge(instance, probe) for probe in probes))
+
+    async def _judge(self, instance: Instance, probe: Awaitable[bool]) -> None:
+        """What a probe changes is told at once: whoever sees that the instance transfers again may
+        give it work before the other probe has ended.
+        """
+        changed = await probe
         if instance.transfers:
             instance.gone.clear()
         elif instance.engine_health.gone or instance.agent_health.gone:
             instance.gone.set()
-        if any(changed):
+        if changed:
             logger.info("%s: %s", instance.name, instance.reason or "ready")
             self._on_change(instance)
 

@@ -210,6 +210,7 @@ class FakeAgent:
         )
 
     async def _status(self, _request: Status) -> StatusReply:
+        await self._pause("Status")
         engines = [
             EngineStatus(name, 2, 1, "fake", FINGERPRINT, self.cache_model, self.kv_block_bytes)
             for name in self.instances

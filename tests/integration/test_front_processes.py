@@ -133,7 +133,7 @@ async def test_what_a_killed_gateway_left_drained_is_given_work_again(
 ) -> None:
     agent = await FakeAgent("i0").start()
     engine = await FakeEngine(agent).start()
-    config = write_config(tmp_path / "front.yaml", engine, agent, "prefill", drained_hold_s=2.0)
+    config = write_config(tmp_path / "front.yaml", engine, agent, "prefill", drained_hold_s=5.0)
     async with front_process(kind, config) as (target, _):
         front = RemotePrefillCluster("c", target)
         if kind == "pd":

@@ -427,6 +427,26 @@ async def test_a_prefill_engine_that_dies_is_a_clear_failure(rig: Rig) -> None:
     assert not rig.nodes[0].outboxes
 
 
+async def test_an_engine_that_is_back_can_be_given_work_while_its_agent_is_still_asked() -> None:
+    async with make_rig("embedded") as rig:
+        instance = rig.embedded._instances.by_name["p0"]
+        rig.engines["p0"].healthy = False
+        await eventually(instance.gone.is_set)
+        go_on = asyncio.Event()
+
+        async def slow(method: str) -> None:
+            if method == "Status":
+                await go_on.wait()
+
+        rig.nodes[0].before_reply = slow
+        rig.engines["p0"].healthy = True
+        await eventually(lambda: instance.transfers)
+        assert not instance.gone.is_set()
+        go_on.set()
+        slot = await rig.reserve()
+        assert (await rig.front.prefill_locally(rig.job_for(slot))).instance == "p0"
+
+
 async def test_draining_waits_for_the_engine_and_takes_nothing_new(rig: Rig) -> None:
     rig.engines["d0"].waiting = 1
     await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 1)
@@ -458,40 +478,44 @@ async def test_draining_waits_for_slots_that_are_held(rig: Rig) -> None:
 @pytest.mark.parametrize("dies", [False, True])
 async def test_an_instance_that_was_left_drained_is_given_work_again(dies: bool) -> None:
     """Whoever drained it was killed: neither `resume` nor anything else comes."""
-    instances = replace(CONFIG.instances, drained_hold_s=0.4)
+    instances = replace(CONFIG.instances, drained_hold_s=1.0)
     async with make_rig("remote", replace(CONFIG, instances=instances)) as rig:
         instance = rig.embedded._instances.by_name["d0"]
         rig.engines["d0"].waiting = 1
         await eventually(lambda: instance.load.num_requests == 1)
         draining = asyncio.create_task(rig.front.drain("d0"))
         await eventually(lambda: instance.draining)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         assert instance.draining  # it still has something to do
-        rig.engines["d0"].waiting, rig.engines["d0"].healthy = 0, not dies
+        if dies:
+            rig.engines["d0"].healthy = False
+        else:
+            rig.engines["d0"].waiting = 0
         await asyncio.gather(draining, return_exceptions=True)
         assert isinstance(draining.exception(), NoInstance) is dies
-        assert instance.draining
         await eventually(lambda: not instance.draining)
 
 
 async def test_whoever_resumes_or_drains_again_is_not_overruled() -> None:
-    instances = replace(CONFIG.instances, drained_hold_s=0.4)
-    async with make_rig("remote", replace(CONFIG, instances=instances)) as rig:
+    async with make_rig("remote") as rig:
+        holds = rig.embedded._instances._holds
         instance = rig.embedded._instances.by_name["d0"]
         await rig.front.drain("d0")
+        ends = [holds["d0"]]
         await rig.front.resume("d0")
+        assert ends[0].cancelled()
+        assert holds == {}
+        await rig.front.drain("d0")
+        ends.append(holds["d0"])
         rig.engines["d0"].waiting = 1
         await eventually(lambda: instance.load.num_requests == 1)
         draining = asyncio.create_task(rig.front.drain("d0"))
-        await asyncio.sleep(0.6)
-        assert instance.draining
+        await eventually(ends[1].cancelled)
+        assert holds == {}
         rig.engines["d0"].waiting = 0
         await draining
-        await asyncio.sleep(0.25)
-        await rig.front.drain("d0")
-        await asyncio.sleep(0.25)
+        assert not holds["d0"].cancelled()
         assert instance.draining
-        await eventually(lambda: not instance.draining)
 
 
 async def test_an_engine_that_dies_is_not_drained(rig: Rig) -> None:
