@@ -180,10 +180,10 @@ def tenant_refusal(
         return None
     retry_s = refusal.retry_after_s
     if retry_s is None:
-        # One of its own must end: they are spread over the time that a request takes.
+        # One of its own must end: they are spread over the time that a request takes. There is one,
+        # or no limit of what is in flight would be reached.
         requests, _ = tenants.in_flight(request.tenant)
-        whole_s = request.prediction.landed_s + (decode.decode_s or 0.0)
-        retry_s = whole_s / max(1, requests)
+        retry_s = (request.prediction.landed_s + (decode.decode_s or 0.0)) / requests
     return _refused(AdmissionReason(refusal.reason.value), retry_s, config, dict(refusal.numbers))
 
 
@@ -206,20 +206,19 @@ def _prefill_verdict(request: AdmissionRequest, config: AdmissionConfig) -> Verd
     """
     if config.ttft_slo_s is None:
         return None
-    prediction = request.prediction
+    queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s = prediction = request.prediction
     limit_s = config.ttft_slo_s * config.max_prefill_load
     # What a transfer goes on after the prefill is nearly all wait for what others send.
-    wait_s = prediction.queue_s + prediction.tail_s + prediction.slot_s
-    over_s = min(wait_s, prediction.ttft_s - limit_s)
-    if wait_s < math.inf and prediction.ttft_s - wait_s >= limit_s:
-        over_s = wait_s - limit_s
+    wait_s = queue_s + tail_s + slot_s
+    spare_s = limit_s - (move_s + prefill_s + step_s + overhead_s)
+    over_s = wait_s - (spare_s if spare_s > 0 else limit_s)
     if over_s <= 0:
         return None
     numbers = {
         "ttft_s": prediction.ttft_s,
         "ttft_slo_s": config.ttft_slo_s,
         "prefill_load": prediction.ttft_s / config.ttft_slo_s,
-        "queue_s": prediction.queue_s,
+        "queue_s": queue_s,
     }
     return _refused(AdmissionReason.PREFILL_LOAD, over_s, config, numbers)
 
@@ -236,14 +235,15 @@ def _decode_verdict(
         "slots": decode.slots_total,
     }
     too_many = load.occupied + 1 - limit
-    if too_many > 0 and load.occupied > 0:
+    if too_many > 0:
         retry_s = release_s(decode, too_many)
         return _refused(AdmissionReason.DECODE_LOAD, retry_s, config, numbers)
     if decode.kv_total_bytes is not None and load.kv_bytes > 0:
         numbers |= {"kv_bytes": load.kv_bytes + kv_bytes, "kv_total_bytes": decode.kv_total_bytes}
         too_much = load.kv_bytes + kv_bytes - decode.kv_total_bytes * config.max_decode_load
         if too_much > 0:
-            each = load.kv_bytes / max(1, load.occupied)
+            # Who holds memory is counted: `occupied` is not 0 here.
+            each = load.kv_bytes / load.occupied
             retry_s = release_s(decode, math.ceil(too_much / each))
             return _refused(AdmissionReason.DECODE_MEMORY, retry_s, config, numbers)
     return Verdict(True, AdmissionReason.ADMITTED, numbers=MappingProxyType(numbers))
@@ -258,23 +258,20 @@ def _num_ended(decode: DecodeView, at_s: float) -> int:
     """
     if at_s <= 0:
         return 0
-    decode_s = decode.decode_s
+    rounds = _num_rounds(decode.decode_s, at_s)
     if decode.left_s is not None:
         of_running = bisect_right(decode.left_s, at_s)
-    elif decode_s is None:
-        of_running = 0
     else:
-        of_running = int(decode.slots_used * _share(at_s, decode_s))
-    if decode_s is None or at_s <= decode_s or not decode.num_waiting:
-        return of_running
-    rounds = (at_s - decode_s) / decode_s if decode_s > 0 else math.inf
-    of_waiting = min(decode.num_waiting, decode.slots_total * min(rounds, decode.num_waiting))
-    return of_running + int(of_waiting)
+        of_running = int(decode.slots_used * min(1.0, rounds))
+    of_waiting = int(min(decode.num_waiting, decode.slots_total * max(0.0, rounds - 1)))
+    return of_running + of_waiting
 
 
-def _share(at_s: float, decode_s: float) -> float:
-    """Of the requests that decode now, how many are over in `at_s` > 0 from now."""
-    return at_s / decode_s if at_s < decode_s else 1.0
+def _num_rounds(decode_s: float | None, at_s: float) -> float:
+    """How many decodes one slot gets done until `at_s`, one after the other."""
+    if decode_s is None:
+        return 0.0
+    return at_s / decode_s if decode_s > 0 else math.inf
 
 
 def _refused(
