@@ -86,17 +86,19 @@ class Fills:
 
     def _came_to_nothing(self, part: Part) -> None:
         """The part is not filled any more; unless it is on SSD, nor is what waits for it."""
+        self._books.unneeded_by(part)
+        if part.is_present:
+            self._books.offer(part)
+            return
         lost = [part]
         while lost:
             part = lost.pop()
-            self._books.unneeded_by(part)
-            if part.is_present:
-                self._books.offer(part)
-                continue
             self._books.forget(part)
             for each in self.waiting.pop(part.node.key, ()) if part.is_kv else ():
+                # What waits for a base that is not here is not on SSD either.
                 if (filling := each.filling) is not None:
                     each.filling = filling.part = None
                     if filling.is_written:
                         self._books.free(filling.runs)
+                    self._books.unneeded_by(each)
                     lost.append(each)

@@ -18,7 +18,7 @@ from kvmanager.pool.records import Tier
 
 
 def drop_condemned(books: PartBooks, limit: int) -> None:
-    """Look at about `limit` parts and drop the condemned copies that may go."""
+    """Look at `limit` parts at most and drop the condemned copies that may go."""
     while books.to_purge and limit > 0:
         part = books.to_purge.pop()
         for tier in (Tier.SSD, Tier.ARENA):
@@ -26,19 +26,18 @@ def drop_condemned(books: PartBooks, limit: int) -> None:
                 books.leave(part, tier)
         limit -= 1
         if part.condemned:
-            limit -= condemn_above(books, part)
+            condemn_above(books, part)
             if books.keeps_arena:
                 books.purge_later.append(part)
 
 
-def condemn_above(books: PartBooks, part: Part) -> int:
-    """Condemn what stands on the part and cannot stay; how many parts were looked at."""
+def condemn_above(books: PartBooks, part: Part) -> None:
+    """Condemn what stands on the part and cannot stay."""
     if not part.is_kv:
-        return 0
+        return
     above = [other for other in part.node.parts[1:] if other is not None]
     above += [child.kv for child in part.node.children() if child.kv is not None]
     for each in above:
         for tier in Tier:
             if each.goes_with(part, tier):
                 books.condemn(each, tier)
-    return len(above)

@@ -26,6 +26,8 @@ def test_attention_alone_has_blocks_of_at_least_64_tokens() -> None:
     shape = CacheShape.of(layout(FULL, MLA))
     assert shape.block_tokens == 64
     assert shape.parts == (PartShape(PartKind.KV, 4 * 1500 + 2 * 64, 0, (0, 1)),)
+    odd = KVGroup(KVKind.FULL, 21, (KVLayer("a", 1),))
+    assert CacheShape.of(layout(odd)).block_tokens == 84, "63 are too few"
     huge = KVGroup(KVKind.FULL, 528, (KVLayer("a", 1),))
     assert CacheShape.of(layout(huge)).block_tokens == 528
 
@@ -38,6 +40,15 @@ def test_recurrent_layers_fix_the_block_at_the_engines_pages() -> None:
         PartShape(PartKind.STATE, 780, 0, (0, 2)),
     )
     assert CacheShape.of(layout(RECURRENT)).block_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("window_tokens", "reach"), [(1, 0), (2, 1), (64, 1), (65, 1), (66, 2), (129, 2), (130, 3)]
+)
+def test_a_window_reaches_back_from_the_next_token(window_tokens: int, reach: int) -> None:
+    """The next token sees itself and `window_tokens` - 1 before it."""
+    window = PartShape(PartKind.WINDOW, 1, window_tokens)
+    assert CacheShape(64, (window,)).reach(0) == reach
 
 
 def test_windows_of_one_size_are_one_part() -> None:
@@ -65,6 +76,14 @@ def test_windows_of_one_size_are_one_part() -> None:
 def test_impossible_shapes_are_refused(parts: tuple[PartShape, ...]) -> None:
     with pytest.raises(ValueError, match=r"no cache shape|one part each"):
         CacheShape(64, parts)
+
+
+def test_a_block_has_at_least_one_token() -> None:
+    kv = (PartShape(PartKind.KV, 1),)
+    assert CacheShape(1, kv).block_tokens == 1
+    for block_tokens in (0, -1):
+        with pytest.raises(ValueError, match=f"no cache shape: {block_tokens} tokens a block"):
+            CacheShape(block_tokens, kv)
 
 
 @given(st.permutations([FULL, MLA, WINDOW, LONG_WINDOW, SAME_WINDOW, RECURRENT]), st.integers(1, 4))
@@ -125,3 +144,11 @@ def test_each_rule_of_a_placement_asks_for_its_boundaries() -> None:
     dense = StatePlacement(ends=False, branches=False, every_tokens=128, dense_tokens=256)
     assert [dense.wants(tokens) for tokens in (64, 128, 256, 384)] == [False, True, True, False]
     assert StatePlacement(every_block=True).wants(64)
+
+
+def test_the_usual_placement_keeps_ends_and_branches_alone() -> None:
+    usual = StatePlacement()
+    assert usual.wants(64, is_end=True)
+    assert usual.wants(64, branch_tokens=64)
+    assert not usual.wants(64, branch_tokens=128)
+    assert not usual.wants(64)

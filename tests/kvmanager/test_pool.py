@@ -49,6 +49,15 @@ def test_another_shape_under_the_same_key_is_nothing() -> None:
     assert fill.slots == ()
 
 
+def test_a_part_that_the_shape_does_not_have_is_nowhere() -> None:
+    pool = Harness(10)
+    pool.store("a")
+    assert pool.pool.lookup(last_key("a"), 0) == (Run(0, 1),)
+    for part in (-1, 1, 2):
+        assert pool.pool.lookup(last_key("a"), part) is None
+    assert pool.pool.lookup(last_key("b"), 0) is None
+
+
 # ---- room
 
 
@@ -97,6 +106,35 @@ def test_a_child_written_before_its_parent_comes_with_it() -> None:
     assert pool.commit(first, (0, 0)) == [True]
     assert pool.held("abc") == [3]
     assert [change.key for change in pool.changes] == keys_of("abc")
+
+
+def test_a_block_counts_as_used_when_it_is_written() -> None:
+    pool = Harness(10)
+    fill = pool.reserve("a", [(0, 0)])
+    pool.pool.commit(fill.fill_id, 0, 0, 5.0)
+    pool.now_s = 9.0
+    [prefix], _ = pool.prefixes("recent", 1)
+    assert prefix.idle_s == 4.0
+
+
+def test_a_block_that_was_used_later_than_it_was_written_stays_so() -> None:
+    pool = Harness(20, shape=HYBRID)
+    pool.store("a")
+    fill = pool.reserve("a", [(0, 1)])
+    pool.now_s = 20.0
+    pool.hit("a")
+    pool.pool.commit(fill.fill_id, 0, 1, 5.0)
+    [prefix], _ = pool.prefixes("recent", 1)
+    assert prefix.idle_s == 0.0
+
+
+def test_a_state_that_is_not_written_after_all_lets_its_kv_go() -> None:
+    pool = Harness(10, shape=HYBRID)
+    pool.store("a")
+    fill = pool.reserve("a", [(0, 1)])
+    assert not pool.pool.discard(last_key("a"), 0, Tier.ARENA)
+    pool.pool.abort(fill.fill_id)
+    assert pool.pool.discard(last_key("a"), 0, Tier.ARENA)
 
 
 def test_what_waits_for_an_aborted_parent_is_lost_with_it() -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvmanager.pool.index_records import (
     Record,
     Shape,
     Stored,
+    decode_frame,
     decode_records,
     encode_frame,
     encode_record,
@@ -190,7 +192,43 @@ def test_anything_may_follow(tail: bytes, payload: bytes) -> None:
 def test_a_record_of_impossible_size_is_neither_written_nor_waited_for() -> None:
     with pytest.raises(ValueError, match="at most"):
         encode_frame(bytes(MAX_RECORD_BYTES + 1))
+    largest = encode_frame(bytes(MAX_RECORD_BYTES))
+    assert decode_frame(memoryview(largest)) == (bytes(MAX_RECORD_BYTES), len(largest))
+    payload = bytes(MAX_RECORD_BYTES + 1)
+    forged = struct.pack("<IQ", len(payload), part_checksum([memoryview(payload)])) + payload
+    assert decode_frame(memoryview(forged)) is None
     assert decode_records(b"\xff" * 100) == ([], 0)
+
+
+def test_records_of_version_1_are_these_bytes() -> None:
+    """What an older agent wrote has to mean the same for ever, or the version has to rise."""
+    assert MAX_RECORD_BYTES == 1 << 20
+    assert encode_record(HEADER).hex() == "0b000000d0896fa839cf08879600010102cd03e8cd1000"
+    assert encode_record(Dropped(bytes(16), 3, Tier.SSD)).hex() == "160000006357a14a76037ed49403c410000000000000000000000000000000000301"
+
+
+@pytest.mark.parametrize(
+    ("change", "is_valid"),
+    [
+        ({"index": (1 << 62) - 1}, True),
+        ({"index": 1 << 62}, False),
+        ({"index": -1}, False),
+        ({"part": 255}, True),
+        ({"part": 256}, False),
+        ({"part": -1}, False),
+        ({"key": bytes(15)}, False),
+        ({"key": bytes(17)}, False),
+        ({"parent": bytes(17)}, False),
+        ({"tier": 2}, False),
+    ],
+)
+def test_a_record_with_what_cannot_be_ends_the_index(
+    change: dict[str, object], is_valid: bool
+) -> None:
+    record = msgspec.structs.replace(stored(3), **change)
+    records, end = decode_records(encoded(record, stored(4)))
+    assert len(records) == (4 if is_valid else 2)
+    assert (end == len(encoded())) is not is_valid
 
 
 def test_a_checksum_is_of_the_bytes_and_not_of_their_pieces() -> None:

@@ -81,6 +81,12 @@ def test_a_window_saves_what_follows_the_last_one_before_its_own_reach() -> None
     assert short.recompute_tokens == 4
 
 
+def test_a_window_that_reaches_over_no_other_token_saves_what_a_state_saves() -> None:
+    nodes = blocks(CacheShape(4, (KV, PartShape(PartKind.WINDOW, 7, window_tokens=1))), 3)
+    add(nodes[1], 1)
+    assert add(nodes[2], 1).recompute_tokens == 4
+
+
 def test_a_part_knows_its_shape() -> None:
     node = blocks(EVERYTHING, 2)[1]
     state, kv = add(node, 3), add(node, 0)

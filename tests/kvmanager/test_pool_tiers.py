@@ -1,8 +1,11 @@
 """The prefix pool in arena and SSD: what is copied, promoted, purged and restored."""
 
-from pool_cases import FULL, HYBRID, Harness, keys_of, last_key
+import pytest
+from pool_cases import FULL, HYBRID, KV, STATE, Harness, keys_of, last_key
 
+from kvmanager.pool import pool as pool_module
 from kvmanager.pool.pool import MAX_LOST_PER_STEP, Match, Tier
+from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 
 # ---- SSD
 
@@ -114,6 +117,20 @@ def test_a_spill_that_its_part_has_outlived_says_nothing_about_a_later_one() -> 
     assert not pool.pool.stored_on_ssd(later), "it is said once"
 
 
+def test_a_copy_that_was_being_read_may_make_room_on_ssd_afterwards() -> None:
+    pool = Harness(4, ssd_bytes=1)
+    pool.store("a")
+    pool.spill()
+    pool.leave_arena("a")
+    fill = pool.reserve("a", [(0, 0)])
+    pool.store("b")
+    assert pool.spill() == [], "the only copy on SSD is in use"
+    pool.pool.abort(fill.fill_id)
+    pool.hit("b")
+    assert pool.spill() == [last_key("b")]
+    assert pool.held("a", "b") == [0, 1]
+
+
 # ---- purge and restore
 
 
@@ -200,6 +217,37 @@ def test_while_the_arena_is_kept_what_was_lost_waits() -> None:
     assert pool.pool.status().num_blocks == 0
 
 
+def test_a_step_looks_at_so_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base twice: it cannot go before what stands on it."""
+    monkeypatch.setattr(pool_module, "MAX_LOST_PER_STEP", 2)
+    pool = Harness(2, ssd_bytes=2)
+    pool.store("ab")
+    pool.spill()
+    assert pool.pool.make_room(2)
+    pool.lose("a")
+    assert pool.held("ab") == [1]
+    assert pool.pool.has_lost
+    pool.pool.drop_lost()
+    assert pool.held("ab") == [0]
+    assert not pool.pool.has_lost
+
+
+def test_a_lost_state_takes_nothing_with_it() -> None:
+    shape = CacheShape(4, (KV, PartShape(PartKind.WINDOW, 1, window_tokens=4), STATE))
+    pool = Harness(10, shape=shape, ssd_bytes=100)
+    pool.store("ab", (0, 1), (0, 2))
+    pool.spill()
+    assert pool.pool.discard(last_key("a"), 1, Tier.ARENA)
+    pin = pool.pin("a", (0, 1))
+    pool.pool.lost_on_ssd([(last_key("a"), 1), (last_key("x"), 0), (last_key("ab"), 2)])
+    pool.pool.check_invariants()
+    assert pool.pool.status().nbytes[Tier.SSD, PartKind.STATE] == 3
+    assert pool.pool.pinned(pin.pin_id).absent == ((0, 1),)
+    pool.pool.unpin(pin.pin_id)
+    assert pool.pool.status().nbytes[Tier.SSD, PartKind.WINDOW] == 0
+    assert pool.held("ab") == [2]
+
+
 def test_what_was_lost_is_dropped_in_steps() -> None:
     """One lost copy may have any number above it; no call may take long."""
     path = "a" * 1000
@@ -250,6 +298,15 @@ def test_restore_needs_bases_and_free_blocks() -> None:
     taken = Harness(6, shape=HYBRID, ssd_bytes=2)
     taken.allocator.allocate(6)
     assert [taken.pool.restore(change, 5.0) for change in changes].count(True) == 2
+
+
+def test_restored_parts_make_room_like_others() -> None:
+    before = Harness(4)
+    before.store("ab")
+    after = Harness(4)
+    for change in before.pool.changes():
+        after.pool.restore(change, 0.0)
+    assert after.pool.make_room(4)
 
 
 def test_restored_parts_are_older_than_new_ones() -> None:
