@@ -18,6 +18,7 @@ from kvmanager.pool.records import BlockPart, Tier
 def check_parts(books: PartBooks) -> None:
     """Presence, links, masks, counts and queues."""
     nbytes: Kinds = Counter()
+    num_parts: Counter[Tier] = Counter()
     for key, node in books.nodes.items():
         assert node.key == key
         assert any(node.parts), f"block {key.hex()} has no part"
@@ -25,8 +26,10 @@ def check_parts(books: PartBooks) -> None:
         for part in _parts(node):
             for tier in Tier:
                 nbytes[tier, part.kind] += part.nbytes * part.is_in(tier)
+                num_parts[tier] += part.is_in(tier)
             _check_part(books, part)
     assert +nbytes == +books.nbytes
+    assert +num_parts == +books.num_parts
     num_children = sum(1 for node in books.nodes.values() for _ in node.children())
     assert num_children == sum(1 for node in books.nodes.values() if node.up is not None)
     assert books.num_present == sum(1 for node in books.nodes.values() if node.present)

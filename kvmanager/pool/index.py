@@ -69,7 +69,7 @@ class PoolIndex:
         self._path = path
         self._new_path = path.with_name(path.name + ".new")
         self._header = header
-        self._fd = -1
+        self._fd: int | None = None
         self._buffer = bytearray()
         self._live: dict[PartId, bytes] = {}
         self._shape_ids: dict[CacheShape, int] = {}
@@ -87,12 +87,12 @@ class PoolIndex:
         index = cls(path, header)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            index._fd = os.open(path, flags, 0o600)
-            with open(index._fd, "rb", closefd=False) as file:
+            index._fd = fd = os.open(path, flags, 0o600)
+            with open(fd, "rb", closefd=False) as file:
                 data = file.read()
-            stored = index._take_over(data) if data else []
+            stored = index._take_over(fd, data) if data else []
             if index._num_records == 0:
-                index._begin()
+                index._begin(fd)
         except OSError as error:
             index._give_up(error)
             return index, []
@@ -101,7 +101,7 @@ class PoolIndex:
     @property
     def is_open(self) -> bool:
         """Whether records still go into a file."""
-        return self._fd >= 0
+        return self._fd is not None
 
     @property
     def num_live(self) -> int:
@@ -135,7 +135,7 @@ class PoolIndex:
         """
         if isinstance(record, Stored):
             self.shape(record.shape_id)
-            if self._fd < 0:
+            if self._fd is None:
                 return
             frame = encode_record(record)
             self._live[part_id(record)] = frame
@@ -159,7 +159,7 @@ class PoolIndex:
 
         The new file takes the place of the old one at once, when it has everything.
         """
-        if self._fd < 0 or self._rewrite is not None:
+        if self._fd is None or self._rewrite is not None:
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -181,6 +181,7 @@ class PoolIndex:
         except OSError as error:
             self._stop_rewrite(error)
             return
+        assert self._fd is not None, "a rewrite ends with its index"
         os.close(self._fd)
         self._fd = rewrite.fd
         self._rewrite = None
@@ -202,11 +203,11 @@ class PoolIndex:
         """Flush and close. Idempotent."""
         self._drop_rewrite()
         self._write_out()
-        if self._fd >= 0:
+        if self._fd is not None:
             os.close(self._fd)
-            self._fd = -1
+            self._fd = None
 
-    def _take_over(self, data: bytes) -> list[Stored]:
+    def _take_over(self, fd: int, data: bytes) -> list[Stored]:
         """Go on after what is valid in the file; nothing is when it is to begin anew."""
         try:
             contents = read_index(data, self._header)
@@ -216,15 +217,15 @@ class PoolIndex:
         if contents.nbytes < len(data):
             num_cut = len(data) - contents.nbytes
             logger.warning("the index %s ends in %d damaged bytes: cut off", self._path, num_cut)
-            os.ftruncate(self._fd, contents.nbytes)
+            os.ftruncate(fd, contents.nbytes)
         for shape_id, shape in contents.shapes.items():
             self._note_shape(shape_id, shape)
         self._live = {part_id(record): encode_record(record) for record in contents.stored}
         self._num_records = contents.num_records
         return contents.stored
 
-    def _begin(self) -> None:
-        os.ftruncate(self._fd, 0)
+    def _begin(self, fd: int) -> None:
+        os.ftruncate(fd, 0)
         self._put(encode_record(self._header))
         self._write_out()
 
@@ -239,7 +240,7 @@ class PoolIndex:
         self._shape_ids[shape] = shape_id
 
     def _put(self, frame: bytes) -> None:
-        if self._fd < 0:
+        if self._fd is None:
             return
         self._buffer += frame
         self._num_records += 1
@@ -250,7 +251,7 @@ class PoolIndex:
             self._write_out()
 
     def _write_out(self) -> None:
-        if self._fd < 0:
+        if self._fd is None:
             return
         try:
             _write_all(self._fd, self._buffer)
@@ -265,7 +266,7 @@ class PoolIndex:
         )
         self._drop_rewrite()
         _abandon(self._fd, self._path)
-        self._fd = -1
+        self._fd = None
         self._buffer.clear()
 
 
@@ -275,8 +276,8 @@ def _write_all(fd: int, data: bytearray) -> None:
         del data[: os.write(fd, data)]
 
 
-def _abandon(fd: int, path: Path) -> None:
+def _abandon(fd: int | None, path: Path) -> None:
     with contextlib.suppress(OSError):
-        if fd >= 0:
+        if fd is not None:
             os.close(fd)
         path.unlink(missing_ok=True)

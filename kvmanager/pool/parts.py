@@ -65,7 +65,8 @@ class PartBooks:
         """Parts with a condemned copy that may be able to go (`kvmanager.pool.purge`)."""
         self.purge_later: list[Part] = []
         """Parts with a condemned copy that may go only when `keeps_arena` has ended."""
-        self._num_parts: Counter[Tier] = Counter()
+        self.num_parts: Counter[Tier] = Counter()
+        """Copies in each tier."""
         self._geometries: dict[CacheShape, Geometry] = {}
         self._listener = listener
         self._kv_queue = EvictionQueue(policy.score, self._may_leave_arena)
@@ -201,7 +202,7 @@ class PartBooks:
             if base is not None:
                 base.node.num_ssd_needs += 1
         self.nbytes[tier, part.kind] += part.nbytes
-        self._num_parts[tier] += 1
+        self.num_parts[tier] += 1
         if base is not None and part.goes_with(base, tier):
             self.condemn(part, tier)
         self.offer(part)
@@ -211,7 +212,7 @@ class PartBooks:
         """Drop the copy, which `may_leave` allows, and what goes with it."""
         node = part.node
         is_last = not (part.on_ssd if tier is Tier.ARENA else part.runs)
-        if is_last and part.is_kv and len(node.parts) > 1:
+        if is_last and part.is_kv:
             for other in node.parts[1:]:
                 for place in Tier:
                     if other is not None and other.is_in(place):
@@ -224,7 +225,7 @@ class PartBooks:
         else:
             self._leave_ssd(part)
         self.nbytes[tier, part.kind] -= part.nbytes
-        self._num_parts[tier] -= 1
+        self.num_parts[tier] -= 1
         if is_last:
             node.present &= ~(1 << part.number)
             self.num_present -= not node.present
@@ -322,13 +323,13 @@ class PartBooks:
                 self.leave(part, Tier.ARENA, is_eviction=True)
         for part in aside:
             self.offer(part)
-        self._kv_queue.prune(self._num_parts[Tier.ARENA])
-        self._other_queue.prune(self._num_parts[Tier.ARENA])
+        self._kv_queue.prune(self.num_parts[Tier.ARENA])
+        self._other_queue.prune(self.num_parts[Tier.ARENA])
         return is_enough()
 
     def make_ssd_room(self, part: Part) -> bool:
         """Drop SSD copies that were used less recently than `part`, until one of it fits."""
-        self._ssd_queue.prune(self._num_parts[Tier.SSD])
+        self._ssd_queue.prune(self.num_parts[Tier.SSD])
         while not self.ssd_fits(part.nbytes):
             # With the last copy of a KV part its windows and states would leave the arena.
             if self.keeps_arena or not self.may_go_to_ssd(part):

@@ -3,7 +3,7 @@
 import tracemalloc
 
 import pytest
-from pool_cases import FULL, HYBRID, KV, ROOT, Harness, keys_of, last_key
+from pool_cases import FULL, HYBRID, KV, ROOT, STATE, Harness, keys_of, last_key
 
 from kvmanager.blocks import Run
 from kvmanager.pool.listing import NODES_PER_STEP
@@ -288,3 +288,65 @@ def test_a_long_prompt_costs_little_memory() -> None:
     tracemalloc.stop()
     assert per_block < 800
     assert pool.pool.match(FULL, keys).num_blocks == num_blocks
+
+
+# ---- callers that say what cannot be
+
+
+def test_keys_that_do_not_follow_each_other_are_not_found_behind_what_is_missing() -> None:
+    pool = Harness(10)
+    pool.store("a")
+    pool.reserve("z", [(0, 0)])
+    for missing in ("x", "z"):
+        keys = [last_key(missing), last_key("a")]
+        assert pool.pool.match(FULL, keys) == Match(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("path", ["ab", "abc"])
+def test_a_block_is_not_extended_under_another_parent(path: str) -> None:
+    """Neither it nor what is said to follow it gets memory."""
+    pool = Harness(10)
+    pool.store("abc")
+    pool.store("xyz")
+    parent = keys_of("xyz")[len(path) - 2]
+    keys = [last_key(path), last_key("new")]
+    wanted = [(0, 0), (1, 0)]
+    fill = pool.pool.reserve(FULL, parent, len(path) - 1, keys, wanted, 9.0)
+    assert fill.slots == ()
+
+
+def test_a_block_is_not_found_at_another_place_of_a_prompt() -> None:
+    pool = Harness(20, shape=CacheShape(4, (STATE,)))
+    pool.store("ab")
+    keys = [last_key("ab"), last_key("new")]
+    fill = pool.pool.reserve(pool.shape, last_key("a"), 2, keys, [(0, 0), (1, 0)], 9.0)
+    assert fill.slots == ()
+
+
+def test_a_key_counts_once_in_a_prompt() -> None:
+    pool = Harness(10)
+    twice = [last_key("z")] * 2
+    fill = pool.pool.reserve(FULL, ROOT, 0, twice, [(0, 0), (1, 0)], 9.0)
+    assert [slot.index for slot in fill.slots] == [0]
+
+
+def test_a_parent_of_another_shape_or_place_is_none() -> None:
+    pool = Harness(20)
+    pool.store("ab")
+    wanted = [(0, 0)]
+    new = [last_key("new")]
+    for shape, parent, first in (
+        (HYBRID, "ab", 2),
+        (FULL, "ab", 1),
+        (FULL, "ab", 3),
+        (FULL, "x", 1),
+    ):
+        assert pool.pool.reserve(shape, last_key(parent), first, new, wanted, 9.0).slots == ()
+    assert len(pool.pool.reserve(FULL, last_key("ab"), 2, new, wanted, 9.0).slots) == 1
+
+
+def test_without_kv_only_the_block_before_stays_for_the_next() -> None:
+    pool = Harness(6, shape=CacheShape(4, (STATE,)))
+    pool.store("ab")
+    assert len(pool.reserve("abc", [(0, 0)], first_block=2).slots) == 1
+    assert [pool.pool.lookup(key, 0) is None for key in keys_of("ab")] == [True, False]

@@ -226,3 +226,28 @@ def test_lru_hits_equal_a_plain_lru(prompts: list[str], capacity: int) -> None:
         pool.store(path)
         pool.pool.unpin(pin.pin_id)
     assert found == cached_tokens(trace, 4, capacity)
+
+
+# ---- what is told of it
+
+
+def test_only_what_made_room_counts_as_evicted() -> None:
+    pool = Harness(4, shape=HYBRID)
+    pool.store("a", (0, 1))
+    kv = pool.pool.lookup(last_key("a"), 0)
+    assert pool.pool.discard(last_key("a"), 0, Tier.ARENA)
+    assert pool.pool.status().evictions == {}
+    assert (pool.changes[-1].runs, pool.changes[-1].stored) == (kv, False)
+    pool.store("b", (0, 1))
+    assert pool.pool.make_room(4)
+    evictions = pool.pool.status().evictions
+    assert evictions == {(Tier.ARENA, PartKind.KV): 1, (Tier.ARENA, PartKind.STATE): 1}
+
+
+def test_what_leaves_with_its_kv_counts_as_evicted_too() -> None:
+    pool = Harness(4, "lfu", shape=HYBRID)
+    pool.store("a", (0, 1))
+    pool.pool.unpin(pool.pin("a", (0, 1)).pin_id)
+    pool.pool.unpin(pool.pin("a", (0, 1)).pin_id)
+    assert pool.pool.make_room(4)
+    assert sum(pool.pool.status().evictions.values()) == 2

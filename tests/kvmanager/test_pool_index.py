@@ -109,6 +109,11 @@ def test_the_later_record_of_a_part_is_valid() -> None:
     assert again.stored == [stored(0)]
 
 
+def test_a_part_may_lie_in_the_arenas_last_block() -> None:
+    last = stored(0, 0, (998, 2))
+    assert read_index(encoded(last), HEADER).stored == [last]
+
+
 def test_tiers_are_apart() -> None:
     on_ssd = msgspec.structs.replace(stored(0), runs=(), tier=Tier.SSD)
     data = encoded(stored(0), on_ssd, Dropped(key(0), 0))
@@ -192,6 +197,7 @@ def test_anything_may_follow(tail: bytes, payload: bytes) -> None:
 def test_a_record_of_impossible_size_is_neither_written_nor_waited_for() -> None:
     with pytest.raises(ValueError, match="at most"):
         encode_frame(bytes(MAX_RECORD_BYTES + 1))
+    assert decode_frame(memoryview(encode_frame(b""))) == (b"", 12)
     largest = encode_frame(bytes(MAX_RECORD_BYTES))
     assert decode_frame(memoryview(largest)) == (bytes(MAX_RECORD_BYTES), len(largest))
     payload = bytes(MAX_RECORD_BYTES + 1)
@@ -204,7 +210,8 @@ def test_records_of_version_1_are_these_bytes() -> None:
     """What an older agent wrote has to mean the same for ever, or the version has to rise."""
     assert MAX_RECORD_BYTES == 1 << 20
     assert encode_record(HEADER).hex() == "0b000000d0896fa839cf08879600010102cd03e8cd1000"
-    assert encode_record(Dropped(bytes(16), 3, Tier.SSD)).hex() == "160000006357a14a76037ed49403c410000000000000000000000000000000000301"
+    dropped = encode_record(Dropped(bytes(16), 3, Tier.SSD)).hex()
+    assert dropped == "160000006357a14a76037ed49403c410" + 32 * "0" + "0301"
 
 
 @pytest.mark.parametrize(
@@ -377,6 +384,25 @@ def test_the_file_is_written_anew_in_steps(arena: Arena, monkeypatch: pytest.Mon
     assert found[key(0)] == (Run(num_parts + 1, 1),)
     index.close()
     assert {path.suffix for path in arena.path.parent.iterdir()} == {".arena", ".index"}
+
+
+@pytest.mark.parametrize(("num_records", "num_live"), [(1024, 2), (1200, 600)])
+def test_the_file_is_written_anew_when_most_of_it_is_out_of_date(
+    arena: Arena, num_records: int, num_live: int
+) -> None:
+    """When it has more than that many records, and more than twice those that live."""
+    index, _ = opened(arena)
+    index.shape_id(SHAPE)
+    for number in range(num_live):
+        index.append(stored(number, 1, (number, 1)))
+    while index.num_records < num_records:
+        index.append(stored(0, 1, (0, 1)))
+    index.flush()
+    assert not [path for path in arena.path.parent.iterdir() if path.suffix == ".new"]
+    index.append(stored(0, 1, (0, 1)))
+    index.flush()
+    assert [path for path in arena.path.parent.iterdir() if path.suffix == ".new"]
+    index.close()
 
 
 def test_a_rewrite_that_is_not_done_goes_with_its_index(arena: Arena) -> None:

@@ -131,6 +131,35 @@ def test_a_copy_that_was_being_read_may_make_room_on_ssd_afterwards() -> None:
     assert pool.held("a", "b") == [0, 1]
 
 
+def test_pinned_bytes_are_those_in_the_arena_each_once() -> None:
+    pool = Harness(6, shape=HYBRID, ssd_bytes=100)
+    pool.store("a", (0, 1))
+    pool.spill()
+    assert pool.pool.make_room(6)
+    pins = [pool.pin("a", (0, 1)) for _ in range(3)]
+    assert pool.pool.status().pinned_bytes == 0
+    fill = pool.reserve("a", [(0, 0), (0, 1)])
+    pool.commit(fill, (0, 0), (0, 1))
+    pool.pool.abort(fill.fill_id)
+    assert pool.pool.status().pinned_bytes == 3
+    pool.pool.check_invariants()
+    for left in (3, 3, 0):
+        pool.pool.unpin(pins.pop().pin_id)
+        assert pool.pool.status().pinned_bytes == left
+    pool.pool.check_invariants()
+
+
+def test_what_is_restored_on_ssd_need_not_be_copied_there() -> None:
+    before = Harness(4, ssd_bytes=4)
+    before.store("a")
+    before.spill()
+    after = Harness(4, ssd_bytes=4)
+    after.store("a")
+    assert after.pool.restore(before.pool.changes()[0], 1.0)
+    after.pool.check_invariants()
+    assert after.pool.spill(10) == []
+
+
 # ---- purge and restore
 
 

@@ -91,6 +91,7 @@ class Harness:
     def leave_arena(self, path: str) -> None:
         """The last block's KV leaves the arena."""
         assert self.pool.discard(last_key(path), 0, Tier.ARENA)
+        self.pool.check_invariants()
 
     def lose(self, path: str) -> None:
         """The last block's KV cannot be read from SSD."""
