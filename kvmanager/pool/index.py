@@ -85,7 +85,7 @@ class PoolIndex:
         The caller holds the arena's lock, which stands for the index too.
         """
         index = cls(path, header)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             index._fd = fd = os.open(path, flags, 0o600)
             with open(fd, "rb", closefd=False) as file:
@@ -161,7 +161,7 @@ class PoolIndex:
         """
         if self._fd is None or self._rewrite is not None:
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         try:
             fd = os.open(self._new_path, flags, 0o600)
         except OSError as error:

@@ -251,7 +251,7 @@ class PartBooks:
         """Something about the part has changed: queue its copies that may go now."""
         if self._may_leave_arena(part):
             (self._kv_queue if part.is_kv else self._other_queue).offer(part)
-        if part.on_ssd and self._may_leave_ssd(part):
+        if self._may_leave_ssd(part):
             self._ssd_queue.offer(part)
         if part.condemned and (
             (part.is_condemned(Tier.ARENA) and self._may_leave_arena(part))

@@ -12,20 +12,16 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from index_cases import BLOCK, HEADER, SHAPE, encoded, key, opened, read_now, stored
 
 from kvmanager.arena import Arena
 from kvmanager.blocks import Run
-from kvmanager.pool import index as index_module
-from kvmanager.pool.index import PoolIndex
 from kvmanager.pool.index_records import (
-    INDEX_VERSION,
     MAX_RECORD_BYTES,
     Dropped,
     IndexDistrusted,
-    IndexHeader,
     Record,
     Shape,
-    Stored,
     decode_frame,
     decode_records,
     encode_frame,
@@ -34,34 +30,6 @@ from kvmanager.pool.index_records import (
     read_index,
 )
 from kvmanager.pool.records import Tier
-from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-
-BLOCK = 4096
-SHAPE = CacheShape(
-    64,
-    (
-        PartShape(PartKind.KV, 5000, groups=(0,)),
-        PartShape(PartKind.WINDOW, 4096, 512, (1,)),
-        PartShape(PartKind.STATE, 100, groups=(2,)),
-    ),
-)
-HEADER = IndexHeader(INDEX_VERSION, device=1, inode=2, num_blocks=1000, block_bytes=BLOCK)
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
-
-def stored(index: int, part: int = 0, *runs: tuple[int, int], checksum: int = 0) -> Stored:
-    """Part `part` of block `index`; without runs it lies at block 10 * index + 3 * part."""
-    where = tuple(Run(*run) for run in runs) or (Run(10 * index + 3 * part, 2 - (part > 0)),)
-    parent = key(index - 1) if index else bytes(16)
-    nbytes = SHAPE.parts[part].nbytes
-    return Stored(key(index), parent, index, part, 0, where, nbytes, checksum)
-
-
-def encoded(*records: Record) -> bytes:
-    return b"".join(map(encode_record, (HEADER, Shape(0, SHAPE), *records)))
 
 
 @pytest.fixture
@@ -69,11 +37,6 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
     arena = Arena.create(tmp_path, 1000, BLOCK, name="node", prefault=False)
     yield arena
     arena.close()
-
-
-def opened(arena: Arena) -> tuple[PoolIndex, list[Stored]]:
-    assert arena.index_path is not None
-    return PoolIndex.open(arena.index_path, IndexHeader.of(arena))
 
 
 # ---- records
@@ -165,7 +128,7 @@ def test_no_index_at_all_is_distrusted() -> None:
             read_index(data, HEADER)
 
 
-FIVE = [stored(0), stored(1), Dropped(key(1), 0), stored(2), stored(0, 1)]
+FIVE: list[Record] = [stored(0), stored(1), Dropped(key(1), 0), stored(2), stored(0, 1)]
 ENDS = [len(encoded(*FIVE[:count])) for count in range(len(FIVE) + 1)]
 
 
@@ -197,9 +160,13 @@ def test_anything_may_follow(tail: bytes, payload: bytes) -> None:
 def test_a_record_of_impossible_size_is_neither_written_nor_waited_for() -> None:
     with pytest.raises(ValueError, match="at most"):
         encode_frame(bytes(MAX_RECORD_BYTES + 1))
-    assert decode_frame(memoryview(encode_frame(b""))) == (b"", 12)
+    nothing = decode_frame(memoryview(encode_frame(b"")))
+    assert nothing is not None
+    assert (nothing[0].nbytes, nothing[1]) == (0, 12)
     largest = encode_frame(bytes(MAX_RECORD_BYTES))
-    assert decode_frame(memoryview(largest)) == (bytes(MAX_RECORD_BYTES), len(largest))
+    found = decode_frame(memoryview(largest))
+    assert found is not None
+    assert (found[0].nbytes, found[1]) == (MAX_RECORD_BYTES, len(largest))
     payload = bytes(MAX_RECORD_BYTES + 1)
     forged = struct.pack("<IQ", len(payload), part_checksum([memoryview(payload)])) + payload
     assert decode_frame(memoryview(forged)) is None
@@ -278,12 +245,6 @@ def test_a_shape_without_a_number_is_the_callers_mistake(arena: Arena) -> None:
     index.close()
 
 
-def read_now(arena: Arena) -> list[Stored]:
-    """What a next agent would find if this one were killed now."""
-    assert arena.index_path is not None
-    return read_index(arena.index_path.read_bytes(), IndexHeader.of(arena)).stored
-
-
 def test_a_killed_agent_loses_nothing_flushed_and_no_drop(arena: Arena) -> None:
     index, _ = opened(arena)
     index.shape_id(SHAPE)
@@ -352,110 +313,48 @@ def test_an_arena_made_anew_does_not_get_the_old_index(tmp_path: Path) -> None:
     arena.close()
 
 
-def rewrite(index: PoolIndex) -> None:
-    """Go on with it to its end, if these are few records."""
-    index.flush()
-    index.flush()
-
-
-def test_the_file_is_written_anew_in_steps(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes and goes between two steps is in the new file too."""
-    monkeypatch.setattr(index_module, "FRAMES_PER_FLUSH", 16)
-    index, _ = opened(arena)
-    index.shape_id(SHAPE)
-    num_parts = 26
-    for number in range(num_parts):
-        index.append(stored(number, 1, (number, 1)))
-    index.flush()
-    index.compact()
-    index.flush()
-    index.append(Dropped(key(0), 1))
-    index.append(stored(0, 1, (num_parts + 1, 1)))
-    index.append(Dropped(key(1), 1))
-    index.flush()
-    index.append(Dropped(key(2), 1))
-    assert index.num_records == num_parts + 6, "the old file is in use"
-    assert len(read_now(arena)) == num_parts - 2
-    index.flush()
-    assert index.num_records == num_parts + 6
-    index.append(Dropped(key(3), 1))
-    found = {record.key: record.runs for record in read_now(arena)}
-    assert found.keys() == {key(0), *(key(number) for number in range(4, num_parts))}
-    assert found[key(0)] == (Run(num_parts + 1, 1),)
-    index.close()
-    assert {path.suffix for path in arena.path.parent.iterdir()} == {".arena", ".index"}
-
-
-@pytest.mark.parametrize(("num_records", "num_live"), [(1024, 2), (1200, 600)])
-def test_the_file_is_written_anew_when_most_of_it_is_out_of_date(
-    arena: Arena, num_records: int, num_live: int
-) -> None:
-    """When it has more than that many records, and more than twice those that live."""
-    index, _ = opened(arena)
-    index.shape_id(SHAPE)
-    for number in range(num_live):
-        index.append(stored(number, 1, (number, 1)))
-    while index.num_records < num_records:
-        index.append(stored(0, 1, (0, 1)))
-    index.flush()
-    assert not [path for path in arena.path.parent.iterdir() if path.suffix == ".new"]
-    index.append(stored(0, 1, (0, 1)))
-    index.flush()
-    assert [path for path in arena.path.parent.iterdir() if path.suffix == ".new"]
-    index.close()
-
-
-def test_a_rewrite_that_is_not_done_goes_with_its_index(arena: Arena) -> None:
-    index, _ = opened(arena)
-    index.shape_id(SHAPE)
-    index.append(stored(0))
-    index.compact()
-    index.close()
-    assert read_now(arena) == [stored(0)]
-    assert {path.suffix for path in arena.path.parent.iterdir()} == {".arena", ".index"}
-
-
-def test_the_file_stays_in_proportion_to_what_lives(arena: Arena) -> None:
-    index, _ = opened(arena)
-    index.shape_id(SHAPE)
-    for round_number in range(3000):
-        index.append(stored(round_number % 50))
-        index.append(Dropped(key(round_number % 50), 0))
-        index.flush()
-    for number in range(20):
-        index.append(stored(number))
-    index.flush()
-    assert index.num_records < 1200 + 2 * 50
-    assert index.num_live == 20
-    index.compact()
-    rewrite(index)
-    assert index.num_records == 22
-    assert [record.index for record in read_now(arena)] == list(range(20))
-    index.append(stored(30))
-    index.close()
-    assert len(read_now(arena)) == 21
-    assert {path.suffix for path in arena.path.parent.iterdir()} == {".arena", ".index"}
-
-
-def test_a_rewrite_that_fails_leaves_the_old_file_in_use(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_next_agent_may_drop_what_the_former_stored(
+    arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     index, _ = opened(arena)
+    assert read_now(arena) == [], "the header is there from the beginning"
     index.shape_id(SHAPE)
     index.append(stored(0))
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", refuse)
-        index.compact()
-        rewrite(index)
-    assert "No space left" in caplog.text
     index.append(stored(1))
     index.close()
-    assert read_now(arena) == [stored(0), stored(1)]
-    assert {path.suffix for path in arena.path.parent.iterdir()} == {".arena", ".index"}
+    index, found = opened(arena)
+    assert found == [stored(0), stored(1)]
+    assert index.num_live == 2
+    index.append(Dropped(key(0), 0))
+    assert read_now(arena) == [stored(1)]
+    index.close()
+    assert not caplog.records, "nothing was damaged"
+
+
+def test_the_damaged_end_of_an_index_is_counted(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    index, _ = opened(arena)
+    index.close()
+    assert arena.index_path is not None
+    with open(arena.index_path, "ab") as file:
+        file.write(b"torn")
+    index, _ = opened(arena)
+    assert "ends in 4 damaged bytes" in caplog.text
+    index.close()
+
+
+def test_much_that_is_stored_does_not_wait_for_a_flush(arena: Arena) -> None:
+    index, _ = opened(arena)
+    index.shape_id(SHAPE)
+    for number in range(100):
+        index.append(stored(number))
+    assert read_now(arena) == []
+    for _ in range(60):
+        for number in range(100):
+            index.append(stored(number))
+    assert len(read_now(arena)) == 100
+    index.close()
 
 
 def test_an_index_that_cannot_be_written_is_given_up_whole(

@@ -246,6 +246,41 @@ def test_while_the_arena_is_kept_what_was_lost_waits() -> None:
     assert pool.pool.status().num_blocks == 0
 
 
+def test_while_the_arena_is_kept_a_copy_on_ssd_goes_if_nothing_in_the_arena_goes_with_it() -> None:
+    pool = Harness(12, shape=HYBRID, ssd_bytes=100)
+    pool.store("ab", (0, 1), (1, 1))
+    pool.spill()
+    assert pool.pool.discard(last_key("a"), 1, Tier.ARENA)
+    pool.pool.keep_arena()
+    assert pool.pool.discard(last_key("a"), 1, Tier.SSD), "a state, of which no other copy is"
+    assert pool.pool.discard(last_key("ab"), 1, Tier.SSD), "a state that is in the arena too"
+    assert pool.pool.discard(last_key("ab"), 0, Tier.SSD), "KV that is in the arena too"
+    assert pool.pool.discard(last_key("a"), 0, Tier.SSD)
+    assert pool.match("ab") == Match(2, 2, 2, 2)
+
+
+def test_kv_that_leaves_ssd_as_its_last_copy_takes_its_state_from_the_arena() -> None:
+    pool = Harness(12, shape=HYBRID, ssd_bytes=1)
+    pool.store("a", (0, 1))
+    pool.spill()
+    pool.leave_arena("a")
+    assert pool.pool.lookup(last_key("a"), 1) is not None
+    assert pool.pool.discard(last_key("a"), 0, Tier.SSD)
+    assert pool.pool.status().num_blocks == 0
+
+
+def test_while_the_arena_is_kept_a_full_ssd_takes_no_more() -> None:
+    pool = Harness(12, ssd_bytes=1)
+    pool.store("a")
+    pool.spill()
+    pool.pool.keep_arena()
+    pool.store("b")
+    assert pool.spill() == []
+    pool.pool.release_arena()
+    pool.hit("b")
+    assert pool.spill() == [last_key("b")]
+
+
 def test_a_step_looks_at_so_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A base twice: it cannot go before what stands on it."""
     monkeypatch.setattr(pool_module, "MAX_LOST_PER_STEP", 2)
