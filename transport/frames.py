@@ -256,7 +256,7 @@ class FrameReader:
         self._wanted: list[memoryview] = [self._header_memory]
         self._missing = HEADER_BYTES
         self._in_header = True
-        self._body: list[memoryview] = []
+        self._body: list[memoryview]  # from the first header on
         self._sink: memoryview | None = None
 
     @property

@@ -75,7 +75,8 @@ def taken(data: bytes, *, established: bool = True, data_flags: int = 0) -> Fram
     """A reader that has just seen this header."""
     reader = FrameReader(MAX_DATA)
     reader.established = established
-    reader.data_flags = data_flags
+    if data_flags:
+        reader.data_flags = data_flags
     reader.buffers()[0][:] = data
     reader.advance(len(data))
     return reader
