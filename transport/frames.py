@@ -301,7 +301,7 @@ class FrameReader:
 
     def control_body(self) -> bytes:
         """The body of the control frame just completed; PeerError("checksum") if damaged."""
-        body = bytes(self._body[0]) if self._body else b""
+        body = b"".join(self._body)
         self._verify((body,) if body else ())
         self._body = []
         return body

@@ -368,7 +368,7 @@ class SenderSession:
         events: list[Event] = []
         position = 0
         while position < len(data):
-            target = self._reader.buffers()[0]
+            (target,) = self._reader.buffers()  # only DATA is read into several
             count = min(target.nbytes, len(data) - position)
             target[:count] = data[position : position + count]
             position += count

@@ -126,6 +126,15 @@ def test_a_greeting_is_answered_with_our_own() -> None:
     assert event == Welcomed(Hello(2, 2, 4000, int(Feature.NO_SUM), b"R" * 16))
 
 
+def test_a_sender_of_another_version_is_refused() -> None:
+    reception = Reception(CONFIG, MemoryRegistry(), Nobody())
+    session = ReceiverSession(7, config=CONFIG, reception=reception, instance=bytes(16), now_s=0.0)
+    with pytest.raises(PeerError, match="the sender speaks version 3 to 4") as caught:
+        session.feed(Hello(3, 4, 4000, 0, bytes(16)).encode(FrameType.HELLO), 0.0)
+    assert caught.value.code == "version"
+    assert not session.established
+
+
 def test_a_refused_transfer_is_told_why_and_costs_nothing_else() -> None:
     fixture = Fixture()
     fixture.registry.expected[SPEC.transfer_id] = (b"x" * 32, b"", MemorySpace(bytearray()))
@@ -225,8 +234,11 @@ def test_acknowledgements_are_due_before_they_need_a_second_frame() -> None:
     (event,) = fixture.acknowledged()
     assert isinstance(event, Acked)
     assert len(event.ranges) == 4096
-    fixture.data(8192, 8193)
+    for index in range(4096, 8191):
+        fixture.data(2 * index, 2 * index + 1)
     assert not fixture.session.acks_due
+    fixture.data(2 * 8191, 2 * 8191 + 1)
+    assert fixture.session.acks_due
 
 
 def test_adjacent_ranges_are_acknowledged_as_one_and_transfers_apart() -> None:
