@@ -53,8 +53,8 @@ class IncomingData:
         self._connection = connection
         self._config = config
         self._reception = reception
-        self._landing: Landing | None = None
-        self._place = Place.DISCARD
+        self._landing: Landing | None  # from the first `begin` on
+        self._place: Place
         self._scratch = memoryview(bytearray())
 
     def begin(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -151,6 +152,40 @@ def test_data_of_a_transfer_that_has_ended_is_thrown_away(make: Maker, is_under_
         fixture.landing.end(TransferState.FAILED, "idle", "too long")
         assert fixture.take(wire) == Discarded(fixture.landing)
     assert fixture.landing.verified() == []
+
+
+def sink_bytes(fixture: Fixture) -> int:
+    """Scratch memory that the connection holds: what is thrown away goes into all of it."""
+    wire = raw(0, 100_000)
+    fixture.begin(wire, is_open=False)
+    (sink,) = fixture.reader.buffers()
+    return sink.nbytes
+
+
+def test_what_is_thrown_away_needs_64_kib() -> None:
+    assert sink_bytes(Fixture()) == 64 * 1024
+
+
+@pytest.mark.parametrize("nbytes", [1000, 80_000])
+def test_memory_for_a_repeat_of_raw_bytes_is_not_kept(nbytes: int) -> None:
+    fixture = Fixture()
+    fixture.take(raw(0, nbytes))
+    fixture.take(raw(0, nbytes))
+    assert sink_bytes(fixture) == 64 * 1024
+
+
+def test_memory_for_coded_bytes_is_kept_for_the_next_ones() -> None:
+    fixture = Fixture()
+    noise = random.Random(1).randbytes(90_000)
+    body = RAW_LENGTH.pack(90_000) + bytes(encode(Codec.LZ4, [memoryview(noise)], 2))
+    wire = encode_data_header(SPEC.transfer_id, 0, [body], codec=Codec.LZ4) + body
+    fixture.take(wire)
+    assert sink_bytes(fixture) == len(body)
+
+
+def test_a_coded_frame_may_hold_a_single_byte() -> None:
+    fixture = Fixture()
+    assert fixture.take(coded(0, 1)) == Verified(fixture.landing, (0, 1), False)
 
 
 def test_a_frame_as_long_as_allowed_may_be_coded() -> None:
