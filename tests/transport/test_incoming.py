@@ -40,10 +40,13 @@ class BrokenSpace(MemorySpace):
     """Memory whose views cannot be had once `is_broken`."""
 
     is_broken = False
+    is_short = False
 
     def views(self, offset: int, length: int) -> list[memoryview]:
         if self.is_broken:
             raise RuntimeError("unmapped")
+        if self.is_short:
+            return super().views(offset, length - 1)
         return super().views(offset, length)
 
 
@@ -180,6 +183,10 @@ def test_memory_for_coded_bytes_is_kept_for_the_next_ones() -> None:
     body = RAW_LENGTH.pack(90_000) + bytes(encode(Codec.LZ4, [memoryview(noise)], 2))
     wire = encode_data_header(SPEC.transfer_id, 0, [body], codec=Codec.LZ4) + body
     fixture.take(wire)
+    fixture.incoming.forget()
+    assert sink_bytes(fixture) == 64 * 1024
+    fixture = Fixture()
+    fixture.take(wire)
     assert sink_bytes(fixture) == len(body)
 
 
@@ -266,6 +273,14 @@ def test_memory_that_cannot_be_had_for_a_repeat_fails_only_the_transfer(make: Ma
     fixture.space.is_broken = True
     assert fixture.incoming.finish(fixture.reader, header, 3.0) is None
     assert fixture.registry.failed[SPEC.transfer_id].code == "space"
+
+
+def test_memory_of_another_length_than_asked_for_fails_only_the_transfer() -> None:
+    fixture = Fixture()
+    fixture.space.is_short = True
+    assert fixture.take(raw(0, 1000)) == Discarded(fixture.landing)
+    error = fixture.registry.failed[SPEC.transfer_id]
+    assert (error.code, error.message.rpartition(" ")[2]) == ("space", "ValueError")
 
 
 @pytest.mark.parametrize("make", [raw, coded])
