@@ -283,6 +283,23 @@ def test_a_directory_has_one_store(tmp_path: Path) -> None:
     SsdStore(tmp_path).close()
 
 
+@pytest.mark.parametrize(("num_threads", "max_queued"), [(0, 1), (1, 0), (-1, 1), (1, -1)])
+def test_a_store_needs_a_thread_and_a_place_in_its_queue(
+    tmp_path: Path, num_threads: int, max_queued: int
+) -> None:
+    with pytest.raises(ValueError, match="at least 1 each"):
+        SsdStore(tmp_path / "none", num_threads, max_queued)
+    assert not (tmp_path / "none").exists()
+
+
+def test_one_thread_and_one_place_are_enough(tmp_path: Path) -> None:
+    before = threading.active_count()
+    store = SsdStore(tmp_path / "one", 1, 1)
+    assert threading.active_count() == before + 1
+    store.close()
+    assert threading.active_count() == before, "it has waited for its thread"
+
+
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SsdError, match=f"cannot keep cached parts in {tmp_path}/file/ssd"):

@@ -1,8 +1,11 @@
 """The prefix pool in arena and SSD: what is copied, promoted, purged and restored."""
 
+from dataclasses import replace
+
 import pytest
 from pool_cases import FULL, HYBRID, KV, STATE, Harness, keys_of, last_key
 
+from kvmanager.blocks import Run
 from kvmanager.pool import pool as pool_module
 from kvmanager.pool.pool import MAX_LOST_PER_STEP, Match, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
@@ -362,6 +365,34 @@ def test_restore_needs_bases_and_free_blocks() -> None:
     taken = Harness(6, shape=HYBRID, ssd_bytes=2)
     taken.allocator.allocate(6)
     assert [taken.pool.restore(change, 5.0) for change in changes].count(True) == 2
+
+
+def test_a_part_is_restored_where_exactly_it_lay_or_not_at_all() -> None:
+    before = Harness(4)
+    before.store("ab")
+    first, second = before.pool.changes()
+    after = Harness(2)
+    assert not after.pool.restore(replace(first, runs=(Run(0, 2),)), 1.0), "it has one block"
+    assert not after.pool.restore(replace(first, runs=()), 1.0)
+    assert not after.pool.restore(replace(first, part=1), 1.0), "there is no such part"
+    assert not after.pool.restore(replace(first, part=-1), 1.0)
+    assert not after.pool.restore(replace(first, stored=False), 1.0)
+    taken = after.allocator.allocate(1)
+    assert not after.pool.restore(first, 1.0), "something else is there"
+    after.pool.check_invariants()
+    after.allocator.free(taken)
+    assert after.pool.restore(first, 1.0)
+    assert after.pool.restore(second, 1.0), "it fits exactly"
+    assert after.pool.lookup(last_key("a"), 0) == first.runs
+
+
+def test_no_more_is_restored_than_the_pool_may_have() -> None:
+    before = Harness(4)
+    before.store("ab")
+    first, second = before.pool.changes()
+    after = Harness(4, max_blocks=1)
+    assert after.pool.restore(first, 1.0)
+    assert not after.pool.restore(second, 1.0)
 
 
 def test_restored_parts_make_room_like_others() -> None:
