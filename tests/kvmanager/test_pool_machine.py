@@ -271,7 +271,7 @@ class PoolMachine(RuleBasedStateMachine):
         before = at in self.model.tiers[Tier.SSD]
         if is_written:
             kept = self.pool.stored_on_ssd(spill)
-            assert kept == (at in self.model.tiers[Tier.SSD]) > before
+            assert kept == (at in self.model.tiers[Tier.SSD] and not before)
         else:
             self.pool.not_stored_on_ssd(spill)
 

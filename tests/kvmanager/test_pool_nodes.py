@@ -25,7 +25,8 @@ def blocks(shape: CacheShape, num_blocks: int) -> list[Node]:
 
 
 def add(node: Node, number: int) -> Part:
-    part = node.parts[number] = Part(node, number, last_used=0)
+    part = Part(node, number, last_used=0)
+    node.put(number, part)
     return part
 
 
@@ -114,7 +115,8 @@ def test_kv_stands_on_the_block_before_and_the_rest_on_its_own() -> None:
 def test_a_node_knows_its_kv() -> None:
     [node] = blocks(HYBRID, 1)
     assert node.kv is None
-    assert node.kv is add(node, 0) or node.kv is node.parts[0]
+    kv = add(node, 0)
+    assert node.kv is kv
     [bare] = blocks(CacheShape(4, (STATE,)), 1)
     add(bare, 0)
     assert bare.kv is None
@@ -125,7 +127,7 @@ def test_a_use_touches_the_block_and_its_kv() -> None:
     kv, state = add(node, 0), add(node, 1)
     node.touch(7, 3.5)
     assert (node.last_used, node.last_used_s, kv.last_used, state.last_used) == (7, 3.5, 7, 0)
-    node.parts[0] = None
+    node.put(0, None)
     node.touch(8, 4.0)
     assert node.last_used == 8
 
