@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -212,11 +213,22 @@ def gateway_file(sender: AgentProcess, receiver: AgentProcess, link: RelayProces
     )
 
 
+@asynccontextmanager
+async def relay_to(receiver: AgentProcess) -> AsyncIterator[RelayProcess]:
+    """A relay whose start and stop do not hold up the event loop."""
+    link = RelayProcess(receiver.ready["data"], rate="200Mbit", rtt="10ms")
+    await asyncio.to_thread(link.start)
+    try:
+        yield link
+    finally:
+        await asyncio.to_thread(link.stop)
+
+
 async def test_a_gateway_shows_the_link_and_has_it_probed(
     agents: tuple[AgentProcess, AgentProcess],
 ) -> None:
     sender, receiver = agents
-    with RelayProcess(receiver.ready["data"], rate="200Mbit", rtt="10ms") as link:
+    async with relay_to(receiver) as link:
         file = gateway_file(sender, receiver, link)
         clusters = build_clusters(file)
         await clusters.start()
