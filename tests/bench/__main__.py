@@ -21,6 +21,7 @@ BENCHES = (
     "region",
     "simulate",
     "kv",
+    "loops",
     "e2e",
 )
 NEED_ENGINES = ("prediction", "region", "e2e")

@@ -136,6 +136,13 @@ def check_simulate(kept: Any) -> None:
         assert kept[name]["goals"], name
 
 
+def check_loops(kept: Any) -> None:
+    """A gap may well be too short to be counted."""
+    places = [row["name"].partition(":")[0] for row in kept["rows"]]
+    assert places == ["directory"] * 3 + ["pool"] * 3 + ["agent"] * 2, places
+    assert all(row["longest_own_ms"] >= 0 for row in kept["rows"]), kept["rows"]
+
+
 def check_kv(kept: Any) -> None:
     assert kept.keys() == {"lru", "placement", "policy", "copies", "directory"}
     assert len(kept["lru"]) == 6
@@ -203,6 +210,7 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "decision": check_decision,
     "simulate": check_simulate,
     "kv": check_kv,
+    "loops": check_loops,
     "prediction": check_prediction,
     "region": check_region,
     "e2e": check_e2e,
