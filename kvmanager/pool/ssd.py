@@ -58,9 +58,11 @@ class SsdError(Exception):
     """The directory cannot be used; the message names it and says why."""
 
 
-class SsdEntry(msgspec.Struct, frozen=True, array_like=True):
+class SsdEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a file holds: part `part` of the block with `key`, the `index`th of its prefix, after
     the block with `parent`. `checksum` is `part_checksum` of its `nbytes` bytes.
+
+    There is one for each part on SSD. The garbage collector need not visit them.
     """
 
     key: _Key

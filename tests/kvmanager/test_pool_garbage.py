@@ -10,6 +10,7 @@ from pool_cases import HYBRID, ROOT, Harness, keys_of
 from kvmanager.agent.cache_feed import CacheFeed
 from kvmanager.pool.nodes import Node, Part
 from kvmanager.pool.records import PoolChange, Tier
+from kvmanager.pool.ssd import SsdEntry
 
 NUM_BLOCKS = 2000
 
@@ -46,6 +47,11 @@ def test_blocks_on_ssd_cost_collections_nothing() -> None:
         feed.changed(change, 0.0)
     pool.changes.clear()  # what the test itself has heard
     assert num_visited() - before < NUM_BLOCKS / 10
+
+
+def test_what_is_known_of_files_costs_collections_nothing() -> None:
+    entry = SsdEntry(key=ROOT, parent=ROOT, index=0, part=0, nbytes=1, checksum=0, shape=HYBRID)
+    assert not gc.is_tracked(entry)
 
 
 def nodes_and_parts(pool: Harness, path: str) -> tuple[list[Node], list[Part]]:
