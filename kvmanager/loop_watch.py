@@ -51,6 +51,7 @@ LIMIT_S: Final = 0.1
 _BUSY_SHARE: Final = 0.05
 _LOOK_S: Final = 0.02
 """Between two looks at the stack of a loop that is late."""
+_STARVED_S: Final = 1e-3
 _MAX_FRAMES: Final = 30
 _LOG_EVERY_S: Final = 1.0
 _MAX_KEPT: Final = 1000
@@ -170,22 +171,26 @@ class LoopWatch:
     # ---- in the thread
 
     def _watch(self) -> None:
-        own_id = threading.get_native_id()
-        with contextlib.closing(StarvedClocks()) as clocks:
-            starved_s = before_gap_s = clocks.read_s()
+        own = StarvedClock(threading.get_native_id())
+        with contextlib.closing(own), contextlib.closing(StarvedClocks()) as clocks:
+            own_s = read_own_s = own.read_s() or 0.0
+            before_gap_s = clocks.read_s()
             while not self._closed:
                 late_s = time.monotonic() - self._due_s
-                if late_s < LEAST_GAP_S:
-                    before_gap_s = starved_s
+                # Reading the clocks of all threads is not free. Where this thread waits for no
+                # core, others hardly do.
+                if late_s < LEAST_GAP_S and own_s - read_own_s > _STARVED_S:
+                    before_gap_s, read_own_s = clocks.read_s(), own_s
                 if late_s >= self._limit_s:
                     self._look()
                 slept_s, lock_wait_s = self._sleep(max(self._limit_s - late_s, _LOOK_S))
-                earlier_s, starved_s = starved_s, clocks.read_s()
-                own_starved_s = starved_s.get(own_id, 0.0) - earlier_s.get(own_id, 0.0)
-                halt = halt_of_sleeper(slept_s, own_starved_s, lock_wait_s)
+                earlier_s, own_s = own_s, own.read_s() or 0.0
+                halt = halt_of_sleeper(slept_s, own_s - earlier_s, lock_wait_s)
                 if halt is not None:
                     self._halts.append(halt)
-                self._report(_longest_wait_s(before_gap_s, starved_s, but=self._native_id))
+                if self._ended:
+                    starved_s = clocks.read_s()
+                    self._report(_longest_wait_s(before_gap_s, starved_s, but=self._native_id))
 
     def _sleep(self, length_s: float) -> tuple[tuple[float, float, float], float]:
         """Until the time is over or a gap is.
