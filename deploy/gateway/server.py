@@ -14,7 +14,7 @@ from aiohttp import web
 
 from deploy.gateway.app import Gateway, create_app
 from kvmanager.loop_metrics import LoopCollector
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop_watch import LoopWatch, settle_heap
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -35,6 +35,7 @@ async def serve_gateway(
     runner = await start_server(gateway)
     try:
         host, port = runner.addresses[0][:2]
+        settle_heap()
         on_ready(host, port)
         with LoopWatch() as watch:
             gateway.metrics.registry.register(LoopCollector("prfaas_gateway", watch.gaps))

@@ -24,7 +24,7 @@ from kvmanager.agent.metrics import MetricsServer
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
 from kvmanager.loop_metrics import LoopCollector
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop_watch import LoopWatch, settle_heap
 from kvmanager.pool.ssd import SsdError
 from kvmanager.rpc import RpcError, RpcServer
 from transport import TransportError
@@ -147,6 +147,7 @@ async def serve(config: AgentConfig) -> None:
         if config.metrics_port is not None:
             metrics = MetricsServer(agent.metrics, control_host, config.metrics_port)
             ready["metrics"] = f"{control_host}:{await metrics.start()}"
+        settle_heap()
         print(json.dumps(ready), flush=True)
         with LoopWatch() as watch:
             agent.metrics.registry.register(LoopCollector("prfaas_agent", watch.gaps))

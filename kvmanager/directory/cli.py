@@ -27,7 +27,7 @@ from kvmanager.directory.messages import SERVICE, NodeState
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
 from kvmanager.loop_metrics import LoopCollector
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop_watch import LoopWatch, settle_heap
 from kvmanager.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
@@ -156,6 +156,7 @@ class _Metrics:
 
 
 def _say_ready(**what: str) -> None:
+    settle_heap()
     print(json.dumps({"event": "ready", **what, "pid": os.getpid()}), flush=True)
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from prometheus_client import REGISTRY, start_http_server
 
 from kvmanager.loop_metrics import LoopCollector
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop_watch import LoopWatch, settle_heap
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 
@@ -60,6 +60,7 @@ async def serve_front(
             "control": f"{host}:{port}",
             "pid": os.getpid(),
         }
+        settle_heap()
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         with LoopWatch() as watch:
