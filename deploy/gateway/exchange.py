@@ -51,6 +51,8 @@ class Exchange:
     """The decode instance was full when it was given the request, which waited inside of it."""
     admitted: Callable[[], None] | None = None
     """To be called when the request no longer counts towards its tenant's limits."""
+    transfer_ids: list[str] = field(default_factory=list)
+    """Of the landings that were reserved for it."""
     _num_open: int = field(default=1)
 
     @property

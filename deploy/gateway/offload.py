@@ -268,6 +268,7 @@ class Offload:
     def _begin(self, slot: DecodeSlot, moved_to: str | None) -> _Leg:
         """Start the prefill leg; what is predicted for others counts on it until it is over."""
         lessons, landing = self._services.lessons, slot.landing
+        self._exchange.transfer_ids.append(landing.transfer_id)
         lessons.leg_begun(
             self._exchange.inbound.model,
             landing,

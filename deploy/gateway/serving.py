@@ -91,6 +91,8 @@ class Serving:
                 answer.close()
                 self._lessons.over(answer.instance)
                 self._services.tell_ended(answer.instance)
+            for transfer_id in exchange.transfer_ids:
+                self._lessons.answer_over(transfer_id)
             record.total_s = exchange.elapsed_s()
             exchange.release_admission()
             self._lessons.ended(exchange.inbound.model, record)

@@ -48,8 +48,8 @@ def decode_view(
         step_s=known.step_s or 0.0,
         landing_s=tuple(sorted(max(0.0, leg.lands_at_s - now_s) for leg in landing)),
         landing_kv_bytes=sum(leg.kv_bytes for leg in landing),
-        # What has landed since the engines were looked at is in their memory by now.
-        kv_bytes=kv_bytes + ledger.kv_bytes_ended_since(model, looked_at_s),
+        # Engines have taken in and let go of more since they were looked at.
+        kv_bytes=max(0.0, kv_bytes + ledger.kv_change_since(model, looked_at_s)),
         kv_total_bytes=kv_total_bytes,
     )
 

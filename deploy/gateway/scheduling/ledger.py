@@ -10,6 +10,7 @@ Pure; time is an argument. Does not know profiles, so nothing about how long any
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Ledger:
         self._reported: set[str] = set()  # those of them that a report has had
         # When others were over, the earliest first, and what they were.
         self._ended: dict[str, tuple[float, PrefillLeg]] = {}
+        # When the answers to legs were over, of legs that are in one of the two above.
+        self._answered_s: dict[str, float] = {}
         self._direct: dict[int, DirectPrompt] = {}
         self._num_direct = 0
         self._last_end_s: dict[tuple[str, str], float] = {}
@@ -111,15 +114,24 @@ class Ledger:
         """All that will decode for a model in the PD cluster once they have landed."""
         return [leg for leg in self._legs.values() if leg.model == model]
 
-    def kv_bytes_ended_since(self, model: str, since_s: float) -> float:
-        """KVCache of the legs that ended since then: it has landed, or, as far as they failed, is
-        computed by an engine.
+    def answer_over(self, transfer_id: str, now_s: float) -> None:
+        """The request that a leg was for is answered or given up: no engine holds its KVCache."""
+        if transfer_id in self._legs or transfer_id in self._ended:
+            self._answered_s[transfer_id] = now_s
+
+    def kv_change_since(self, model: str, since_s: float) -> float:
+        """Bytes of KVCache that engines hold now beyond what they held then: what has landed, or is
+        computed by an engine because its leg failed, less what is answered. A leg that ended over
+        `KEEP_ENDED_S` ago is not known any more, so its bytes count until engines are looked at.
         """
         total = 0.0
-        for ended_s, leg in reversed(self._ended.values()):
-            if ended_s < since_s:
-                break
-            total += leg.kv_bytes if leg.model == model else 0.0
+        for transfer_id, (ended_s, leg) in self._ended.items():
+            if leg.model != model:
+                continue
+            answered_s = self._answered_s.get(transfer_id, math.inf)
+            was_held = ended_s < since_s <= answered_s
+            is_held = answered_s == math.inf
+            total += leg.kv_bytes * (is_held - was_held)
         return total
 
     # ---- prompts of one engine
@@ -170,3 +182,4 @@ class Ledger:
             if now_s - ended_s <= KEEP_ENDED_S:
                 return
             del self._ended[transfer_id]
+            self._answered_s.pop(transfer_id, None)

@@ -110,6 +110,10 @@ class Lessons:
         """What was `given` is answered, given up or elsewhere."""
         self.scheduler.ledger.ended(instance, self.scheduler.clock())
 
+    def answer_over(self, transfer_id: str) -> None:
+        """The request that a leg was for is answered or given up."""
+        self.scheduler.ledger.answer_over(transfer_id, self.scheduler.clock())
+
     def leg_over(self, landing: Landing) -> None:
         """It landed, failed, or is not wanted any more."""
         self.scheduler.ledger.leg_over(landing.transfer_id, self.scheduler.clock())

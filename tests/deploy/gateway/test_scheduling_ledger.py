@@ -74,6 +74,34 @@ def test_what_ended_is_forgotten_after_a_while() -> None:
     assert len(ledger) == 0
 
 
+def test_engines_hold_what_has_landed_until_it_is_answered() -> None:
+    ledger = Ledger()
+    for transfer_id, landed_s in (("early", 1.0), ("late", 3.0), ("open", 3.0)):
+        ledger.leg_begun(transfer_id, leg(model="m", kv_bytes=100.0))
+        ledger.leg_over(transfer_id, landed_s)
+    ledger.leg_begun("under way", leg(model="m", kv_bytes=100.0))
+    assert ledger.kv_change_since("m", 2.0) == 200.0
+    ledger.answer_over("late", 4.0)
+    assert ledger.kv_change_since("m", 2.0) == 100.0
+    ledger.answer_over("early", 4.0)
+    assert ledger.kv_change_since("m", 2.0) == 0.0
+    # Those who looked after that saw it all, but for what is held since then.
+    assert ledger.kv_change_since("m", 4.5) == 0.0
+    assert ledger.kv_change_since("other", 2.0) == 0.0
+
+
+def test_an_answer_may_be_over_before_its_leg() -> None:
+    ledger = Ledger()
+    ledger.leg_begun("a", leg(model="m", kv_bytes=100.0))
+    ledger.answer_over("a", 1.0)
+    ledger.answer_over("somebody else's", 1.0)
+    ledger.leg_over("a", 2.0)
+    assert ledger.kv_change_since("m", 0.0) == 0.0
+    ledger.leg_begun("b", leg())
+    ledger.leg_over("b", 2.0 + KEEP_ENDED_S + 1)
+    assert ledger._answered_s == {}
+
+
 def test_prompts_of_one_engine_are_over_once() -> None:
     ledger = Ledger()
     first, second = (DirectPrompt("d0", 100, 100, float(at_s)) for at_s in (0, 1))

@@ -190,6 +190,23 @@ async def test_engines_whose_kv_memory_is_full_are_given_no_more(
     assert region.far.jobs == region.engine.bodies() == []
 
 
+async def test_answers_that_are_over_leave_their_kv_memory_to_others(region: Any) -> None:
+    """However old the look at the engines is: ten such prompts at once would not fit."""
+    assert (await region.post(region.long_body()))[0] == 200
+    (transfer_bytes,) = {job.landing.nbytes for job in region.far.jobs}
+    region.pd.engine_numbers = {
+        "decode_slots": 256,
+        "kv_usage": 0.0,
+        "kv_total_bytes": 5 * transfer_bytes,
+        "looked_s": 20.0,
+    }
+    decode = region.gateway.scheduler.snapshot
+    await region.until(lambda: decode("tiny").decode.kv_total_bytes is not None)
+    for seed in range(1, 11):
+        assert (await region.post(region.long_body(seed=seed)))[0] == 200
+    await region.until(lambda: decode("tiny").decode.kv_bytes == 0)
+
+
 async def test_a_refused_request_says_so_and_leaves_nothing(open_region: Any) -> None:
     limits = {"admission": {"default_tenant": {"max_requests": 1}}}
     async with open_region(scheduling=limits) as region:
