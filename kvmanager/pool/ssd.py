@@ -113,7 +113,7 @@ class SsdStore:
         if num_threads < 1 or max_queued < 1:
             raise ValueError(f"{num_threads} threads, {max_queued} queued writes: at least 1 each")
         self.directory = directory
-        self._lock_fd = _claim(directory)
+        self._lock_fd: int | None = _claim(directory)
         self._writes_left = threading.Semaphore(max_queued)
         self._order = itertools.count()
         self._lock = threading.Lock()
@@ -183,9 +183,9 @@ class SsdStore:
             jobs.put((_END, next(self._order), bool, Future()))
         for thread in self._threads:
             thread.join()
-        if self._lock_fd >= 0:
+        if self._lock_fd is not None:
             os.close(self._lock_fd)
-            self._lock_fd = -1
+            self._lock_fd = None
 
     def _path(self, key: bytes, part: int) -> Path:
         return self.directory / f"{key[0]:02x}" / f"{key.hex()}.{part}"
@@ -229,24 +229,24 @@ class SsdStore:
         new_path = path.with_name(path.name + ".new")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
-            with open(new_path, "wb", buffering=0, opener=_open_private) as file:
+            with open(new_path, "wb", opener=_open_private) as file:
                 _write_whole(file.fileno(), [memoryview(header), *views])
             os.replace(new_path, path)
         except OSError:
             with contextlib.suppress(OSError):
-                new_path.unlink(missing_ok=True)
+                new_path.unlink()
             raise
         return True
 
     def _read(self, entry: SsdEntry, views: Sequence[memoryview]) -> bool:
         path = self._path(entry.key, entry.part)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(path, "rb") as file:
                 _read_verified(file.fileno(), entry, views)
         except FileNotFoundError:  # removed meanwhile
             return False
         except _Wrong:
-            path.unlink(missing_ok=True)
+            path.unlink()
             raise
         return True
 
@@ -279,7 +279,7 @@ def _claim(directory: Path) -> int:
     """Make the directory and lock it; the lock's descriptor. Raises SsdError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = _open_private(str(directory / ".lock"), os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise SsdError(f"cannot keep cached parts in {directory}: {error}") from error
     try:
@@ -304,7 +304,7 @@ def _open_private(path: str, flags: int) -> int:
 
 def _read_header(path: Path) -> SsdEntry | None:
     """The header of a part's file of the right size; None for anything else. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         entry = decode_header(os.pread(file.fileno(), DATA_OFFSET, 0))
         nbytes = os.fstat(file.fileno()).st_size
     return entry if entry is not None and nbytes == DATA_OFFSET + entry.nbytes else None

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -98,8 +99,27 @@ def test_what_is_written_is_read_back(store: SsdStore) -> None:
     assert [file for file in store.directory.rglob("*.*") if file.name != ".lock"] == [path]
 
 
-def test_more_pieces_than_one_system_call_takes(store: SsdStore) -> None:
-    nbytes = 2500
+def test_what_has_been_carried_out_is_not_held_in_memory(store: SsdStore) -> None:
+    memory = memoryview(bytearray(10_000))
+    is_freed = threading.Event()
+    weakref.finalize(memory, is_freed.set)
+    assert not store.read(entry_of(1), [memory]).result(WAIT_S)
+    del memory
+    assert is_freed.wait(WAIT_S)
+
+
+@pytest.mark.parametrize(("nbytes", "num_calls"), [(1, 1), (1024, 1), (1025, 2), (2500, 3)])
+def test_a_system_call_takes_as_many_pieces_as_the_kernel_allows(
+    store: SsdStore, monkeypatch: pytest.MonkeyPatch, nbytes: int, num_calls: int
+) -> None:
+    preadv = os.preadv
+    lengths: list[int] = []
+
+    def counting(fd: int, views: list[memoryview], offset: int) -> int:
+        lengths.append(len(views))
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
     entry = entry_of(1, nbytes=nbytes)
     single = pieces(data_of(1, nbytes), *range(1, nbytes))
     future = store.write(entry, single)
@@ -108,6 +128,7 @@ def test_more_pieces_than_one_system_call_takes(store: SsdStore) -> None:
     memory = memoryview(bytearray(nbytes))
     assert store.read(entry, pieces(memory, *range(1, nbytes))).result(WAIT_S)
     assert memory == data_of(1, nbytes)
+    assert len(lengths) == num_calls
 
 
 def test_system_calls_that_do_only_a_part(store: SsdStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +236,27 @@ def test_no_damaged_header_is_read(place: int, flip: int) -> None:
     assert decode_header(bytes(header)) is None
 
 
+def test_a_header_of_version_1_is_what_it_always_was() -> None:
+    """Files of an earlier release are read after an update."""
+    header = bytes.fromhex(
+        "74000000238109d68ac8404198c410" + "01" * 16 + "c410" + "00" * 16 + "0100cd2710"
+        "cfa451f860efdd4c1782ac626c6f636b5f746f6b656e7340a570617274739184a46b696e6400"
+        "a66e6279746573cd2710ad77696e646f775f746f6b656e7300a667726f75707392000101"
+    ).ljust(4096, b"\0")
+    assert encode_header(entry_of(1)) == header
+    assert decode_header(header) == entry_of(1)
+
+
+def test_a_header_may_be_as_long_as_the_place_that_is_kept_for_it() -> None:
+    groups = PartShape(PartKind.KV, 10_000, groups=tuple(range(1450)))
+    entry = msgspec.structs.replace(entry_of(1), index=300, shape=CacheShape(64, (groups,)))
+    header = encode_header(entry)
+    assert header[-1] != 0, "no padding is left"
+    assert decode_header(header) == entry
+    with pytest.raises(ValueError, match="a header of 4098 bytes"):
+        encode_header(msgspec.structs.replace(entry, index=1 << 16))
+
+
 def test_headers_of_another_version_or_size() -> None:
     other = msgspec.structs.replace(entry_of(1), version=99)
     assert decode_header(encode_header(other)) is None
@@ -251,12 +293,15 @@ def test_a_scan_removes_what_is_not_whole_and_leaves_what_is_not_ours(
     garbage.write_bytes(b"x" * 20_000)
     misplaced.rename(misplaced.with_suffix(".1"))
     unfinished.rename(unfinished.with_name(unfinished.name + ".new"))
-    (store.directory / "lost+found").mkdir()
+    stranger = store.directory / "lost+found" / good.name
+    stranger.parent.mkdir()
     readme = good.with_name("README")
-    readme.touch()
+    no_folder = store.directory / "ff"
+    for path in (stranger, readme, no_folder):
+        path.touch()
     assert store.scan() == [entry_of(0)]
     files = {path for path in store.directory.rglob("*") if path.is_file()}
-    assert files == {good, readme, store.directory / ".lock"}
+    assert files == {good, stranger, readme, no_folder, store.directory / ".lock"}
     assert caplog.text.count(": removed") == 1
 
 
@@ -283,6 +328,22 @@ def test_a_directory_has_one_store(tmp_path: Path) -> None:
     SsdStore(tmp_path).close()
 
 
+def test_a_store_that_is_refused_leaves_no_file_open(tmp_path: Path) -> None:
+    first = SsdStore(tmp_path)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(SsdError):
+        SsdStore(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+    first.close()
+
+
+def test_directories_above_are_made_and_all_is_the_owners_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "cache" / "host" / "ssd"
+    SsdStore(directory).close()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert (directory / ".lock").stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(("num_threads", "max_queued"), [(0, 1), (1, 0), (-1, 1), (1, -1)])
 def test_a_store_needs_a_thread_and_a_place_in_its_queue(
     tmp_path: Path, num_threads: int, max_queued: int
@@ -298,6 +359,24 @@ def test_one_thread_and_one_place_are_enough(tmp_path: Path) -> None:
     assert threading.active_count() == before + 1
     store.close()
     assert threading.active_count() == before, "it has waited for its thread"
+
+
+def test_an_agents_store_has_two_threads_that_do_not_keep_the_process(tmp_path: Path) -> None:
+    store = SsdStore(tmp_path)
+    threads = [each for each in threading.enumerate() if each.name.startswith("prfaas-ssd-")]
+    assert [thread.daemon for thread in threads] == [True, True]
+    store.close()
+
+
+def test_an_agents_store_takes_64_writes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SsdStore(tmp_path)
+    gate = Gate(monkeypatch, "pwritev")
+    futures = [store.write(entry_of(index), [data_of(index)]) for index in range(65)]
+    gate.open.set()
+    assert [index for index, future in enumerate(futures) if future is None] == [64]
+    store.close()
 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
@@ -323,6 +402,15 @@ def test_a_full_disk_costs_the_write_and_is_told_once(
     assert not [path for path in store.directory.rglob("*.0*") if path.is_file()]
     assert put(store, entry_of(1))
     assert loaded(store, entry_of(1)) == data_of(1)
+
+
+def test_a_disk_that_takes_nothing_costs_the_write(
+    store: SsdStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    assert not put(store, entry_of(1))
+    assert "Input/output error" in caplog.text
+    assert not [path for path in store.directory.rglob("*.0*") if path.is_file()]
 
 
 def test_a_full_queue_takes_no_more_until_something_is_done(
