@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvmanager.loop_gaps import Gap, Stack, describe
-from kvmanager.loop_watch import LIMIT_S, LoopWatch
+from kvmanager.loop_watch import LIMIT_S, LOOK_S, LoopWatch
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("transport", "netmon", "kvmanager", "scheduler", "prfaas", "local_pd", "deploy")
@@ -40,8 +40,11 @@ def our_part_s(gap: Gap) -> float:
     """How much of a gap in a test's process our packages caused.
 
     Collecting garbage is left out: its time grows with all that the tests of a process have made.
+    So are gaps of which little was seen because the looking thread had no core either.
     """
     num_looks = sum(count for _, count in gap.stacks)
+    if gap.machine_s > gap.own_s and num_looks < gap.own_s / LOOK_S / 2:
+        return 0.0
     num_ours = sum(count for stack, count in gap.stacks if is_ours(stack))
     return (gap.own_s - gap.gc_s) * num_ours / num_looks if num_looks else 0.0
 
