@@ -4,11 +4,11 @@ A heartbeat on the loop measures how late the loop runs what is due. A thread be
 stack of the loop's thread while the heartbeat is late, and logs gaps over a limit once they are
 over. It does not know what the loop runs; `loop_gaps` decides whose time a gap was.
 
-An idle agent may use 0.003 cores, and waking a thread costs up to 100 microseconds. So an idle
-loop beats every 50 ms only, at full multiples that other periodic work can share
-(`aligned_delay_s`), and the thread wakes up about seven times a second. A gap that begins between
-two beats is measured from the second one, so it may be up to one period longer than reported. A
-loop with work to do beats every 10 ms.
+An idle agent may use 0.003 cores, and waking a thread costs up to 100 microseconds. So a loop
+that has had nothing to do for a second beats every 100 ms only, at full multiples that other
+periodic work can share (`aligned_delay_s`), and the thread wakes up five times a second. Else it
+beats every 20 ms. A gap that begins between two beats is measured from the second one, so it may
+be up to one period longer than reported.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from kvmanager.thread_times import StarvedClock, StarvedClocks, gil_wait_s, num_
 
 logger = logging.getLogger("prfaas.kvmanager.loop_watch")
 
-IDLE_PERIOD_S: Final = 0.05
-BUSY_PERIOD_S: Final = 0.01
+IDLE_PERIOD_S: Final = 0.1
+BUSY_PERIOD_S: Final = 0.02
 LIMIT_S: Final = 0.1
 """Gaps of which at least this is our own are logged as warnings."""
 
 _BUSY_SHARE: Final = 0.05
-_LOOK_S: Final = 0.02
+_BUSY_FOR_S: Final = 1.0
+LOOK_S: Final = 0.02
 """Between two looks at the stack of a loop that is late."""
 _STARVED_S: Final = 1e-3
 _MAX_FRAMES: Final = 30
@@ -92,6 +93,7 @@ class LoopWatch:
         self.gaps = LoopGaps()
         self._limit_s = limit_s
         self._idle_period_s = idle_period_s
+        self._busy_period_s = min(BUSY_PERIOD_S, idle_period_s)
         self._log = GapLog(limit_s)
         self._on_gap = on_gap or self._log.add
         self._ended: deque[RawGap] = deque(maxlen=_MAX_KEPT)
@@ -113,7 +115,8 @@ class LoopWatch:
         self._thread = threading.Thread(target=self._watch, name="prfaas-loop-watch", daemon=True)
         self._thread.start()
         # Only now, because starting a thread waits for its first turn on a core.
-        self._rearm(time.monotonic(), self._idle_period_s)
+        self._busy_s = time.monotonic()
+        self._rearm(self._busy_s, self._busy_period_s)
         return self
 
     def __exit__(
@@ -138,8 +141,10 @@ class LoopWatch:
     def _beat(self) -> None:
         now_s = time.monotonic()
         cpu_s = self._note(now_s)
-        is_busy = cpu_s > _BUSY_SHARE * (now_s - self._beat_s)
-        self._rearm(now_s, BUSY_PERIOD_S if is_busy else self._idle_period_s)
+        if cpu_s > _BUSY_SHARE * (now_s - self._beat_s):
+            self._busy_s = now_s
+        is_busy = now_s - self._busy_s < _BUSY_FOR_S
+        self._rearm(now_s, self._busy_period_s if is_busy else self._idle_period_s)
 
     def _note(self, now_s: float) -> float:
         """CPU time since the last beat; a gap is handed to the thread."""
@@ -191,7 +196,7 @@ class LoopWatch:
                     before_gap_s, read_own_s = clocks.read_s(), own_s
                 if late_s >= self._limit_s:
                     self._look()
-                slept_s, lock_wait_s = self._sleep(max(self._limit_s - late_s, _LOOK_S))
+                slept_s, lock_wait_s = self._sleep(max(self._limit_s - late_s, LOOK_S))
                 earlier_s, own_s = own_s, own.read_s() or 0.0
                 halt = halt_of_sleeper(slept_s, own_s - earlier_s, lock_wait_s)
                 if halt is not None:
