@@ -267,7 +267,6 @@ class PoolIndex:
         self._drop_rewrite()
         _abandon(self._fd, self._path)
         self._fd = None
-        self._buffer.clear()
 
 
 def _write_all(fd: int, data: bytearray) -> None:
@@ -278,6 +277,8 @@ def _write_all(fd: int, data: bytearray) -> None:
 
 def _abandon(fd: int | None, path: Path) -> None:
     with contextlib.suppress(OSError):
-        if fd is not None:
+        path.unlink()
+    if fd is not None:
+        # Closing may report the trouble of earlier writes.
+        with contextlib.suppress(OSError):
             os.close(fd)
-        path.unlink(missing_ok=True)

@@ -156,9 +156,38 @@ def test_an_index_holds_one_file_open_and_none_when_it_is_closed(arena: Arena) -
         rewrite(index)
         assert len(os.listdir("/proc/self/fd")) == before + 1
     index.compact()
+    index.compact()  # goes on already
     index.close()
     index.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_index_that_is_given_up_during_a_rewrite_leaves_no_file(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    index, _ = opened(arena)
+    index.shape_id(SHAPE)
+    index.append(stored(0))
+    index.compact()
+    close = os.close
+
+    def refuse_to_write(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def close_and_complain(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse_to_write)
+        patch.setattr(os, "close", close_and_complain)
+        index.append(Dropped(key(0), 0))
+    assert not index.is_open
+    index.compact()  # does nothing any more
+    assert [path.suffix for path in arena.path.parent.iterdir()] == [".arena"]
+    assert len(os.listdir("/proc/self/fd")) == before
+    index.close()
 
 
 def test_a_rewrite_follows_no_link(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
