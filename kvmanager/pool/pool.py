@@ -263,9 +263,8 @@ class HybridPool:
         Where it is plain that it cannot be, nothing is evicted.
         """
         books = self._books
-        free = books.allocator.num_free
         num_stuck = books.pinned_blocks + self._fills.num_blocks
-        if free < num_blocks and free + books.num_blocks - num_stuck < num_blocks:
+        if books.allocator.num_free + books.num_blocks - num_stuck < num_blocks:
             return False
         return books.evict_until(lambda: books.allocator.num_free >= num_blocks)
 
@@ -319,9 +318,8 @@ class HybridPool:
         if found is None:
             return
         found.spill_id = 0
-        if found.is_kv and found.node.num_ssd_needs:
-            purge.condemn_above(self._books, found)
-            self.drop_lost()
+        purge.condemn_above(self._books, found)
+        self.drop_lost()
 
     def lost_on_ssd(self, parts: Iterable[tuple[bytes, int]]) -> None:
         """The SSD copies of these (key, part) cannot be read: drop them, and what stands on them.
@@ -357,7 +355,7 @@ class HybridPool:
         nodes = books.continuation(geometry, change.parent, change.index, [change.key])
         if not nodes or not change.stored or not 0 <= change.part < len(geometry.num_blocks):
             return False
-        existing = nodes[0].parts[change.part] if nodes[0] is not None else None
+        existing = books.part(change.key, change.part)
         if existing is not None and (existing.filling is not None or existing.is_in(change.tier)):
             return False
         if not self._restores_on_base(geometry, change) or not books.claim(geometry, change):
