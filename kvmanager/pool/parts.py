@@ -230,8 +230,6 @@ class PartBooks:
             node.present &= ~(1 << part.number)
             self.num_present -= not node.present
             self.forget(part)
-        else:
-            self.offer(part)
         self._tell(False, part, tier, runs)
 
     def may_leave(self, part: Part, tier: Tier) -> bool:
@@ -336,7 +334,6 @@ class PartBooks:
                 return False
             head = self._ssd_queue.head()
             assert head is not None
-            self._ssd_queue.pop()
             self.leave(head[1], Tier.SSD, is_eviction=True)
         return True
 
@@ -399,7 +396,6 @@ class PartBooks:
     def _leave_arena(self, part: Part) -> None:
         self.free(part.runs)
         part.runs = ()
-        part.spill_id = 0
         part.condemned &= ~(1 << Tier.ARENA)
         part.node.in_arena &= ~(1 << part.number)
         self.to_spill.pop(part, None)
