@@ -5,11 +5,12 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from pool_cases import HYBRID, ROOT, Harness, keys_of
+from pool_cases import FULL, HYBRID, ROOT, Harness, keys_of
 
 from kvmanager.agent.cache_feed import CacheFeed
 from kvmanager.pool.nodes import Node, Part
 from kvmanager.pool.records import PoolChange, Tier
+from kvmanager.pool.shape import CacheShape
 from kvmanager.pool.ssd import SsdEntry
 
 NUM_BLOCKS = 2000
@@ -85,3 +86,23 @@ def test_what_was_not_filled_holds_itself_no_more() -> None:
     pool.pool.abort(fill.fill_id)
     assert are_held_by_nobody(parts)
     assert are_held_by_nobody(nodes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "number", "tiers"),
+    [(FULL, 0, [Tier.ARENA]), (HYBRID, 1, [Tier.ARENA]), (FULL, 0, [Tier.ARENA, Tier.SSD])],
+    ids=["KV", "state", "KV on SSD"],
+)
+def test_of_what_was_discarded_the_queues_hold_a_bounded_number(
+    shape: CacheShape, number: int, tiers: list[Tier]
+) -> None:
+    pool = Harness(10, shape=shape, ssd_bytes=1 if Tier.SSD in tiers else 0)
+    parts = []
+    for _ in range(3000):
+        pool.store("a", *([(0, number)] if number else []))
+        pool.spill()
+        parts.append(nodes_and_parts(pool, "a")[1][number])
+        for tier in tiers:
+            assert pool.pool.discard(keys_of("a")[0], number, tier)
+    num_held = sum(sys.getrefcount(part) > 3 for part in parts)  # `parts`, `part`, the argument
+    assert num_held < 1100

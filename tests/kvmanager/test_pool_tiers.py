@@ -53,6 +53,7 @@ def test_ssd_keeps_what_was_used_last() -> None:
     assert pool.spill() == keys_of("de")
     on_ssd = {change.key for change in pool.pool.changes() if change.tier is Tier.SSD}
     assert on_ssd == {last_key("a"), *keys_of("de")}
+    assert pool.pool.status().evictions == {(Tier.SSD, PartKind.KV): 2}
     pool.hit("ab")
     assert pool.spill() == [last_key("ab")], "used again, so copied again"
 
@@ -66,6 +67,17 @@ def test_what_is_older_than_everything_on_a_full_ssd_stays_off_it() -> None:
     assert not pool.pool.stored_on_ssd(spill)
     pool.hit("b")
     assert pool.pool.spill(10) == []
+
+
+def test_a_state_does_not_take_the_place_of_the_kv_that_it_stands_on() -> None:
+    pool = Harness(10, shape=HYBRID, ssd_bytes=3)
+    pool.store("a", (0, 1))
+    kv, state = pool.pool.spill(2)
+    assert (kv.change.part, state.change.part) == (0, 1)
+    assert pool.pool.stored_on_ssd(kv)
+    assert not pool.pool.stored_on_ssd(state)
+    assert pool.pool.status().nbytes[Tier.SSD, PartKind.KV] == 1
+    pool.pool.check_invariants()
 
 
 def test_a_copy_without_its_base_on_ssd_is_not_kept() -> None:
@@ -104,6 +116,13 @@ def test_a_limited_spill_takes_bases_first_and_goes_on() -> None:
     pool.store("abc")
     assert [spill.change.key for spill in pool.pool.spill(2)] == keys_of("abc")[:2]
     assert [spill.change.key for spill in pool.pool.spill(2)] == keys_of("abc")[2:]
+
+
+def test_what_has_left_the_arena_is_not_to_be_copied_any_more() -> None:
+    pool = Harness(10, ssd_bytes=100)
+    pool.store("ab")
+    pool.leave_arena("ab")
+    assert [spill.change.key for spill in pool.pool.spill(100)] == keys_of("a")
 
 
 def test_a_spill_that_its_part_has_outlived_says_nothing_about_a_later_one() -> None:
@@ -297,6 +316,47 @@ def test_a_step_looks_at_so_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.pool.drop_lost()
     assert pool.held("ab") == [0]
     assert not pool.pool.has_lost
+
+
+def test_what_is_in_use_still_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Harness(12, ssd_bytes=100)
+    pool.store("abc")
+    pool.store("abd")
+    pool.spill()
+    for path in ("a", "abc", "abd"):
+        pool.leave_arena(path)
+    pins = [pool.pin(path, (2, 0)) for path in ("abc", "abd")]
+    pool.lose("a")
+    assert pool.held("abc", "abd") == [3, 3]
+    assert not pool.pool.has_lost
+    monkeypatch.setattr(pool_module, "MAX_LOST_PER_STEP", 1)
+    pool.pool.unpin(pins[0].pin_id)
+    assert pool.held("abc", "abd") == [2, 3]
+    assert not pool.pool.has_lost, "the second stands on the rest"
+    pool.pool.unpin(pins[1].pin_id)
+    while pool.pool.has_lost:
+        pool.pool.drop_lost()
+    assert pool.held("abd") == [0]
+
+
+def test_what_is_written_anew_while_lost_copies_wait_to_go_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "MAX_LOST_PER_STEP", 2)
+    pool = Harness(12, shape=HYBRID, ssd_bytes=100)
+    pool.store("ab", (1, 1))
+    pool.spill()
+    pool.leave_arena("a")
+    pool.lose("a")
+    assert pool.match("ab") == Match(2, 2, 0, 0), "the second has left the arena, the rest waits"
+    fill = pool.reserve("ab", [(0, 0), (1, 0)])
+    assert pool.commit(fill, (0, 0), (1, 0)) == [True, True]
+    pool.pool.abort(fill.fill_id)
+    while pool.pool.has_lost:
+        pool.pool.drop_lost()
+    pool.pool.check_invariants()
+    assert pool.match("ab").arena_kv_blocks == 2
+    assert pool.pool.status().nbytes[Tier.SSD, PartKind.KV] == 0
 
 
 def test_a_lost_state_takes_nothing_with_it() -> None:
