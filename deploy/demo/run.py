@@ -73,7 +73,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     if failure:
         console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
     if failed:
-        console.print(f"logs are in {options.work_dir / 'logs'}")
+        # A path that is broken over two lines cannot be copied.
+        console.print(f"logs are in {options.work_dir / 'logs'}", soft_wrap=True)
     for item in left:
         console.print(f"[red]left behind:[/] {item}")
     if rows is None:

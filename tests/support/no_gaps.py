@@ -60,6 +60,8 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     """Watch the loop of a test that is a coroutine, while the test itself runs."""
     if not isinstance(item, pytest.Function) or not inspect.iscoroutinefunction(item.obj):
         return
+    if item.get_closest_marker("many_at_once"):
+        return
     test = item.obj
 
     @functools.wraps(test)

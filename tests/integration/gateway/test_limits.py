@@ -327,6 +327,7 @@ async def test_an_error_carries_the_request_id(region: Any) -> None:
     assert headers["x-request-id"] == "mine"
 
 
+@pytest.mark.many_at_once
 async def test_many_at_once_stay_apart(region: Any) -> None:
     async def ask(seed: int) -> None:
         length = 300 if seed % 2 else 5
