@@ -29,9 +29,12 @@ PROMPT_TOKENS = 5000
 NUM_CLIENTS = 2
 NOTICED_S = 2.0
 BACK_S = 30.0
-SLOW, SLOW_FOR_S = "20Mbit", 16.0
-"""A prompt's 22 MB then take 9 s, where the PD cluster computes two prompts in less than half of
-that: clearly too slow by any margin. What was under way before ends within it."""
+SLOW = "12Mbit"
+"""A prompt's 22 MB then take 15 s, in which the PD cluster's engine computes several prompts:
+clearly too slow by the default margin, also where the machine is busy."""
+NUM_SLOW = 4
+SLOW_LIMIT_S = 90.0
+"""Until so many were sent and answered on the slow link; those under way before come first."""
 NUM_TO_LEARN = 6
 """Answers of the prefill cluster before the link changes: by then its prefill times are known, and
 predictions count as much as the threshold."""
@@ -118,7 +121,7 @@ async def test_routes_follow_the_link(region: RunningRegion) -> None:
 
             relay.configure(rate=SLOW)
             slow_s = traffic.now_s()
-            await asyncio.sleep(SLOW_FOR_S)
+            await _until_asked(traffic, slow_s + NOTICED_S, NUM_SLOW, SLOW_LIMIT_S)
 
             relay.cut()
             cut_s = traffic.now_s()
@@ -145,6 +148,15 @@ async def test_routes_follow_the_link(region: RunningRegion) -> None:
         assert _decisions(metrics, reason) >= 1
     assert _decisions(metrics, "local_sooner") + _decisions(metrics, "link_congested") >= 1
     assert 'prfaas_gateway_link_condition{condition="clear",source="prefill-a"' in metrics
+
+
+async def _until_asked(
+    traffic: Traffic, since_s: float, num_answers: int, timeout_s: float
+) -> None:
+    """Return once so many requests that were sent after `since_s` have their answers."""
+    while len(traffic.since(since_s)) < num_answers:
+        assert traffic.now_s() < since_s + timeout_s, f"only {traffic.since(since_s)}"
+        await asyncio.sleep(0.1)
 
 
 async def _until_remote(
