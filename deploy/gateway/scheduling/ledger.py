@@ -111,8 +111,14 @@ class Ledger:
                 yield transfer_id, leg
 
     def landing(self, model: str) -> list[PrefillLeg]:
-        """All that will decode for a model in the PD cluster once they have landed."""
-        return [leg for leg in self._legs.values() if leg.model == model]
+        """All that will decode for a model in the PD cluster once they have landed. A leg may hear
+        of its end after the answer is over: that one decodes no more.
+        """
+        return [
+            leg
+            for transfer_id, leg in self._legs.items()
+            if leg.model == model and transfer_id not in self._answered_s
+        ]
 
     def answer_over(self, transfer_id: str, now_s: float) -> None:
         """The request that a leg was for is answered or given up: no engine holds its KVCache."""

@@ -93,8 +93,10 @@ def test_engines_hold_what_has_landed_until_it_is_answered() -> None:
 def test_an_answer_may_be_over_before_its_leg() -> None:
     ledger = Ledger()
     ledger.leg_begun("a", leg(model="m", kv_bytes=100.0))
+    assert len(ledger.landing("m")) == 1
     ledger.answer_over("a", 1.0)
     ledger.answer_over("somebody else's", 1.0)
+    assert ledger.landing("m") == []
     ledger.leg_over("a", 2.0)
     assert ledger.kv_change_since("m", 0.0) == 0.0
     ledger.leg_begun("b", leg())
