@@ -1,8 +1,8 @@
 """What a gap of an event loop was made of, and what a process tells of its gaps. Pure: no clocks.
 
 A gap is a stretch in which the loop ran nothing that was due. The machine's part of it is the time
-in which the kernel ran something else, or the whole process was stopped; the rest is our own:
-computing, waiting for files, locks or Python's interpreter lock.
+in which the kernel ran something else, the hypervisor ran other machines, or the whole process was
+stopped; the rest is our own: computing, waiting for files, locks or Python's interpreter lock.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Gap:
 
     @property
     def machine_s(self) -> float:
-        """When the kernel gave the loop no core, or had stopped the process."""
+        """When the loop had no core, or the process was stopped."""
         return self.gap_s - self.own_s
 
 
@@ -76,22 +76,32 @@ class Halt:
         return min(self.most_s, max(0.0, min(self.ended_s, ended_s) - max(self.began_s, began_s)))
 
 
-def judge(raw: RawGap, halts: Iterable[Halt] = (), other_starved_s: float = 0.0) -> Gap:
+def judge(
+    raw: RawGap,
+    halts: Iterable[Halt] = (),
+    *,
+    other_starved_s: float = 0.0,
+    stolen_s: float = 0.0,
+) -> Gap:
     """Whose time a gap was.
 
     Time that the kernel gave no core may have passed shortly before the gap, since `since_s`; all
     of it is taken off. `other_starved_s` is how long another thread of the process waited for a
     core meanwhile: where the loop computed nothing it may have waited for a lock of that thread,
-    Python's own above all, and is not blamed. CPU time is our own in any case. Where the kernel
-    does not say how long the thread waited for a core, nothing else is.
+    Python's own above all, and is not blamed. `stolen_s` is how long the hypervisor stopped any one
+    core meanwhile: the loop, or the thread that it waited for, may have been on that one. CPU time
+    is our own in any case. Where the kernel does not say how long the thread waited for a core,
+    nothing else is.
     """
     gap_s = raw.ran_s - raw.due_s
     least_own_s = max(0.0, min(gap_s, raw.cpu_s - (raw.due_s - raw.since_s)))
     if raw.starved_s is None:
         own_s = min(gap_s, raw.cpu_s)
     else:
-        # A thread that is stopped does not wait for a core: the two never overlap.
+        # A thread that is stopped does not wait for a core: the two never overlap. A hypervisor
+        # that stops every core halts the process too: the two are not added.
         halted_s = sum(halt.within_s(raw.due_s, raw.ran_s) for halt in halts)
+        halted_s = max(halted_s, stolen_s)
         rest_s = gap_s - halted_s - raw.starved_s
         held_up_s = min(other_starved_s, max(0.0, rest_s - raw.cpu_s))
         own_s = max(least_own_s, rest_s - held_up_s)

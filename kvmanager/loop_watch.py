@@ -39,7 +39,13 @@ from kvmanager.loop_gaps import (
     halt_of_sleeper,
     judge,
 )
-from kvmanager.thread_times import StarvedClock, StarvedClocks, gil_wait_s, num_own_switches
+from kvmanager.thread_times import (
+    StarvedClock,
+    StarvedClocks,
+    gil_wait_s,
+    num_own_switches,
+    stolen_s,
+)
 
 logger = logging.getLogger("prfaas.kvmanager.loop_watch")
 
@@ -53,6 +59,8 @@ _BUSY_FOR_S: Final = 1.0
 LOOK_S: Final = 0.02
 """Between two looks at the stack of a loop that is late."""
 _STARVED_S: Final = 1e-3
+_READ_STOLEN_EVERY_S: Final = 1.0
+"""The kernel sums up every interrupt of every core for it, which takes a big machine a while."""
 _MAX_FRAMES: Final = 30
 _LOG_EVERY_S: Final = 1.0
 _MAX_KEPT: Final = 1000
@@ -131,7 +139,7 @@ class LoopWatch:
         self._thread.join()
         # A gap that is not over when the loop ends is not lost.
         self._note(time.monotonic())
-        self._report(0.0)
+        self._report()
         self._log.flush()
         gc.callbacks.remove(self._on_gc)
         self._starved.close()
@@ -188,8 +196,12 @@ class LoopWatch:
         with contextlib.closing(own), contextlib.closing(StarvedClocks()) as clocks:
             own_s = read_own_s = own.read_s() or 0.0
             before_gap_s = clocks.read_s()
+            stolen_before_s, read_stolen_s = stolen_s(), time.monotonic()
             while not self._closed:
-                late_s = time.monotonic() - self._due_s
+                now_s = time.monotonic()
+                late_s = now_s - self._due_s
+                if late_s < LEAST_GAP_S and now_s - read_stolen_s >= _READ_STOLEN_EVERY_S:
+                    stolen_before_s, read_stolen_s = stolen_s(), now_s
                 # Reading the clocks of all threads is not free. Where this thread waits for no
                 # core, others hardly do.
                 if late_s < LEAST_GAP_S and own_s - read_own_s > _STARVED_S:
@@ -203,7 +215,10 @@ class LoopWatch:
                     self._halts.append(halt)
                 if self._ended:
                     starved_s = clocks.read_s()
-                    self._report(_longest_wait_s(before_gap_s, starved_s, but=self._native_id))
+                    self._report(
+                        _longest_wait_s(before_gap_s, starved_s, but=self._native_id),
+                        _longest_theft_s(stolen_before_s),
+                    )
 
     def _sleep(self, length_s: float) -> tuple[tuple[float, float, float], float]:
         """Until the time is over or a gap is.
@@ -220,10 +235,10 @@ class LoopWatch:
         if frame is not None:
             self._stacks[_stack(frame, self._below)] += 1
 
-    def _report(self, other_starved_s: float) -> None:
+    def _report(self, other_starved_s: float = 0.0, stolen_s: float = 0.0) -> None:
         while self._ended:
             raw = self._ended.popleft()
-            gap = judge(raw, self._halts, other_starved_s)
+            gap = judge(raw, self._halts, other_starved_s=other_starved_s, stolen_s=stolen_s)
             if gap.gap_s >= self._limit_s:
                 gap = replace(gap, stacks=tuple(self._stacks.most_common()))
                 self._stacks.clear()
@@ -272,6 +287,12 @@ def _longest_wait_s(before_s: Mapping[int, float], now_s: Mapping[int, float], b
         ),
         default=0.0,
     )
+
+
+def _longest_theft_s(before_s: Sequence[float]) -> float:
+    """The longest that the hypervisor kept any one core since `stolen_s` said `before_s`."""
+    pairs = zip(before_s, stolen_s(), strict=False)  # a core may come or go meanwhile
+    return max((total_s - earlier_s for earlier_s, total_s in pairs), default=0.0)
 
 
 def _seen_at(gap: Gap) -> str:

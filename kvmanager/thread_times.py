@@ -1,6 +1,6 @@
-"""What the kernel tells of threads of this process that were kept from running (Linux).
+"""What the kernel tells of threads that were kept from running (Linux).
 
-It does not know why: other processes, a CPU quota, a busy interpreter.
+It does not know why: other processes, a CPU quota, a busy interpreter, other virtual machines.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import threading
+from typing import Final
 
 
 class StarvedClock:
@@ -63,6 +64,26 @@ class StarvedClocks:
         for clock in self._clocks.values():
             clock.close()
         self._clocks.clear()
+
+
+_CLOCK_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_STEAL_FIELD: Final = 8
+
+
+def stolen_s() -> tuple[float, ...]:
+    """How long the hypervisor has kept each core from running anything, in all.
+
+    A thread on such a core neither computes nor waits for a core, as far as its own counters say.
+    Resolution: one clock tick, 10 ms. Empty where the kernel does not tell.
+    Source: proc(5), `/proc/stat`, field `steal`.
+    """
+    try:
+        with open("/proc/stat", "rb") as file:
+            lines = file.readlines()
+    except OSError:
+        return ()
+    cores = (line.split() for line in lines[1:] if line.startswith(b"cpu"))
+    return tuple(int(fields[_STEAL_FIELD]) / _CLOCK_TICKS_PER_S for fields in cores)
 
 
 def num_own_switches() -> int:

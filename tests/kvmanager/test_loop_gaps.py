@@ -1,6 +1,7 @@
 """Whose time a gap of the event loop was, and what is kept of gaps."""
 
 import logging
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvmanager.loop_gaps import Gap, Halt, LoopGaps, RawGap, describe, halt_of_sleeper, judge
 from kvmanager.loop_metrics import LoopCollector
 from kvmanager.loop_watch import GapLog, aligned_delay_s
+from kvmanager.thread_times import stolen_s
 
 
 def raw(**changes: Any) -> RawGap:
@@ -65,14 +67,31 @@ def test_blocking_while_another_thread_has_no_core_is_the_machines() -> None:
     assert judge(raw(cpu_s=0.25), other_starved_s=0.3).own_s == pytest.approx(0.25)
 
 
+def test_a_core_that_other_virtual_machines_had_is_the_machines() -> None:
+    assert judge(raw(cpu_s=0.001), stolen_s=0.4).own_s == pytest.approx(0.0)
+    assert judge(raw(cpu_s=0.001), stolen_s=0.1).own_s == pytest.approx(0.3)
+
+
+def test_a_halt_by_the_hypervisor_is_not_taken_off_twice() -> None:
+    found = judge(raw(), [Halt(9.9, 10.2, most_s=0.3)], stolen_s=0.2)
+    assert found.own_s == pytest.approx(0.2)
+
+
 def test_computing_is_our_own_whatever_else_seems_to_have_happened() -> None:
     halts = [Halt(9.0, 11.0, most_s=2.0)]
     assert judge(raw(cpu_s=0.35), halts).own_s == pytest.approx(0.3)
+    assert judge(raw(cpu_s=0.35), stolen_s=1.0).own_s == pytest.approx(0.3)
 
 
 def test_garbage_collection_is_a_part_of_the_own_time() -> None:
     assert judge(raw(cpu_s=0.4, gc_s=0.3), []).gc_s == pytest.approx(0.3)
     assert judge(raw(starved_s=0.3, gc_s=0.3), []).gc_s == pytest.approx(0.1)
+
+
+def test_the_kernel_tells_what_was_stolen_of_each_core() -> None:
+    before = stolen_s()
+    assert len(before) >= (os.cpu_count() or 1) > 0
+    assert all(now >= earlier >= 0.0 for earlier, now in zip(before, stolen_s(), strict=True))
 
 
 def test_a_sleeper_that_wakes_in_time_saw_no_halt() -> None:
