@@ -29,6 +29,7 @@ from engine_region import (
     model_dir,
     prompt,
     records,
+    reference_answers,
     region_spec,
     running,
     settled_record,
@@ -37,7 +38,7 @@ from handoff import Handoff
 from landed_pages import pages_of
 
 from deploy.demo.answers import Answer
-from deploy.demo.reference import decided_answers, plain_engine
+from deploy.demo.reference import plain_engine
 from deploy.demo.scenario import CHUNK_TOKENS, DemoRequest, text
 from deploy.demo.tiny_specs import MODELS
 from deploy.demo.verdict import MAX_TAIL_SHARE, MIN_EARLY_SHARE
@@ -127,7 +128,7 @@ class Plain:
 
 async def plain_answers(path: Path, name: str, log_dir: Path) -> Plain:
     async with plain_engine(MODELS[name], path, log_dir) as url:
-        asked, expected = await decided_answers(url, MODELS[name], requests(), lambda *_: None)
+        asked, expected = await reference_answers(url, name, requests())
         turns, answers = await expected_turns(url, name, TURNS, seed=9000)
         return Plain(asked, expected, turns, answers)
 

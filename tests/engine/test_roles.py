@@ -26,15 +26,14 @@ from engine_region import (
     model_dir,
     prompt,
     records,
+    reference_answers,
     region_spec,
     running,
 )
 
 from deploy.demo.answers import Answer
-from deploy.demo.reference import decided_answers
 from deploy.demo.regions import pd_cluster_alone
 from deploy.demo.scenario import DemoRequest
-from deploy.demo.tiny_specs import MODELS
 from deploy.region.launcher import RunningRegion
 from deploy.region.spec import RegionInstance, RegionSpec
 
@@ -123,9 +122,7 @@ async def test_roles_change_under_load_and_lose_no_request(region: RunningRegion
         prompt(f"{length}", length, 600 + length, stream=bool(index % 2))
         for index, length in enumerate(LENGTHS)
     ]
-    asked, expected = await decided_answers(
-        region.gateway_url, MODELS[WINDOW], prompts, lambda *_: None
-    )
+    asked, expected = await reference_answers(region.gateway_url, WINDOW, prompts)
     load = Load(region, asked)
     async with load.all_the_while():
         await become(region, "b1-d1", "prefill", epoch=1)

@@ -4,12 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_region import agent_status, ask_region, prompt, settled_record, until
+from engine_region import (
+    agent_status,
+    ask_region,
+    prompt,
+    reference_answers,
+    settled_record,
+    until,
+)
 
 from deploy.demo.answers import Answer
-from deploy.demo.reference import decided_answers
 from deploy.demo.scenario import DemoRequest
-from deploy.demo.tiny_specs import MODELS
 from deploy.region.launcher import RunningRegion
 from deploy.region.running import RunningProcess
 from kvmanager.agent.messages import CacheModel
@@ -30,7 +35,7 @@ async def expected_turns(
     for index, (num_new, draw) in enumerate(new):
         turn = prompt(f"turn {index + 1}", len(said) + num_new, seed + index, prefix=said)
         drawn = [turn.redrawn(draw)]
-        asked, got = await decided_answers(url, MODELS[model], drawn, lambda *_: None)
+        asked, got = await reference_answers(url, model, drawn)
         turns += asked
         answers.append(got[turn.name])
         # The demo's tokenizer makes one token of each byte.

@@ -106,7 +106,18 @@ async def expected_answers(
 ) -> tuple[list[DemoRequest], dict[str, Answer]]:
     """What one plain engine, without our connector, answers; see `decided_answers`."""
     async with plain_engine(MODELS[name], path, log_dir) as url:
-        return await decided_answers(url, MODELS[name], requests, lambda request, answer: None)
+        return await reference_answers(url, name, requests)
+
+
+async def reference_answers(
+    url: str, name: str, requests: Sequence[DemoRequest]
+) -> tuple[list[DemoRequest], dict[str, Answer]]:
+    """What the engine at `url` answers; see `decided_answers`. An error is no reference."""
+
+    def check(request: DemoRequest, answer: Answer) -> None:
+        assert not answer.error, f"no reference for {request.name}: {answer.error}"
+
+    return await decided_answers(url, MODELS[name], requests, check)
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
