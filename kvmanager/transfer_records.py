@@ -2,7 +2,7 @@
 
 Value types of `kvmanager.transfers`, where the rules are. No I/O, no clock.
 
-    TransferError        code: one of kvmanager.rpc.ErrorCode
+    TransferError        code: one of transport.rpc.ErrorCode
     ├── NoRoom           NO_ROOM    the arena or a cap is full; later it may not be
     ├── BadRequest       INVALID    can never work
     ├── UnknownTransfer  NOT_FOUND  no such transfer, or it is over
@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from kvmanager.blocks import Run
 from kvmanager.custody import Key, Kind
-from transport.ranges import IntervalSet
+from transport.wire.ranges import IntervalSet
 
 
 class TransferError(Exception):

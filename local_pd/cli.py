@@ -13,9 +13,9 @@ import typer
 from kvmanager.engines.front_config import FrontConfig, FrontConfigError, load_front_config
 from kvmanager.engines.front_process import serve_front
 from kvmanager.engines.instances import InstancesConfig
-from kvmanager.rpc import RpcError
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.server import PdServer
+from transport.rpc import RpcError
 
 
 def pd_command(

@@ -22,7 +22,6 @@ from kvmanager.engines.jobs import (
 )
 from kvmanager.engines.ownership import Cleanups, cancel_requested
 from kvmanager.engines.prefill_run import PrefillRunner, RunnerConfig
-from kvmanager.rpc import RpcError
 from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, RoleRefused, UnknownInstance
 from local_pd.handoff import LocalHandoff
 from local_pd.leases import LeaseKeeper
@@ -37,6 +36,7 @@ from local_pd.placement import (
 )
 from local_pd.slots import HeldSlots
 from scheduler.conversion import RoleChange, RoleStatus, applied
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.local_pd")
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.local_pd")
 

@@ -14,7 +14,6 @@ from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
 from kvmanager.engines.ownership import Cleanups, cancel_requested
 from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
-from kvmanager.rpc import RpcClient, RpcError
 from local_pd.errors import (
     FrontUnreachable,
     NoInstance,
@@ -38,6 +37,7 @@ from local_pd.messages import (
 from local_pd.server import SERVICE
 from scheduler.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
 from transport import TlsFiles
+from transport.rpc import RpcClient, RpcError
 
 logger = logging.getLogger("prfaas.local_pd")
 

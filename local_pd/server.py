@@ -10,7 +10,6 @@ from typing import Any, Final, TypeVar
 
 from kvmanager.engines.jobs import ClusterReport, PrefillJob
 from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
-from kvmanager.rpc import ErrorCode, Method, RpcError, RpcServer
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.errors import (
     FrontUnreachable,
@@ -32,6 +31,7 @@ from local_pd.messages import (
     SlotRequest,
 )
 from transport import TlsFiles
+from transport.rpc import ErrorCode, Method, RpcError, RpcServer
 
 SERVICE: Final = "prfaas.PdCluster"
 

@@ -13,11 +13,11 @@ import typer
 from kvmanager.engines.front_config import FrontConfigError, load_front_config
 from kvmanager.engines.front_process import serve_front
 from kvmanager.engines.instances import InstancesConfig
-from kvmanager.rpc import RpcError
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.front_config import PrefillFrontConfig
 from prfaas.queue_values import QueueConfig
 from prfaas.server import PrefillServer
+from transport.rpc import RpcError
 
 
 def prefill_command(

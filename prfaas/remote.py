@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
 from kvmanager.engines.ownership import cancel_requested
 from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
-from kvmanager.rpc import RpcClient, RpcError
 from prfaas.errors import PrefillFailed, UnknownInstance
 from prfaas.server import SERVICE
 from transport import TlsFiles
+from transport.rpc import RpcClient, RpcError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from kvmanager.engines.jobs import ClusterReport, PrefillJob
 from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
-from kvmanager.rpc import Method, RpcError, RpcServer
 from prfaas.cluster import PrefillCluster
 from prfaas.errors import UnknownInstance
 from transport import TlsFiles
+from transport.rpc import Method, RpcError, RpcServer
 
 SERVICE: Final = "prfaas.PrefillCluster"
 

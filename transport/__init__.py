@@ -17,9 +17,9 @@ from transport.interfaces import (
     TransferProgress,
     TransferState,
 )
-from transport.link_state import LinkState
-from transport.receiver import Receiver
-from transport.sender import OutgoingTransfer, Sender
+from transport.receiving.receiver import Receiver
+from transport.sending.link_state import LinkState
+from transport.sending.sender import OutgoingTransfer, Sender
 
 __all__ = [
     "ByteSpace",

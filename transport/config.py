@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from transport.codecs import Codec
+from transport.codec.codecs import Codec
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -25,7 +25,7 @@ from deploy.doctor.measurement import EndLoad, Measurement
 from deploy.doctor.windows import Windows, windows_of
 from deploy.units import format_duration, format_rate
 from transport.config import NEAR_RTT_S
-from transport.tuning import FULL_QUEUE_RTTS, LIMITED_SHARE
+from transport.sending.tuning import FULL_QUEUE_RTTS, LIMITED_SHARE
 
 MOSTLY = 0.5
 FULL_CPU = 0.85

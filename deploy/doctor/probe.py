@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from kvmanager.agent.messages import ProbeLandingReply, ProbeSend, ProbeStatusReply, StatusReply
 from kvmanager.engines.agent_control import AgentControl
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 POLL_S = 0.25
 LEASE_S = 5.0

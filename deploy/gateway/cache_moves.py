@@ -29,8 +29,8 @@ from kvmanager.engines.cache_control import (
 )
 from kvmanager.hashing import join_keys
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-from kvmanager.rpc import RpcError
 from scheduler.cache_moves import MoveCase, MoveReason, RateMeter, worth_moving
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

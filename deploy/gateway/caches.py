@@ -17,8 +17,8 @@ from kvmanager.directory.messages import NodeName, NodeState, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.engines.cache_control import CacheControl
 from kvmanager.engines.jobs import ClusterReport
-from kvmanager.rpc import RpcError
 from kvmanager.token_ids import TokenIds
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

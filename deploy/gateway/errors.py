@@ -17,8 +17,8 @@ import aiohttp
 import msgspec
 
 from kvmanager.engines.errors import EngineError, EngineRefused, PrefillFailed
-from kvmanager.rpc import RpcError
 from local_pd.errors import PdError
+from transport.rpc import RpcError
 
 JSON_TYPE: Final = "application/json"
 

@@ -26,8 +26,8 @@ from kvmanager.agent.messages import ProbeLandingReply
 from kvmanager.directory.messages import NodeName
 from kvmanager.engines.jobs import ClusterReport
 from kvmanager.engines.link_client import probe_link
-from kvmanager.rpc import RpcError
 from transport.backoff import Backoff
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

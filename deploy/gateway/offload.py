@@ -41,13 +41,13 @@ from deploy.gateway.services import Services
 from kvmanager.engines.errors import PrefillFailed
 from kvmanager.engines.jobs import PrefillJob, PrefillResult
 from kvmanager.hashing import token_digest
-from kvmanager.rpc import RpcError
 from kvmanager.token_ids import TokenIds
 from local_pd.errors import NoRoom, PdError
 from local_pd.messages import DecodeSlot, LandingReport
 from scheduler.prediction import Prediction
 from scheduler.routing import HAND_OFF, Decision, Reason, RequestShape, fall_back
 from scheduler.short_term import RouteDecision
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

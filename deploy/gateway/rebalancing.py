@@ -20,7 +20,6 @@ from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.engines.cache_control import CacheMoveResult
 from kvmanager.engines.jobs import ClusterReport
-from kvmanager.rpc import RpcError
 from scheduler.cache_moves import (
     ByteBudget,
     Demote,
@@ -33,6 +32,7 @@ from scheduler.cache_moves import (
     plan_replication,
 )
 from scheduler.prefix_demand import CachedPrefix, Demand, DemandTracker
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

@@ -24,8 +24,8 @@ from deploy.units import format_age, format_bytes, format_duration, format_rate
 from kvmanager.agent.messages import StatusReply
 from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.guard import live_session_members
-from kvmanager.rpc import RpcError
 from transport import TlsFiles
+from transport.rpc import RpcError
 
 _TIMEOUT_S = 2.0
 

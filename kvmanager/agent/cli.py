@@ -26,8 +26,8 @@ from kvmanager.arena import ArenaError
 from kvmanager.loop_metrics import LoopCollector
 from kvmanager.loop_watch import LoopWatch, settle_heap
 from kvmanager.pool.ssd import SsdError
-from kvmanager.rpc import RpcError, RpcServer
 from transport import TransportError
+from transport.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 

@@ -44,9 +44,9 @@ from kvmanager.agent.service import NodeAgent
 from kvmanager.agent.transfer_io import now_s
 from kvmanager.custody import Key, Kind
 from kvmanager.layout import KVLayout
-from kvmanager.rpc import Method, RpcError
 from kvmanager.transfer_records import LandingSpec, OutboxSpec, TransferError
 from transport import Elements, Endpoint, OutgoingSpec
+from transport.rpc import Method, RpcError
 
 ID_BYTES: Final = 16
 KEY_BYTES: Final = 32

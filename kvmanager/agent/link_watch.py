@@ -34,7 +34,7 @@ from netmon.metrics import LinkMetrics
 from netmon.monitor import LinkMonitor, MonitorConfig
 from netmon.samples import ConnectionSample, InterfaceSample, LinkSample, ProbeResult
 from transport import Endpoint, LinkState
-from transport.link_state import ConnectionState
+from transport.sending.link_state import ConnectionState
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 

@@ -1,7 +1,7 @@
 """What the control plane and a node agent say over gRPC: the structs of service `prfaas.NodeAgent`.
 
 They do not know how they travel. Ids, tokens, fingerprints and digests are hex strings; sizes are
-bytes, times are seconds. Every method is unary; errors are `kvmanager.rpc.RpcError` codes.
+bytes, times are seconds. Every method is unary; errors are `transport.rpc.RpcError` codes.
 
 | method | request -> reply | errors beside UNAVAILABLE, INTERNAL, TIMEOUT |
 |---|---|---|

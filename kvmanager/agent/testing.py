@@ -40,8 +40,8 @@ from kvmanager.agent.messages import (
 from kvmanager.agent.protocol import CacheFound, CacheSlots, Hello, Welcome
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
-from kvmanager.rpc import RpcClient, RpcError
 from transport import TlsFiles
+from transport.rpc import RpcClient, RpcError
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 

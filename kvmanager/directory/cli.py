@@ -28,7 +28,7 @@ from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
 from kvmanager.loop_metrics import LoopCollector
 from kvmanager.loop_watch import LoopWatch, settle_heap
-from kvmanager.rpc import RpcError, RpcServer
+from transport.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
 

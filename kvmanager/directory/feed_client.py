@@ -20,9 +20,9 @@ from kvmanager.directory.directory import Directory, Position
 from kvmanager.directory.errors import DirectoryError, FeedError
 from kvmanager.directory.messages import NodeName
 from kvmanager.engines.agent_control import AgentControl
-from kvmanager.rpc import RpcError
 from transport import TlsFiles
 from transport.backoff import Backoff
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
 

@@ -18,8 +18,8 @@ from kvmanager.directory.messages import (
     short_key_bytes,
 )
 from kvmanager.directory.reader import Outage
-from kvmanager.rpc import RpcClient, RpcError
 from transport import TlsFiles
+from transport.rpc import RpcClient, RpcError
 
 _NODES_TIMEOUT_S: Final = 5.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.messages import Match, MatchReply, Nodes, NodesReply, short_keys_of
-from kvmanager.rpc import Method, RpcError
+from transport.rpc import Method, RpcError
 
 
 class DirectoryService:

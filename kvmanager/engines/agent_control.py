@@ -34,8 +34,8 @@ from kvmanager.agent.messages import (
     WatchCache,
 )
 from kvmanager.engines.jobs import Landing
-from kvmanager.rpc import RpcClient
 from transport import TlsFiles
+from transport.rpc import RpcClient
 
 _ANSWER_S: Final = 5.0
 """What a call that waits for something may take beyond that wait."""

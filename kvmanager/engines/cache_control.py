@@ -25,8 +25,8 @@ from kvmanager.agent.cache_move_messages import (
     SendCacheMoveReply,
 )
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
-from kvmanager.rpc import RpcClient, RpcError
 from transport import TlsFiles
+from transport.rpc import RpcClient, RpcError
 
 LEASE_S: Final = 15.0
 POLL_S: Final = 5.0

@@ -30,8 +30,8 @@ from kvmanager.engines.supervisor import (
     SupervisorEvent,
     engine_process,
 )
-from kvmanager.rpc import RpcError
 from transport import TlsFiles
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 

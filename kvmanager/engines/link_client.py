@@ -16,8 +16,8 @@ from kvmanager.agent.messages import (
     ProbeLanding,
     ProbeLandingReply,
 )
-from kvmanager.rpc import RpcClient, RpcError
 from transport import TlsFiles
+from transport.rpc import RpcClient, RpcError
 
 ANSWER_S: Final = 3.0
 """What a call may take beyond what it waits for."""

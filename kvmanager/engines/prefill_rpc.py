@@ -9,7 +9,7 @@ import msgspec
 
 from kvmanager.engines.errors import PrefillCode, PrefillFailed
 from kvmanager.engines.jobs import PrefillResult
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 
 class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):

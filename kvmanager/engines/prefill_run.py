@@ -25,7 +25,7 @@ from kvmanager.engines.jobs import PrefillJob, PrefillResult, producer_params
 from kvmanager.engines.ownership import Cleanups
 from kvmanager.engines.service_time import Turn, Turns
 from kvmanager.hashing import token_digest
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 

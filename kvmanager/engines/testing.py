@@ -31,8 +31,8 @@ from kvmanager.agent.messages import (
 )
 from kvmanager.engines.jobs import Landing, PrefillJob
 from kvmanager.hashing import token_digest
-from kvmanager.rpc import Method, RpcError, RpcServer
 from kvmanager.token_ids import TokenIds
+from transport.rpc import Method, RpcError, RpcServer
 
 FINGERPRINT = "ab" * 32
 BYTES_PER_TOKEN = 512

@@ -24,7 +24,7 @@ from smoke import add_smoke
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from transport.codecs import Codec, decode, encode
+from transport.codec.codecs import Codec, decode, encode
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -35,7 +35,7 @@ from kvmanager.directory.redis_store import RedisDirectory, connect
 from kvmanager.directory.remote import RemoteDirectory
 from kvmanager.directory.service import DirectoryService
 from kvmanager.hashing import block_keys, root_key
-from kvmanager.rpc import RpcServer
+from transport.rpc import RpcServer
 
 Row = dict[str, Any]
 

@@ -42,7 +42,7 @@ from smoke import add_smoke
 from wan import FAR, wan
 
 from transport import Priority
-from transport.fair_queue import CLASS_WEIGHTS
+from transport.sending.fair_queue import CLASS_WEIGHTS
 
 END = Path(__file__).with_name("sharing_end.py")
 LOOPBACK = "loopback"

@@ -23,9 +23,9 @@ from deploy.doctor.probe import CannotMeasure, ProbeRun, Sample
 from deploy.region.loading import load_region
 from deploy.region.rundir import RegionState, RunDirectoryError
 from kvmanager.agent.messages import AgentLoad, KernelTcp, ProbeStatusReply, StatusReply
-from transport.link_state import ConnectionState, LinkState
+from transport.sending.link_state import ConnectionState, LinkState
+from transport.sending.tuning import Measured
 from transport.tcp_info import parse
-from transport.tuning import Measured
 
 run = CliRunner().invoke
 MIB = 1 << 20

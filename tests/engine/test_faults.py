@@ -41,7 +41,7 @@ from kvmanager.agent.messages import (
     ReserveReply,
     TransferReport,
 )
-from kvmanager.rpc import RpcClient, RpcError
+from transport.rpc import RpcClient, RpcError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

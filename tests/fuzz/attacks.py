@@ -23,7 +23,12 @@ from hostile import (
 
 from transport.config import TransportConfig
 from transport.errors import LocalError, PeerError, TransportError
-from transport.frames import (
+from transport.interfaces import TransferState
+from transport.receiving.landing import Landing
+from transport.receiving.reception import Reception
+from transport.sending.outgoing import Outgoing
+from transport.testing.doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
+from transport.wire.frames import (
     MAX_CONTROL_BYTES,
     FrameReader,
     FrameType,
@@ -32,14 +37,9 @@ from transport.frames import (
     decode_ranges,
     decode_reason,
 )
-from transport.handshake import decode_hello, own_hello
-from transport.interfaces import TransferState
-from transport.landing import Landing
-from transport.outgoing import Outgoing
-from transport.protocol import ReceiverSession, SenderSession
-from transport.ranges import IntervalSet
-from transport.reception import Reception
-from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
+from transport.wire.handshake import decode_hello, own_hello
+from transport.wire.protocol import ReceiverSession, SenderSession
+from transport.wire.ranges import IntervalSet
 
 CONFIG = TransportConfig(
     frame_bytes=300,

@@ -18,16 +18,16 @@ from itertools import pairwise
 
 from xxhash import xxh3_64_intdigest
 
-from transport.codecs import Codec, encode
+from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
-from transport.digest import digest_of
 from transport.errors import Refused
-from transport.frames import HEADER_BYTES, NO_TRANSFER, FrameType, encode_open
-from transport.handshake import own_hello
 from transport.interfaces import ByteSpace
-from transport.landing import Landing
-from transport.reception import Reception
-from transport.testing import MemoryRegistry, MemorySpace, make_spec
+from transport.receiving.landing import Landing
+from transport.receiving.reception import Reception
+from transport.testing.doubles import MemoryRegistry, MemorySpace, make_spec
+from transport.wire.digest import digest_of
+from transport.wire.frames import HEADER_BYTES, NO_TRANSFER, FrameType, encode_open
+from transport.wire.handshake import own_hello
 
 SIZES_BYTES = (0, 1, 700, 3000)
 """Of the transfers that are expected, by their number."""

@@ -23,7 +23,7 @@ from kvmanager.agent.protocol import CacheFound, CacheSlots
 from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import CacheShape
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 SHAPE = CacheShape.of(SMALL_LAYOUT)
 B = SHAPE.block_tokens

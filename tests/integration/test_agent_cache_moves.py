@@ -23,7 +23,7 @@ from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import BlockPart
 from kvmanager.pool.shape import CacheShape
-from kvmanager.rpc import RpcError, RpcServer
+from transport.rpc import RpcError, RpcServer
 
 SHAPE = CacheShape.of(SMALL_LAYOUT)
 FINGERPRINT = SMALL_LAYOUT.fingerprint().hex()

@@ -13,7 +13,7 @@ import pytest
 from kvmanager.agent.messages import Cancel, CancelReply, OpenOutboxReply, ReserveReply
 from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from kvmanager.arena import Arena
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 NUM_TOKENS = 2000
 NBYTES = SMALL_LAYOUT.transfer_bytes(NUM_TOKENS)

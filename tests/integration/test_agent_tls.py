@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 NUM_TOKENS = 1000
 NBYTES = SMALL_LAYOUT.transfer_bytes(NUM_TOKENS)

@@ -18,7 +18,7 @@ from kvmanager.directory.messages import Hit, NodeName, ResumeRule
 from kvmanager.directory.redis_sink import RedisSink
 from kvmanager.directory.redis_store import RedisDirectory, RedisSettings, connect, reached
 from kvmanager.hashing import block_keys, root_key
-from kvmanager.rpc import Method, RpcServer
+from transport.rpc import Method, RpcServer
 
 NODE, OTHER = NodeName("near", "n0"), NodeName("far", "n0")
 KEYS = block_keys(range(2500), 1, root_key(b"model"))

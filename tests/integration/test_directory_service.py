@@ -21,7 +21,7 @@ from kvmanager.directory.reader import DirectoryReader
 from kvmanager.directory.remote import RemoteDirectory
 from kvmanager.directory.service import DirectoryService
 from kvmanager.hashing import block_keys, root_key
-from kvmanager.rpc import Method, RpcClient, RpcError, RpcServer
+from transport.rpc import Method, RpcClient, RpcError, RpcServer
 
 TIMING = FollowTiming(poll_s=0.2, batch_s=0.01, retry_s=0.02, max_retry_s=0.05, forget_s=0.5)
 KEYS = block_keys(range(100), 1, root_key(b"model"))

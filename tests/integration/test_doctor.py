@@ -27,7 +27,7 @@ from kvmanager.agent.messages import (
     ProbeStatusReply,
 )
 from kvmanager.agent.testing import AgentProcess, wait_until
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 GIB = 1 << 30
 RING_MIB = 32

@@ -29,9 +29,9 @@ from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.errors import EngineStartFailed
 from kvmanager.engines.restart import RestartConfig
 from kvmanager.engines.supervisor import ProcessState
-from kvmanager.rpc import RpcError
-from transport.frames import FrameType
-from transport.handshake import MAGIC, own_hello
+from transport.rpc import RpcError
+from transport.wire.frames import FrameType
+from transport.wire.handshake import MAGIC, own_hello
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = LaunchConfig(

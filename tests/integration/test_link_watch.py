@@ -30,7 +30,7 @@ from kvmanager.agent.messages import (
 )
 from kvmanager.agent.testing import AgentProcess, wait_until
 from kvmanager.engines.link_client import LinkClient, probe_link
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 GIB = 1 << 30
 MBIT = 125_000

@@ -20,7 +20,6 @@ from kvmanager.engines.testing import (
     eventually,
     prefill_job,
 )
-from kvmanager.rpc import RpcServer
 from local_pd import (
     DecodeSlot,
     EmbeddedPdCluster,
@@ -37,6 +36,7 @@ from local_pd import (
 from local_pd.metrics import PdMetrics
 from local_pd.server import SERVICE, PdServer
 from scheduler.conversion import RoleChange, RoleStatus
+from transport.rpc import RpcServer
 
 ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
 

@@ -9,7 +9,7 @@ import grpc.aio
 import msgspec
 import pytest
 
-from kvmanager.rpc import Method, RpcClient, RpcError, RpcServer
+from transport.rpc import Method, RpcClient, RpcError, RpcServer
 
 
 class Ask(msgspec.Struct):

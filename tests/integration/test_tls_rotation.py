@@ -19,9 +19,9 @@ import msgspec
 import pytest
 from certificates import make_authority, make_node
 
-from kvmanager.rpc import RpcClient, RpcError, RpcServer
 from transport import Endpoint, LocalError, TlsFiles, TransportConfig
-from transport.testing_loopback import LoopbackPair
+from transport.rpc import RpcClient, RpcError, RpcServer
+from transport.testing.loopback import LoopbackPair
 from transport.tls import Rotating, client_context, server_context
 
 MIB = 1024 * 1024

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from transport import Elements, TransportConfig
-from transport.testing import MemorySpace, make_spec
-from transport.testing_loopback import HurtfulProxy, LoopbackPair
+from transport.testing.doubles import MemorySpace, make_spec
+from transport.testing.loopback import HurtfulProxy, LoopbackPair
 
 MIB = 1024 * 1024
 CONFIG = TransportConfig(num_connections=4, idle_timeout_s=5)

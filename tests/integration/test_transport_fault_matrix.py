@@ -14,8 +14,8 @@ import pytest
 from fault_settings import FAULT_CONFIG as CONFIG
 
 from transport import LinkError, LocalError
-from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
-from transport.testing_loopback import FaultRig, Phase
+from transport.testing.doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
+from transport.testing.loopback import FaultRig, Phase
 
 pytestmark = pytest.mark.alone
 

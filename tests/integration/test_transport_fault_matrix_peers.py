@@ -15,11 +15,11 @@ import pytest
 from fault_settings import FAULT_CONFIG as CONFIG
 
 from transport import Endpoint, LocalError, PeerError, Refused
-from transport.frames import FrameType, encode_data_header, encode_frame, encode_open
-from transport.handshake import VERSION, Hello
-from transport.protocol import Acked, Completed, Event, SenderSession
-from transport.testing import MemoryRegistry, greeting
-from transport.testing_loopback import FaultRig, Phase
+from transport.testing.doubles import MemoryRegistry, greeting
+from transport.testing.loopback import FaultRig, Phase
+from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_open
+from transport.wire.handshake import VERSION, Hello
+from transport.wire.protocol import Acked, Completed, Event, SenderSession
 
 pytestmark = pytest.mark.alone
 

@@ -16,11 +16,11 @@ import numpy
 import pytest
 
 from transport import LinkError, LocalError, PeerError, TransportConfig
-from transport.lane import Lane
-from transport.link_work import Work
-from transport.sender_link import Link
-from transport.testing import MemorySpace, make_spec
-from transport.testing_loopback import HurtfulProxy, LoopbackPair, eventually
+from transport.sending.lane import Lane
+from transport.sending.link_work import Work
+from transport.sending.sender_link import Link
+from transport.testing.doubles import MemorySpace, make_spec
+from transport.testing.loopback import HurtfulProxy, LoopbackPair, eventually
 
 pytestmark = pytest.mark.alone
 

@@ -15,11 +15,11 @@ from hostile import forge, own_greeting
 
 from transport import TransportConfig
 from transport import receiver as receiver_module
-from transport.frames import FrameType, encode_header, encode_open
 from transport.interfaces import OutgoingSpec
 from transport.sockets import Buffer, PlainStream
-from transport.testing import MemorySpace, make_spec
-from transport.testing_loopback import LoopbackPair
+from transport.testing.doubles import MemorySpace, make_spec
+from transport.testing.loopback import LoopbackPair
+from transport.wire.frames import FrameType, encode_header, encode_open
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -24,10 +24,10 @@ from transport import (
     TransferState,
     TransportConfig,
 )
-from transport.frames import FrameType
-from transport.handshake import VERSION, Hello
-from transport.testing import MemorySpace, RecordingListener, greeting, make_spec
-from transport.testing_loopback import LoopbackPair, eventually
+from transport.testing.doubles import MemorySpace, RecordingListener, greeting, make_spec
+from transport.testing.loopback import LoopbackPair, eventually
+from transport.wire.frames import FrameType
+from transport.wire.handshake import VERSION, Hello
 
 KIB = 1024
 MIB = 1024 * KIB

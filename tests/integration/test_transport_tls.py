@@ -26,9 +26,9 @@ from transport import (
     TransportConfig,
     TransportError,
 )
-from transport.testing import MemoryRegistry, MemorySpace, make_spec
-from transport.testing_loopback import LOOPBACK, LoopbackPair
-from transport.testing_proxy import HurtfulProxy
+from transport.testing.doubles import MemoryRegistry, MemorySpace, make_spec
+from transport.testing.loopback import LOOPBACK, LoopbackPair
+from transport.testing.proxy import HurtfulProxy
 from transport.tls import TlsStream, client_context, server_context, tls_handshake, wrap_tls
 
 MIB = 1024 * 1024
@@ -98,7 +98,7 @@ def test_cut_connections_are_resumed_under_tls(node: TlsFiles) -> None:
 def test_a_connection_is_renewed_before_its_key_wears_out(
     node: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transport.lane.MAX_TLS_BYTES", MIB)
+    monkeypatch.setattr("transport.sending.lane.MAX_TLS_BYTES", MIB)
     with (
         closing(LoopbackPair(replace(CONFIG, tls=node))) as pair,
         closing(HurtfulProxy(pair.endpoint)) as proxy,

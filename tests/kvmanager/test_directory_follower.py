@@ -15,7 +15,7 @@ from kvmanager.directory.feed_client import DirectoryFollower, DirectorySink, Fo
 from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.reader import Outage
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 NODE, OTHER = NodeName("c", "n0"), NodeName("c", "n1")
 TIMING = FollowTiming(poll_s=0.001, batch_s=0, retry_s=0.0001, max_retry_s=0.001, no_cache_s=0.001)

@@ -26,9 +26,9 @@ from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
 from netmon.samples import InterfaceSample, ProbeResult
 from transport import Endpoint, LinkState, OutgoingSpec, TransferProgress, TransferState
-from transport.link_state import Backlog, ConnectionState
+from transport.sending.link_state import Backlog, ConnectionState
+from transport.sending.tuning import Measured
 from transport.tcp_info import TcpInfo
-from transport.tuning import Measured
 
 FAR = Endpoint("far", 7100)
 MB = 1_000_000

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from tests.soak.soak_process import Worker
 from transport import Endpoint
-from transport.testing import greeting
-from transport.testing_proxy import Direction, HurtfulProxy
+from transport.testing.doubles import greeting
+from transport.testing.proxy import Direction, HurtfulProxy
 
 logger = logging.getLogger("prfaas.soak")
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.soak.soak_chaos import Chaos, Hands, Schedule, endpoint_of
 from tests.soak.soak_process import Event, Worker
-from transport.testing_proxy import HurtfulProxy
+from transport.testing.proxy import HurtfulProxy
 
 MIB = 1024 * 1024
 SIZES_BYTES = [(0, 1), (1, 100), (1, 65_536), (65_536, 4 * MIB), (4 * MIB, 64 * MIB)]

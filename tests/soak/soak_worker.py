@@ -31,9 +31,9 @@ from transport import (
     TransportError,
 )
 from transport.interfaces import OutgoingSpec
-from transport.sender import OutgoingTransfer
-from transport.testing import MemorySpace
-from transport.testing_loopback import Census
+from transport.sending.sender import OutgoingTransfer
+from transport.testing.doubles import MemorySpace
+from transport.testing.loopback import Census
 
 MIB = 1024 * 1024
 BASE_BYTES = 80 * MIB

@@ -19,7 +19,7 @@ from deploy.region.launcher import RunningRegion
 from deploy.region.running import RunningProcess
 from kvmanager.agent.messages import CacheModel
 from kvmanager.pool.shape import PartKind
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 TURNS = ((1500, 0), (400, 5), (300, 4), (350, 0))
 """How many tokens each turn adds to what was said before, and which draw of their text to try

@@ -24,7 +24,7 @@ from deploy.gateway.scheduling.config import RoutingSection
 from deploy.region.launcher import RunningRegion
 from deploy.region.spec import ClusterSpec, RegionInstance, RegionSpec
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
-from kvmanager.rpc import RpcClient, RpcError
+from transport.rpc import RpcClient, RpcError
 
 RECURRENT = "qwen3-next-tiny"
 WINDOW = "mimo-v2-tiny"

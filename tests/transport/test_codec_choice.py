@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from transport.codec_choice import SAMPLE_BYTES, Choice, ChoiceConfig, CodecChooser
-from transport.codecs import Codec
+from transport.codec.choice import SAMPLE_BYTES, Choice, ChoiceConfig, CodecChooser
+from transport.codec.codecs import Codec
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport import codec_planes
-from transport.codecs import (
+from transport.codec.codecs import (
     Codec,
     CodecError,
     decode,

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from transport.codecs import Codec, encode
+from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
 from transport.errors import PeerError, TransportError
-from transport.frames import FrameType, encode_data_header, encode_header, encode_open
-from transport.handshake import (
+from transport.receiving.incoming import RAW_LENGTH
+from transport.receiving.reception import Reception
+from transport.testing.doubles import MemoryRegistry, MemorySpace, greeting, make_spec
+from transport.wire.frames import FrameType, encode_data_header, encode_header, encode_open
+from transport.wire.handshake import (
     Feature,
     Hello,
     codec_feature,
@@ -18,10 +21,7 @@ from transport.handshake import (
     own_features,
     takes_codec,
 )
-from transport.incoming import RAW_LENGTH
-from transport.protocol import ReceiverSession
-from transport.reception import Reception
-from transport.testing import MemoryRegistry, MemorySpace, greeting, make_spec
+from transport.wire.protocol import ReceiverSession
 
 CONFIG = TransportConfig(max_frame_bytes=4000, drop_grace_s=0)
 SPEC = make_spec(1)

@@ -9,12 +9,12 @@ import pytest
 from blake3 import blake3
 
 from transport.config import TransportConfig
-from transport.digest import PIECE_BYTES, digest_of
 from transport.errors import PeerError
-from transport.frames import FrameType, encode_frame
 from transport.interfaces import TransferState
-from transport.landing import Landing
-from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
+from transport.receiving.landing import Landing
+from transport.testing.doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
+from transport.wire.digest import PIECE_BYTES, digest_of
+from transport.wire.frames import FrameType, encode_frame
 
 CONFIG = TransportConfig(frame_bytes=1000, max_frame_bytes=4000, drop_grace_s=0)
 ID = make_spec(1).transfer_id

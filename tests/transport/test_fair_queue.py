@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport.fair_queue import FairQueue, TokenBucket
 from transport.interfaces import Priority
+from transport.sending.fair_queue import FairQueue, TokenBucket
 
 REQUEST, REPLICATION = Priority.REQUEST, Priority.REPLICATION
 Member = tuple[str, Priority, str]
@@ -267,7 +267,7 @@ def test_in_order_names_exactly_those_whose_tenant_may_send(seed: int, budget: f
 
 
 def test_budgets_of_tenants_long_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.fair_queue.MAX_BUDGETS", 3)
+    monkeypatch.setattr("transport.sending.fair_queue.MAX_BUDGETS", 3)
     queue: FairQueue[int] = FairQueue(tenant_bytes_per_s=100.0)
     for number in range(10):
         tenant = f"tenant {number}"

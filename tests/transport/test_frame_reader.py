@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from transport.errors import PeerError
-from transport.frames import (
+from transport.wire.frames import (
     HEADER_BYTES,
     DataFlags,
     FrameReader,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.errors import PeerError
-from transport.frames import (
+from transport.wire.frames import (
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
     FrameReader,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from transport.codecs import Codec
+from transport.codec.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import PeerError
-from transport.frames import HEADER_BYTES, FrameType
-from transport.handshake import (
+from transport.wire.frames import HEADER_BYTES, FrameType
+from transport.wire.handshake import (
     VERSION,
     Hello,
     check_version,

@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
-from transport.frames import FrameType, encode_open, encode_ranges
 from transport.interfaces import TransferState
-from transport.landing import Landing, Place
-from transport.protocol import ReceiverSession
-from transport.reception import Reception
-from transport.testing import (
+from transport.receiving.landing import Landing, Place
+from transport.receiving.reception import Reception
+from transport.testing.doubles import (
     MemoryNetwork,
     MemoryRegistry,
     MemorySpace,
     make_spec,
 )
+from transport.wire.frames import FrameType, encode_open, encode_ranges
+from transport.wire.protocol import ReceiverSession
 
 KIB = 1024
 

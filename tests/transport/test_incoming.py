@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from transport.codecs import Codec, encode
+from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
 from transport.errors import PeerError
-from transport.frames import FrameHeader, FrameReader, Step, encode_data_header
-from transport.incoming import RAW_LENGTH, Discarded, IncomingData, Verified
 from transport.interfaces import TransferState
-from transport.landing import Landing
-from transport.landings import OpenRequest
-from transport.reception import Reception
-from transport.testing import MemoryRegistry, MemorySpace, make_spec
+from transport.receiving.incoming import RAW_LENGTH, Discarded, IncomingData, Verified
+from transport.receiving.landing import Landing
+from transport.receiving.landings import OpenRequest
+from transport.receiving.reception import Reception
+from transport.testing.doubles import MemoryRegistry, MemorySpace, make_spec
+from transport.wire.frames import FrameHeader, FrameReader, Step, encode_data_header
 
 CONFIG = TransportConfig(max_frame_bytes=100_000, max_ranges_per_transfer=2, drop_grace_s=0)
 SPEC = make_spec(1)

@@ -6,8 +6,8 @@ import pytest
 
 from transport.errors import PeerError
 from transport.interfaces import TransferState
-from transport.landing import Landing, Place
-from transport.testing import MemorySpace
+from transport.receiving.landing import Landing, Place
+from transport.testing.doubles import MemorySpace
 
 
 def make_landing(num_bytes: int = 100, max_ranges: int = 10) -> tuple[Landing, bytearray]:

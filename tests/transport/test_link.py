@@ -6,12 +6,12 @@ import pytest
 
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError
-from transport.handshake import own_hello
 from transport.interfaces import TransferState
-from transport.link import LinkCore
-from transport.link_work import Abort, Ended, Work
-from transport.outgoing import Outgoing
-from transport.testing import make_spec
+from transport.sending.link import LinkCore
+from transport.sending.link_work import Abort, Ended, Work
+from transport.sending.outgoing import Outgoing
+from transport.testing.doubles import make_spec
+from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(
     frame_bytes=100, ack_timeout_s=10, idle_timeout_s=30, drop_grace_s=0.5, num_connections=2

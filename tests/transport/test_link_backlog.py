@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from transport.config import TransportConfig
 from transport.errors import LinkError
-from transport.handshake import own_hello
 from transport.interfaces import TransferState
-from transport.link import LinkCore
-from transport.link_state import Backlog
-from transport.testing import make_spec
+from transport.sending.link import LinkCore
+from transport.sending.link_state import Backlog
+from transport.testing.doubles import make_spec
+from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(frame_bytes=100, num_connections=2)
 PEER = own_hello(b"R" * 16, 1 << 20)

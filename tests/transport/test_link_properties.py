@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError
-from transport.handshake import own_hello
 from transport.interfaces import Priority, TransferState
-from transport.link import LinkCore
-from transport.link_work import Ended, Work
-from transport.outgoing import Outgoing
-from transport.testing import make_spec
+from transport.sending.link import LinkCore
+from transport.sending.link_work import Ended, Work
+from transport.sending.outgoing import Outgoing
+from transport.testing.doubles import make_spec
+from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(frame_bytes=100, idle_timeout_s=1000)
 PEER = own_hello(b"R" * 16, 1 << 20)

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from transport.codecs import Codec
+from transport.codec.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError
-from transport.handshake import own_hello
 from transport.interfaces import Priority, TransferState
-from transport.link import LinkCore
-from transport.link_work import Abort, Ended, Work
-from transport.outgoing import Coded, Outgoing
-from transport.testing import make_spec
+from transport.sending.link import LinkCore
+from transport.sending.link_work import Abort, Ended, Work
+from transport.sending.outgoing import Coded, Outgoing
+from transport.testing.doubles import make_spec
+from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(frame_bytes=100, num_connections=2, drop_grace_s=0.5)
 PEER = own_hello(b"R" * 16, 1 << 20)

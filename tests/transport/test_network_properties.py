@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
-from transport.frames import FrameType, encode_frame, encode_reason
 from transport.interfaces import Priority
-from transport.protocol import ReceiverSession, SenderSession
-from transport.reception import Reception
-from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, greeting, make_spec
+from transport.receiving.reception import Reception
+from transport.testing.doubles import (
+    MemoryNetwork,
+    MemoryRegistry,
+    MemorySpace,
+    greeting,
+    make_spec,
+)
+from transport.wire.frames import FrameType, encode_frame, encode_reason
+from transport.wire.protocol import ReceiverSession, SenderSession
 
 CONFIG = TransportConfig(frame_bytes=700, max_frame_bytes=900, drop_grace_s=0, ack_batch_bytes=1)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from transport.codecs import Codec
+from transport.codec.codecs import Codec
 from transport.errors import LinkError
 from transport.interfaces import TransferProgress, TransferState
-from transport.outgoing import Coded, Outgoing
-from transport.testing import make_spec
+from transport.sending.outgoing import Coded, Outgoing
+from transport.testing.doubles import make_spec
 
 OPEN, CANCELLING, COMPLETE, FAILED, CANCELLED = (
     TransferState.OPEN,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.ranges import IntervalSet, Range, overlap
+from transport.wire.ranges import IntervalSet, Range, overlap
 
 ranges = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: tuple(sorted(pair)))
 operations = st.lists(st.tuples(st.sampled_from(["add", "remove", "pop"]), ranges), max_size=40)

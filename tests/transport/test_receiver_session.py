@@ -7,9 +7,12 @@ import math
 import pytest
 
 from transport.config import TransportConfig
-from transport.digest import digest_of
 from transport.errors import PeerError
-from transport.frames import (
+from transport.interfaces import OutgoingSpec
+from transport.receiving.reception import Reception
+from transport.testing.doubles import MemoryRegistry, MemorySpace, greeting, make_spec
+from transport.wire.digest import digest_of
+from transport.wire.frames import (
     FrameType,
     encode_data_header,
     encode_frame,
@@ -17,9 +20,8 @@ from transport.frames import (
     encode_ranges,
     encode_reason,
 )
-from transport.handshake import Feature, Hello, own_hello
-from transport.interfaces import OutgoingSpec
-from transport.protocol import (
+from transport.wire.handshake import Feature, Hello, own_hello
+from transport.wire.protocol import (
     Acked,
     CancelAcked,
     Completed,
@@ -30,8 +32,6 @@ from transport.protocol import (
     SenderSession,
     Welcomed,
 )
-from transport.reception import Reception
-from transport.testing import MemoryRegistry, MemorySpace, greeting, make_spec
 
 CONFIG = TransportConfig(
     frame_bytes=1000,

@@ -8,11 +8,17 @@ import pytest
 
 from transport.config import TransportConfig
 from transport.errors import LinkError, PeerError
-from transport.frames import FrameType, encode_data_header, encode_frame, encode_open
 from transport.interfaces import ByteSpace, TransferState
-from transport.outgoing import Outgoing
-from transport.protocol import ReceiverSession
-from transport.testing import MemoryNetwork, MemoryRegistry, MemorySpace, greeting, make_spec
+from transport.sending.outgoing import Outgoing
+from transport.testing.doubles import (
+    MemoryNetwork,
+    MemoryRegistry,
+    MemorySpace,
+    greeting,
+    make_spec,
+)
+from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_open
+from transport.wire.protocol import ReceiverSession
 
 CONFIG = TransportConfig(
     frame_bytes=1000,

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.config import KIB, MIB, TransportConfig
+from transport.sending.tuning import LinkTuner, Phase
 from transport.tcp_info import TcpInfo
-from transport.tuning import LinkTuner, Phase
 
 CONFIG = TransportConfig()
 TICK_S = 0.1

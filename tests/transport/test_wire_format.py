@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from transport.codecs import Codec
+from transport.codec.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import PeerError
-from transport.frames import (
+from transport.wire.frames import (
     HEADER_BYTES,
     NO_TRANSFER,
     FrameReader,
@@ -26,7 +26,7 @@ from transport.frames import (
     encode_ranges,
     encode_reason,
 )
-from transport.handshake import (
+from transport.wire.handshake import (
     Hello,
     check_version,
     decode_hello,
@@ -34,7 +34,7 @@ from transport.handshake import (
     own_hello,
     takes_codec,
 )
-from transport.protocol import SenderSession, Welcomed
+from transport.wire.protocol import SenderSession, Welcomed
 
 ID = bytes(range(16))
 NO_ID = bytes(16)

@@ -20,10 +20,10 @@ import msgspec
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.roles import RoleKeeper, drained_by_others, is_usable
 from kvmanager.engines.jobs import ClusterReport, InstanceReport, Role
-from kvmanager.rpc import RpcError
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, UnknownInstance
 from scheduler.conversion import Conversion, ConversionWish, Ended, Outcome, PdRole, Phase
+from transport.rpc import RpcError
 
 _BODY: Final = (
     '{"instance": NAME, "role": "prefill" or "decode"}; "expected_epoch": N and "wait": true may be'

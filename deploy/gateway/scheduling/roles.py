@@ -29,7 +29,6 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvmanager.engines.jobs import ClusterReport, InstanceReport
-from kvmanager.rpc import RpcError
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, RoleRefused, UnknownInstance
 from scheduler.conversion import (
@@ -48,6 +47,7 @@ from scheduler.conversion import (
     SetRole,
     Start,
 )
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

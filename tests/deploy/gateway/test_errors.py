@@ -14,8 +14,8 @@ from deploy.gateway.errors import (
 )
 from deploy.gateway.proxy.stream import forwarded_headers
 from kvmanager.engines.errors import EngineUnreachable, PrefillFailed
-from kvmanager.rpc import RpcError
 from local_pd.errors import FrontUnreachable, NoInstance
+from transport.rpc import RpcError
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from deploy.gateway.region_link import NUM_STEPS, STALE_S, HeardPath, RegionLink
 from kvmanager.agent.link_messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
 from kvmanager.engines.jobs import ClusterReport, InstanceReport
-from kvmanager.rpc import RpcError
 from netmon.estimate import LinkEstimate
 from scheduler.views import LinkCondition
+from transport.rpc import RpcError
 
 MB = 1_000_000
 

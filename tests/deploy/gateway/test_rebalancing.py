@@ -15,8 +15,8 @@ from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
 from kvmanager.engines.cache_control import CacheControl, CacheMoveOrder
 from kvmanager.engines.jobs import ClusterReport, InstanceReport
-from kvmanager.rpc import RpcError
 from scheduler.cache_moves import NodeLoad, ReplicationLimits
+from transport.rpc import RpcError
 
 MODEL = CacheModel("ab" * 16, 512, [(0, 1_000_000, 0), (2, 5_000_000, 0)])
 KEYS = tuple(bytes([index]) * 16 for index in range(10))

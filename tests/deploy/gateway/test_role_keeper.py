@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 from role_cluster import FakeCluster, drained
 
 from deploy.gateway.scheduling.roles import RoleKeeper
-from kvmanager.rpc import RpcError
 from local_pd.errors import FrontUnreachable, NoInstance, RoleRefused
 from scheduler.conversion import (
     ConversionConfig,
@@ -20,6 +19,7 @@ from scheduler.conversion import (
     Outcome,
     Phase,
 )
+from transport.rpc import RpcError
 
 TO_PREFILL = ConversionWish("home", "decode", "prefill")
 CONFIG = ConversionConfig(drain_limit_s=100, relabel_limit_s=30, dwell_s=50)

@@ -21,7 +21,7 @@ from kvmanager.agent.messages import (
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
 from kvmanager.hashing import block_keys, join_keys, root_key
-from kvmanager.rpc import RpcError
+from transport.rpc import RpcError
 
 MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0)])
 ROOT = root_key(bytes.fromhex(MODEL.namespace), tenant="")

@@ -19,7 +19,7 @@ from enum import Enum, IntEnum, auto
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from transport.errors import PeerError
-from transport.ranges import Range
+from transport.wire.ranges import Range
 
 HEADER_BYTES = 48
 MAX_CONTROL_BYTES = 64 * 1024

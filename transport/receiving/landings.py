@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from transport.config import TransportConfig
 from transport.errors import PeerError, Refused
 from transport.interfaces import ByteSpace, TransferState
-from transport.landing import Landing
+from transport.receiving.landing import Landing
 
 MAX_TOMBSTONES = 4096
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from transport.config import TransportConfig
-from transport.fair_queue import FairQueue, TokenBucket
-from transport.outgoing import Outgoing
-from transport.ranges import Range
+from transport.sending.fair_queue import FairQueue, TokenBucket
+from transport.sending.outgoing import Outgoing
+from transport.wire.ranges import Range
 
 FRAME_GRAIN_BYTES = 4096
 """Frames sized here end on a multiple of it, so that no element of a codec is cut."""

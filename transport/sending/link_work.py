@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transport.errors import TransportError
-from transport.outgoing import Outgoing
-from transport.ranges import Range
+from transport.sending.outgoing import Outgoing
+from transport.wire.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,22 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from transport.config import Endpoint, TransportConfig
-from transport.digest import digest_of
 from transport.errors import LinkError, PeerError, Refused, TransportError
-from transport.frames import (
+from transport.interfaces import ByteSpace, OutgoingSpec
+from transport.receiving.reception import Reception
+from transport.sending.link import LinkCore
+from transport.sending.link_work import Abort, Work
+from transport.sending.outgoing import Outgoing
+from transport.wire.digest import digest_of
+from transport.wire.frames import (
     FrameType,
     encode_data_header,
     encode_frame,
     encode_open,
     encode_reason,
 )
-from transport.handshake import VERSION, Hello, own_hello
-from transport.interfaces import ByteSpace, OutgoingSpec
-from transport.link import LinkCore
-from transport.link_work import Abort, Work
-from transport.outgoing import Outgoing
-from transport.protocol import (
+from transport.wire.handshake import VERSION, Hello, own_hello
+from transport.wire.protocol import (
     Acked,
     CancelAcked,
     Completed,
@@ -35,7 +36,6 @@ from transport.protocol import (
     SenderSession,
     Welcomed,
 )
-from transport.reception import Reception
 
 SENDER_INSTANCE = b"S" * 16
 

@@ -16,16 +16,16 @@ import logging
 import math
 from dataclasses import dataclass, field
 
-from transport.codecs import Codec
+from transport.codec.codecs import Codec
 from transport.config import TransportConfig
-from transport.dispatch import Dispatch
 from transport.errors import LinkError, LocalError, PeerError, TransportError
-from transport.handshake import Hello
 from transport.interfaces import OutgoingSpec, TransferState
-from transport.link_state import Backlog
-from transport.link_work import Abort, Effect, Ended, Work
-from transport.outgoing import RAW_CODED, Coded, Outgoing
-from transport.ranges import Range
+from transport.sending.dispatch import Dispatch
+from transport.sending.link_state import Backlog
+from transport.sending.link_work import Abort, Effect, Ended, Work
+from transport.sending.outgoing import RAW_CODED, Coded, Outgoing
+from transport.wire.handshake import Hello
+from transport.wire.ranges import Range
 
 logger = logging.getLogger("prfaas.transport")
 

@@ -32,7 +32,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transport.codecs import Codec
+from transport.codec.codecs import Codec
 
 SAMPLE_BYTES = 64 * 1024
 """Raw bytes that a sample encodes, the first of a chunk about to be sent."""

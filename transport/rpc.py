@@ -26,7 +26,7 @@ import msgspec
 from transport import LocalError, TlsFiles
 from transport.tls import Rotating, client_context, server_context
 
-logger = logging.getLogger("prfaas.kvmanager.rpc")
+logger = logging.getLogger("prfaas.transport.rpc")
 
 ErrorCode = Literal[
     "NO_ROOM", "NOT_FOUND", "INVALID", "UNAVAILABLE", "REFUSED", "INTERNAL", "TIMEOUT"

@@ -29,7 +29,7 @@ import numpy as np
 import zstandard
 
 from transport import codec_fp8, codec_planes
-from transport.codec_planes import Bytes
+from transport.codec.planes import Bytes
 
 _PLANE = struct.Struct("<BI")
 _ELEMENT_BYTES = (1, 2, 4)

@@ -10,10 +10,10 @@ import struct
 from dataclasses import dataclass
 from enum import IntFlag
 
-from transport.codecs import Codec
+from transport.codec.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import PeerError
-from transport.frames import FrameType, encode_frame
+from transport.wire.frames import FrameType, encode_frame
 
 MAGIC = b"PrfaaSkv"
 VERSION = 2

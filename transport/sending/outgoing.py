@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transport.codecs import Codec
+from transport.codec.codecs import Codec
 from transport.errors import TransportError
 from transport.interfaces import OutgoingSpec, TransferProgress, TransferState
-from transport.ranges import IntervalSet, Range
+from transport.wire.ranges import IntervalSet, Range
 
 _ALLOWED = {
     TransferState.OPEN: {

@@ -17,10 +17,10 @@ from typing import Protocol
 
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, Refused, TransportError
-from transport.frames import FrameType, encode_frame, encode_reason
 from transport.interfaces import LandingRegistry, TransferProgress, TransferState
-from transport.landing import Landing, Place, Placement
-from transport.landings import Landings, OpenRequest
+from transport.receiving.landing import Landing, Place, Placement
+from transport.receiving.landings import Landings, OpenRequest
+from transport.wire.frames import FrameType, encode_frame, encode_reason
 
 logger = logging.getLogger("prfaas.transport")
 

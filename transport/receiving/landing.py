@@ -26,10 +26,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from transport.digest import digest_of
 from transport.errors import PeerError
 from transport.interfaces import ByteSpace, TransferState
-from transport.ranges import IntervalSet, Range, overlap
+from transport.wire.digest import digest_of
+from transport.wire.ranges import IntervalSet, Range, overlap
 
 
 class Place(Enum):

@@ -14,18 +14,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from transport.coder import LinkCoder
+from transport.codec.coder import LinkCoder
 from transport.config import Endpoint, TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, TransportError
-from transport.handshake import Hello
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
-from transport.lane import Lane
-from transport.link import LinkCore
-from transport.link_meter import LinkMeter
-from transport.link_state import LinkState
-from transport.link_work import Abort, Effect, Work
-from transport.outgoing import RAW_CODED, Coded, Outgoing
-from transport.protocol import (
+from transport.sending.lane import Lane
+from transport.sending.link import LinkCore
+from transport.sending.link_meter import LinkMeter
+from transport.sending.link_state import LinkState
+from transport.sending.link_work import Abort, Effect, Work
+from transport.sending.outgoing import RAW_CODED, Coded, Outgoing
+from transport.sockets import SocketOwner
+from transport.tls import Rotating
+from transport.wire.handshake import Hello
+from transport.wire.protocol import (
     Acked,
     CancelAcked,
     Completed,
@@ -34,8 +36,6 @@ from transport.protocol import (
     Opened,
     Welcomed,
 )
-from transport.sockets import SocketOwner
-from transport.tls import Rotating
 
 logger = logging.getLogger("prfaas.transport")
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from transport.config import Endpoint, TransportConfig
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
-from transport.link_state import LinkState
-from transport.outgoing import Outgoing
-from transport.sender_link import Link
+from transport.sending.link_state import LinkState
+from transport.sending.outgoing import Outgoing
+from transport.sending.sender_link import Link
 from transport.sockets import usable_congestion
 from transport.tls import Rotating, client_context
 

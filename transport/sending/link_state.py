@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from transport.outgoing import Outgoing
+from transport.sending.outgoing import Outgoing
+from transport.sending.tuning import Measured
 from transport.tcp_info import TcpInfo
-from transport.tuning import Measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,8 @@ from contextlib import suppress
 
 from transport.config import Endpoint, TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
-from transport.frames import FrameType, encode_reason
 from transport.interfaces import LandingRegistry, TransferProgress
-from transport.protocol import ReceiverSession
-from transport.reception import Reception
+from transport.receiving.reception import Reception
 from transport.sockets import (
     PlainStream,
     SocketOwner,
@@ -32,6 +30,8 @@ from transport.sockets import (
     prepare,
 )
 from transport.tls import Rotating, TlsStream, server_context, tls_handshake, wrap_tls
+from transport.wire.frames import FrameType, encode_reason
+from transport.wire.protocol import ReceiverSession
 
 logger = logging.getLogger("prfaas.transport")
 

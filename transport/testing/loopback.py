@@ -17,10 +17,10 @@ from typing import Self
 
 from transport.config import Endpoint, TransportConfig
 from transport.errors import TransportError
-from transport.receiver import Receiver
-from transport.sender import OutgoingTransfer, Sender
-from transport.testing import MemoryRegistry, MemorySpace, RecordingListener, make_spec
-from transport.testing_proxy import HurtfulProxy
+from transport.receiving.receiver import Receiver
+from transport.sending.sender import OutgoingTransfer, Sender
+from transport.testing.doubles import MemoryRegistry, MemorySpace, RecordingListener, make_spec
+from transport.testing.proxy import HurtfulProxy
 
 LOOPBACK = Endpoint("127.0.0.1", 0)
 POLL_S = 0.005

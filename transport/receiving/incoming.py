@@ -13,15 +13,15 @@ import logging
 import struct
 from dataclasses import dataclass
 
-from transport.codecs import Codec, CodecError, decode
+from transport.codec.codecs import Codec, CodecError, decode
 from transport.config import TransportConfig
 from transport.errors import PeerError, TransportError
-from transport.frames import FrameHeader, FrameReader
-from transport.handshake import takes_codec
 from transport.interfaces import TransferState
-from transport.landing import Landing, Place
-from transport.ranges import Range
-from transport.reception import Reception
+from transport.receiving.landing import Landing, Place
+from transport.receiving.reception import Reception
+from transport.wire.frames import FrameHeader, FrameReader
+from transport.wire.handshake import takes_codec
+from transport.wire.ranges import Range
 
 logger = logging.getLogger("prfaas.transport")
 

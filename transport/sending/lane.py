@@ -14,20 +14,10 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from transport.backoff import Backoff
-from transport.digest import digest_of
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare, release_frames
-from transport.frames import (
-    FrameType,
-    encode_data_header,
-    encode_frame,
-    encode_open,
-    encode_reason,
-)
-from transport.handshake import Feature
-from transport.incoming import RAW_LENGTH
-from transport.link_work import Work
-from transport.outgoing import RAW_CODED, Coded
-from transport.protocol import Event, SenderSession, Welcomed
+from transport.receiving.incoming import RAW_LENGTH
+from transport.sending.link_work import Work
+from transport.sending.outgoing import RAW_CODED, Coded
 from transport.sockets import (
     Buffer,
     PlainStream,
@@ -39,9 +29,19 @@ from transport.sockets import (
     suit_to_distance,
 )
 from transport.tls import Rotating, tls_handshake, wrap_tls
+from transport.wire.digest import digest_of
+from transport.wire.frames import (
+    FrameType,
+    encode_data_header,
+    encode_frame,
+    encode_open,
+    encode_reason,
+)
+from transport.wire.handshake import Feature
+from transport.wire.protocol import Event, SenderSession, Welcomed
 
 if TYPE_CHECKING:
-    from transport.sender_link import Link
+    from transport.sending.sender_link import Link
 
 logger = logging.getLogger("prfaas.transport")
 

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.codec_planes import BLOCK_ELEMENTS, Bytes
+from transport.codec.planes import BLOCK_ELEMENTS, Bytes
 
 _NAN = 0x7F
 _LARGEST = 0x7E

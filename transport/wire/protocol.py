@@ -22,7 +22,12 @@ from dataclasses import dataclass
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
-from transport.frames import (
+from transport.interfaces import TransferState
+from transport.receiving.incoming import Discarded, IncomingData, Verified
+from transport.receiving.landing import Landing
+from transport.receiving.landings import OpenRequest
+from transport.receiving.reception import Reception
+from transport.wire.frames import (
     MAX_CONTROL_BYTES,
     MAX_RANGES_PER_FRAME,
     DataFlags,
@@ -38,13 +43,8 @@ from transport.frames import (
     encode_ranges,
     encode_reason,
 )
-from transport.handshake import Hello, check_version, decode_hello, own_features, own_hello
-from transport.incoming import Discarded, IncomingData, Verified
-from transport.interfaces import TransferState
-from transport.landing import Landing
-from transport.landings import OpenRequest
-from transport.ranges import IntervalSet, Range
-from transport.reception import Reception
+from transport.wire.handshake import Hello, check_version, decode_hello, own_features, own_hello
+from transport.wire.ranges import IntervalSet, Range
 
 logger = logging.getLogger("prfaas.transport")
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import psutil
 
-from transport.codec_choice import SAMPLE_BYTES, Choice, ChoiceConfig, CodecChooser
-from transport.codecs import Codec, encode
+from transport.codec.choice import SAMPLE_BYTES, Choice, ChoiceConfig, CodecChooser
+from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
-from transport.handshake import codec_feature
-from transport.incoming import RAW_LENGTH
 from transport.interfaces import Elements
+from transport.receiving.incoming import RAW_LENGTH
+from transport.wire.handshake import codec_feature
 
 CANDIDATES = (Codec.ZSTD_PLANES, Codec.LZ4)
 """What "auto" chooses among: the best for floating-point numbers, and the cheapest for padding."""

@@ -1,0 +1,1 @@
+"""Codecs of payloads, and which one makes a link faster."""

@@ -1,0 +1,1 @@
+"""The receiving side: connections, landings, and the rules across them."""

@@ -1,0 +1,1 @@
+"""The sending side: links, their connections, and who sends what next."""

@@ -1,0 +1,1 @@
+"""Doubles for tests of the transport and of what uses it."""

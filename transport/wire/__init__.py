@@ -1,0 +1,1 @@
+"""What goes over one connection: frames, handshake, and both ends of it, without sockets."""
