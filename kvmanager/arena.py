@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvmanager.blocks import BlockTable
+from kvmanager.transfers.blocks import BlockTable
 
 DEFAULT_BLOCK_BYTES: Final = 64 << 10
 

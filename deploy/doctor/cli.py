@@ -122,7 +122,7 @@ async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRu
 
     from deploy.doctor.probe import NamedAgent, run_probe
     from deploy.units import format_rate
-    from kvmanager.engines.agent_control import AgentControl
+    from kvmanager.agent.clients.control import AgentControl
     from transport import TlsFiles
 
     tls = pair.tls if tls_dir is None else TlsFiles.in_directory(tls_dir)

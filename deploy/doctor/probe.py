@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import ProbeLandingReply, ProbeSend, ProbeStatusReply, StatusReply
-from kvmanager.engines.agent_control import AgentControl
 from transport.rpc import RpcError
 
 POLL_S = 0.25

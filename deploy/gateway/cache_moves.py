@@ -19,14 +19,14 @@ from prometheus_client import CollectorRegistry, Counter
 
 from deploy.gateway.background import Background
 from deploy.gateway.cached import CachedPrompt
-from kvmanager.agent.messages import CacheModel
-from kvmanager.directory.messages import NodeCoverage, NodeName
-from kvmanager.engines.cache_control import (
+from kvmanager.agent.clients.cache import (
     CacheControl,
     CacheMoveOrder,
     CacheMoveResult,
     move_cache,
 )
+from kvmanager.agent.messages import CacheModel
+from kvmanager.directory.messages import NodeCoverage, NodeName
 from kvmanager.hashing import join_keys
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from scheduler.cache_moves import MoveCase, MoveReason, RateMeter, worth_moving

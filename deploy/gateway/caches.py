@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Literal, Protocol, TypeVar
 
 from deploy.gateway.cached import CachedPrompt, CachePlaces, prompt_keys
+from kvmanager.agent.clients.cache import CacheControl
 from kvmanager.agent.messages import ListCacheReply, StatusReply
 from kvmanager.directory.messages import NodeName, NodeState, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
-from kvmanager.engines.cache_control import CacheControl
 from kvmanager.engines.jobs import ClusterReport
 from kvmanager.token_ids import TokenIds
 from transport.rpc import RpcError
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class CacheAgent(Protocol):
-    """What is asked of a node agent; `kvmanager.engines.agent_control.AgentControl` is one."""
+    """What is asked of a node agent; `kvmanager.agent.clients.control.AgentControl` is one."""
 
     async def status(self, timeout_s: float) -> StatusReply: ...
 

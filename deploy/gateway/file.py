@@ -25,14 +25,14 @@ from deploy.gateway.config import (
 )
 from deploy.gateway.links import RegionLinks
 from deploy.region.links import LinkedPrefillCluster
+from kvmanager.agent.clients.cache import CacheControl
+from kvmanager.agent.clients.control import AgentControl
+from kvmanager.agent.clients.links import LinkClient
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.directory.remote import RemoteDirectory
-from kvmanager.engines.agent_control import AgentControl
-from kvmanager.engines.cache_control import CacheControl
 from kvmanager.engines.front_config import TlsSection
 from kvmanager.engines.instances import InstancesConfig, InstanceSpec
-from kvmanager.engines.link_client import LinkClient
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.placement import DEFAULT_AFFINITY_SLACK
 from local_pd.remote import RemotePdCluster

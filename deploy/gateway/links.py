@@ -21,11 +21,11 @@ from typing import Final, Protocol
 import msgspec
 
 from deploy.gateway.region_link import HeardPath, LinkNow, RegionLink
-from kvmanager.agent.link_messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
+from kvmanager.agent.clients.links import probe_link
+from kvmanager.agent.links.messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
 from kvmanager.directory.messages import NodeName
 from kvmanager.engines.jobs import ClusterReport
-from kvmanager.engines.link_client import probe_link
 from transport.backoff import Backoff
 from transport.rpc import RpcError
 
@@ -45,7 +45,7 @@ PROBE_PAUSE_S: Final = 2.0
 
 
 class LinkAgent(Protocol):
-    """What is asked of a node agent; `kvmanager.engines.link_client.LinkClient` is one. Methods
+    """What is asked of a node agent; `kvmanager.agent.clients.links.LinkClient` is one. Methods
     raise RpcError.
     """
 

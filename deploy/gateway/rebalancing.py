@@ -15,10 +15,10 @@ from typing import Final
 
 from deploy.gateway.cache_moves import CacheMoves, Prefix, cache_shape
 from deploy.gateway.cached import CachedPrompt
+from kvmanager.agent.clients.cache import CacheMoveResult
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
-from kvmanager.engines.cache_control import CacheMoveResult
 from kvmanager.engines.jobs import ClusterReport
 from scheduler.cache_moves import (
     ByteBudget,

@@ -24,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from kvmanager.agent.link_messages import CONDITIONS, LinkView
+from kvmanager.agent.links.messages import CONDITIONS, LinkView
 from netmon.detector import Condition
 from netmon.estimate import MAX_BACKLOG_S
 from scheduler.views import LinkCondition

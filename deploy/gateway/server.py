@@ -13,8 +13,8 @@ from typing import Final
 from aiohttp import web
 
 from deploy.gateway.app import Gateway, create_app
-from kvmanager.loop_metrics import LoopCollector
-from kvmanager.loop_watch import LoopWatch, settle_heap
+from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.watch import LoopWatch, settle_heap
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

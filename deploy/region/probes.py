@@ -12,8 +12,8 @@ import msgspec
 
 from deploy.region.plan import PlannedProcess
 from deploy.region.spec import TlsSpec
+from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import StatusReply
-from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.jobs import ClusterReport
 from kvmanager.engines.supervisor import Probe
 from transport import TlsFiles

@@ -18,13 +18,13 @@ import uvloop
 
 from kvmanager.agent.config import AgentConfig, ConfigError, load, parse_endpoint
 from kvmanager.agent.control import ControlService
-from kvmanager.agent.engine_server import SocketTaken
+from kvmanager.agent.engines.server import SocketTaken
 from kvmanager.agent.messages import SERVICE
 from kvmanager.agent.metrics import MetricsServer
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
-from kvmanager.loop_metrics import LoopCollector
-from kvmanager.loop_watch import LoopWatch, settle_heap
+from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.pool.ssd import SsdError
 from transport import TransportError
 from transport.rpc import RpcError, RpcServer

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from kvmanager.arena import DEFAULT_BLOCK_BYTES
 from kvmanager.pool.eviction import eviction_policy
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.transfers import TableLimits
+from kvmanager.transfers.table import TableLimits
 from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
 from transport import Endpoint, TlsFiles, TransportConfig
@@ -78,7 +78,7 @@ class AgentConfig(BaseModel):
     """Most bytes in `ssd_dir`."""
     kv_events: dict[str, KvEvents] = {}
     """By engine instance, where it publishes what its own prefix cache holds, as this host reaches
-    it; behind a comma where it replays what was missed (`kvmanager.agent.engine_events`).
+    it; behind a comma where it replays what was missed (`kvmanager.agent.engines.events`).
     """
     ssd_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     """How long a prompt waits for what is on SSD only; then it is served without."""

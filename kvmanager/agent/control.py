@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from kvmanager.agent.cache import LandingBase, NodeCache
-from kvmanager.agent.instances import UnknownLayout
+from kvmanager.agent.cache.service import LandingBase, NodeCache
+from kvmanager.agent.engines.instances import UnknownLayout
 from kvmanager.agent.messages import (
     Await,
     CacheFeed,
@@ -42,9 +42,9 @@ from kvmanager.agent.messages import (
 )
 from kvmanager.agent.service import NodeAgent
 from kvmanager.agent.transfer_io import now_s
-from kvmanager.custody import Key, Kind
 from kvmanager.layout import KVLayout
-from kvmanager.transfer_records import LandingSpec, OutboxSpec, TransferError
+from kvmanager.transfers.custody import Key, Kind
+from kvmanager.transfers.records import LandingSpec, OutboxSpec, TransferError
 from transport import Elements, Endpoint, OutgoingSpec
 from transport.rpc import Method, RpcError
 

@@ -18,9 +18,9 @@ from typing import Final
 
 from kvmanager.agent.config import AgentConfig
 from kvmanager.arena import Arena, ArenaError
-from kvmanager.blocks import BlockAllocator, Run
 from kvmanager.pool.index import PoolIndex
 from kvmanager.pool.index_records import IndexHeader, Stored
+from kvmanager.transfers.blocks import BlockAllocator, Run
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 

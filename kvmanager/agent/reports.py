@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from kvmanager.agent.cache_desk_records import CacheUse
-from kvmanager.agent.cache_store import StoreUse
+from kvmanager.agent.cache.desk_records import CacheUse
+from kvmanager.agent.cache.store import StoreUse
 from kvmanager.agent.messages import CachedPrefix, CacheStatus, TransferReport
 from kvmanager.pool.records import PoolStatus, Prefix, Tier
 from kvmanager.pool.shape import PartKind
-from kvmanager.transfer_records import Landing, Outbox, State
+from kvmanager.transfers.records import Landing, Outbox, State
 from transport import TransferProgress
 
 ReportState = Literal["open", "complete", "failed", "cancelled", "expired"]

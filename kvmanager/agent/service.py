@@ -2,7 +2,7 @@
 
 Everything that happens (a call of the control plane, a message of an engine, news of the transport,
 time) is put into the table as an event, and the effects that come back are performed here. No rule
-about transfers is here; they are in `kvmanager.transfers`.
+about transfers is here; they are in `kvmanager.transfers.table`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,13 @@ from typing import Any, Final
 
 import msgspec
 
-from kvmanager.agent.cache import LandingBase, NodeCache
-from kvmanager.agent.cache_move_control import control_methods
-from kvmanager.agent.cache_moves import CacheMover
+from kvmanager.agent.cache.move_control import control_methods
+from kvmanager.agent.cache.moves import CacheMover
+from kvmanager.agent.cache.service import LandingBase, NodeCache
 from kvmanager.agent.config import AgentConfig, parse_endpoint
-from kvmanager.agent.engine_events import EngineEvents
-from kvmanager.agent.engine_server import EngineServer
-from kvmanager.agent.instances import EngineRefused, InstanceBook
-from kvmanager.agent.kept_arena import KeptArena, open_arena
-from kvmanager.agent.link_control import link_methods
-from kvmanager.agent.link_watch import LinkWatch, WatchSettings
-from kvmanager.agent.messages import StatusReply, TransferReport
-from kvmanager.agent.metrics import AgentMetrics
-from kvmanager.agent.probing import Prober
-from kvmanager.agent.protocol import (
+from kvmanager.agent.engines.events import EngineEvents
+from kvmanager.agent.engines.instances import EngineRefused, InstanceBook
+from kvmanager.agent.engines.protocol import (
     Abort,
     AgentMessage,
     Attach,
@@ -47,13 +40,20 @@ from kvmanager.agent.protocol import (
     Watch,
     Welcome,
 )
+from kvmanager.agent.engines.server import EngineServer
+from kvmanager.agent.kept_arena import KeptArena, open_arena
+from kvmanager.agent.links.control import link_methods
+from kvmanager.agent.links.probing import Prober
+from kvmanager.agent.links.watch import LinkWatch, WatchSettings
+from kvmanager.agent.messages import StatusReply, TransferReport
+from kvmanager.agent.metrics import AgentMetrics
 from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.transfer_io import TransferIo, now_s
 from kvmanager.arena import Arena, remove_stale
-from kvmanager.custody import Key, Kind
-from kvmanager.loop_watch import aligned_delay_s
+from kvmanager.loop.watch import aligned_delay_s
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.transfer_records import (
+from kvmanager.transfers.custody import Key, Kind
+from kvmanager.transfers.records import (
     CancelOutbox,
     DropLanding,
     Effect,
@@ -71,7 +71,7 @@ from kvmanager.transfer_records import (
     TellLanded,
     TransferError,
 )
-from kvmanager.transfers import TransferTable
+from kvmanager.transfers.table import TransferTable
 from transport import OutgoingSpec
 
 logger = logging.getLogger("prfaas.kvmanager.agent")

@@ -21,7 +21,8 @@ from typing import Any, Literal, Self, TypeVar
 import msgspec
 import yaml
 
-from kvmanager.agent.engine_client import EngineClient
+from kvmanager.agent.engines.client import EngineClient
+from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Hello, Welcome
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
@@ -37,7 +38,6 @@ from kvmanager.agent.messages import (
     TransferReport,
     WatchCache,
 )
-from kvmanager.agent.protocol import CacheFound, CacheSlots, Hello, Welcome
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from transport import TlsFiles

@@ -26,8 +26,8 @@ from kvmanager.directory.feed_client import DirectoryFollower, FollowTiming
 from kvmanager.directory.messages import SERVICE, NodeState
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
-from kvmanager.loop_metrics import LoopCollector
-from kvmanager.loop_watch import LoopWatch, settle_heap
+from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.watch import LoopWatch, settle_heap
 from transport.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.directory")

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import CacheFeed
 from kvmanager.directory.directory import Directory, Position
 from kvmanager.directory.errors import DirectoryError, FeedError
 from kvmanager.directory.messages import NodeName
-from kvmanager.engines.agent_control import AgentControl
 from transport import TlsFiles
 from transport.backoff import Backoff
 from transport.rpc import RpcError

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from prometheus_client import REGISTRY, start_http_server
 
-from kvmanager.loop_metrics import LoopCollector
-from kvmanager.loop_watch import LoopWatch, settle_heap
+from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.watch import LoopWatch, settle_heap
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 

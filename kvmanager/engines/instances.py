@@ -14,8 +14,8 @@ from pathlib import Path
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import CacheModel
-from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.client import EngineHttp, EngineLoad, open_session
 from kvmanager.engines.command import EngineSpec
 from kvmanager.engines.errors import EngineError

@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
+from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import OpenOutboxReply, TransferReport
-from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.client import EngineHttp, EnginePrefill
 from kvmanager.engines.errors import (
     EngineError,

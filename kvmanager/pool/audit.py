@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvmanager.blocks import Run
 from kvmanager.pool.fills import Fills
 from kvmanager.pool.nodes import Node, Part
 from kvmanager.pool.parts import Kinds, PartBooks
 from kvmanager.pool.records import BlockPart, Tier
+from kvmanager.transfers.blocks import Run
 
 
 def check_parts(books: PartBooks) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvmanager.blocks import Run
 from kvmanager.pool.nodes import Filling, Part
 from kvmanager.pool.parts import PartBooks
 from kvmanager.pool.records import BlockPart, Tier
+from kvmanager.transfers.blocks import Run
 
 
 class Fills:

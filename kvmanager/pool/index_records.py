@@ -21,10 +21,10 @@ import msgspec
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvmanager.arena import Arena
-from kvmanager.blocks import BlockTable, Run
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.records import Tier
 from kvmanager.pool.shape import CacheShape
+from kvmanager.transfers.blocks import BlockTable, Run
 
 INDEX_VERSION: Final = 1
 """1: first version."""

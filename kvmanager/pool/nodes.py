@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvmanager.blocks import Run
 from kvmanager.pool.records import Tier
 from kvmanager.pool.shape import CacheShape, PartKind
+from kvmanager.transfers.blocks import Run
 
 
 class Geometry:

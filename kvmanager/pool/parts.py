@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvmanager.blocks import BlockAllocator, Run
 from kvmanager.pool.eviction import EvictionPolicy, EvictionQueue, Lru
 from kvmanager.pool.nodes import Geometry, Node, Part
 from kvmanager.pool.records import Listener, PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind
+from kvmanager.transfers.blocks import BlockAllocator, Run
 
 Kinds = Counter[tuple[Tier, PartKind]]
 

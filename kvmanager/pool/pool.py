@@ -39,7 +39,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from kvmanager.blocks import BlockAllocator, Run
 from kvmanager.pool import audit, listing, purge
 from kvmanager.pool.eviction import EvictionPolicy, Lru, eviction_policy
 from kvmanager.pool.fills import Fills
@@ -59,6 +58,7 @@ from kvmanager.pool.records import (
     Tier,
 )
 from kvmanager.pool.shape import CacheShape
+from kvmanager.transfers.blocks import BlockAllocator, Run
 
 __all__ = [
     "BlockPart",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from kvmanager.blocks import Run
 from kvmanager.pool.shape import CacheShape, PartKind
+from kvmanager.transfers.blocks import Run
 
 BlockPart = tuple[int, int]
 """(index into the keys of a call, part number of the shape)."""

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvmanager.blocks import BlockAllocator
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.eviction import EvictionPolicy
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.pool.pool import HybridPool, Match, PoolChange
 from kvmanager.pool.shape import CacheShape, PartKind
+from kvmanager.transfers.blocks import BlockAllocator
 
 _ROOT: Final = b"\xff" * KEY_BYTES
 """No block's: the id of a block has at most 8 bytes."""

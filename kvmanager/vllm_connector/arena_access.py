@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from kvmanager.agent.engine_client import EngineClient
+from kvmanager.agent.engines.client import EngineClient
 from kvmanager.arena import Arena
 from kvmanager.vllm_connector.pages import PageCopier, copier_for
 

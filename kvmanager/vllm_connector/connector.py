@@ -31,11 +31,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvmanager.agent.engine_client import EngineClient
-from kvmanager.agent.protocol import PROTOCOL_VERSION, Hello
+from kvmanager.agent.engines.client import EngineClient
+from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, Hello
 from kvmanager.layout import KVLayout
-from kvmanager.vllm_connector.cache_keys import namespace_of
-from kvmanager.vllm_connector.cache_scheduler import (
+from kvmanager.vllm_connector.cache.keys import namespace_of
+from kvmanager.vllm_connector.cache.scheduler import (
     DEFAULT_FIND_TIMEOUT_S,
     DEFAULT_MIN_LOAD_TOKENS,
     CacheOptions,

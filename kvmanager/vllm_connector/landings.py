@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvmanager.agent.engine_client import EngineClient
+from kvmanager.agent.engines.client import EngineClient
 from kvmanager.layout import KVKind, KVLayout
-from kvmanager.vllm_connector.cache_plan import CachePages, Tables
+from kvmanager.vllm_connector.cache.plan import CachePages, Tables
 from kvmanager.vllm_connector.metadata import (
     CachedParts,
     LoadStep,

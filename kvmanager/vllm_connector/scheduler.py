@@ -15,14 +15,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvmanager.agent.engine_client import EngineClient
-from kvmanager.agent.protocol import CacheFound, CacheSlots, Welcome
+from kvmanager.agent.engines.client import EngineClient
+from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVKind, KVLayout
 from kvmanager.pool.shape import CacheShape
-from kvmanager.vllm_connector.cache_plan import CachePages
-from kvmanager.vllm_connector.cache_scheduler import CacheOptions, CacheScheduler
+from kvmanager.vllm_connector.cache.plan import CachePages
+from kvmanager.vllm_connector.cache.scheduler import CacheOptions, CacheScheduler
 from kvmanager.vllm_connector.engine_layout import state_block_index
 from kvmanager.vllm_connector.landings import Landings
 from kvmanager.vllm_connector.metadata import (

@@ -23,12 +23,12 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvmanager.agent.engine_client import EngineClient
-from kvmanager.agent.protocol import CacheFound, CacheSlots, Welcome
+from kvmanager.agent.engines.client import EngineClient
+from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.layout import KVKind, KVLayout, LayerExtent
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
-from kvmanager.vllm_connector.cache_worker import CacheWorker
+from kvmanager.vllm_connector.cache.worker import CacheWorker
 from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, SendStep, TransferRef
 from kvmanager.vllm_connector.pages import LayerPages, PageCopier
 from kvmanager.vllm_connector.stats import TransferStats

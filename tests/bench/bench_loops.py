@@ -1,7 +1,7 @@
 """The longest gaps of event loops: a big directory, a big pool whose SSD fails, agents that send.
 
 Run: python tests/bench/bench_loops.py [--json FILE] [--smoke] [--blocks N] [--seconds S]. A gap is
-the process's own time, as its own watch sees it (`kvmanager.loop_watch`): computing, collecting
+the process's own time, as its own watch sees it (`kvmanager.loop.watch`): computing, collecting
 garbage and waiting, without the time in which the machine gave it no core.
 """
 
@@ -24,14 +24,14 @@ import uvloop
 from bench_directory import NODES, RULE, Region
 from smoke import add_smoke
 
-from kvmanager.agent.cache_feed import CacheFeed
-from kvmanager.agent.cache_store import PartStore
+from kvmanager.agent.cache.feed import CacheFeed
+from kvmanager.agent.cache.store import PartStore
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.kept_arena import open_arena
 from kvmanager.agent.testing import AgentProcess, FakeEngine
 from kvmanager.directory.embedded import EmbeddedDirectory
-from kvmanager.loop_gaps import Gap
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop.gaps import Gap
+from kvmanager.loop.watch import LoopWatch
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape

@@ -23,7 +23,7 @@ import xxhash
 from peer_end import MIB
 from peer_worker import serve
 
-from kvmanager.agent.probing import RingSpace, SinkSpace
+from kvmanager.agent.links.probing import RingSpace, SinkSpace
 from transport import (
     ByteSpace,
     Endpoint,

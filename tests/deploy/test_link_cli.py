@@ -16,7 +16,7 @@ from deploy.cli import app
 from deploy.gateway.links import LinkPath, LinksOverview
 from deploy.gateway.region_link import LinkNow, LinkStep
 from deploy.link.view import overview, sparkline
-from kvmanager.agent.link_messages import LinkView
+from kvmanager.agent.links.messages import LinkView
 from netmon.estimate import LinkEstimate
 
 run = CliRunner().invoke

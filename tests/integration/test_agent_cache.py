@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from kvmanager.agent.engines.protocol import CacheFound, CacheSlots
 from kvmanager.agent.messages import (
     ListCache,
     ListCacheReply,
     Reserve,
     ReserveReply,
 )
-from kvmanager.agent.protocol import CacheFound, CacheSlots
 from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import CacheShape

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.agent.cache_move_messages import ReserveCacheMoveReply
+from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
+from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder, move_cache
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.control import ControlService
+from kvmanager.agent.engines.protocol import Hello
 from kvmanager.agent.messages import SERVICE
-from kvmanager.agent.protocol import Hello
 from kvmanager.agent.service import NodeAgent
 from kvmanager.agent.testing import SMALL_LAYOUT
 from kvmanager.agent.transfer_io import now_s
-from kvmanager.engines.cache_control import CacheControl, CacheMoveOrder, move_cache
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import BlockPart

@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmanager.agent.messages import ReserveReply
-from kvmanager.agent.protocol import (
+from kvmanager.agent.engines.protocol import (
     Attach,
     FrameDecoder,
     Hello,
@@ -25,6 +24,7 @@ from kvmanager.agent.protocol import (
     decode_agent_message,
     encode_frame,
 )
+from kvmanager.agent.messages import ReserveReply
 from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from transport.rpc import RpcError
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvmanager.agent.cache_feed import CacheFeed
+from kvmanager.agent.cache.feed import CacheFeed
 from kvmanager.agent.messages import SERVICE as AGENT_SERVICE
 from kvmanager.agent.messages import CacheFeed as FeedReply
 from kvmanager.agent.messages import WatchCache

@@ -10,8 +10,8 @@ from queue import Empty, Queue
 
 import pytest
 
-from kvmanager.agent.engine_client import EngineClient
-from kvmanager.agent.protocol import (
+from kvmanager.agent.engines.client import EngineClient
+from kvmanager.agent.engines.protocol import (
     PROTOCOL_VERSION,
     Abort,
     Attach,

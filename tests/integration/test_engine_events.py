@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from kvmanager.agent import engine_events
-from kvmanager.agent.engine_events import EngineEvents
+from kvmanager.agent.engines.events import EngineEvents
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 

@@ -25,7 +25,7 @@ from deploy.region.launcher import LaunchConfig, Progress, RegionStartFailed, Ru
 from deploy.region.rundir import RunDirectoryError, read_state
 from deploy.region.spec import RegionSpec
 from deploy.region.status import region_status
-from kvmanager.engines.agent_control import AgentControl
+from kvmanager.agent.clients.control import AgentControl
 from kvmanager.engines.errors import EngineStartFailed
 from kvmanager.engines.restart import RestartConfig
 from kvmanager.engines.supervisor import ProcessState
@@ -44,7 +44,7 @@ QUICK = LaunchConfig(
 # connector, it stays connected to the node agent.
 DUMMY_ENGINE = """
     import http.server, json, os, socket, subprocess, sys, threading, time
-    from kvmanager.agent.protocol import Hello, encode_frame
+    from kvmanager.agent.engines.protocol import Hello, encode_frame
     from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 
     if os.environ.get("DUMMY_FAILS"):

@@ -19,7 +19,8 @@ from deploy.gateway.file import GatewayFile, build_clusters, build_links
 from deploy.gateway.links import LinksOverview
 from deploy.gateway.region_link import LinkNow
 from deploy.gateway.server import start_server
-from kvmanager.agent.link_messages import LinkFeed, LinkView, WatchLinks
+from kvmanager.agent.clients.links import LinkClient, probe_link
+from kvmanager.agent.links.messages import LinkFeed, LinkView, WatchLinks
 from kvmanager.agent.messages import (
     ProbeEnd,
     ProbeEndReply,
@@ -29,7 +30,6 @@ from kvmanager.agent.messages import (
     ProbeSendReply,
 )
 from kvmanager.agent.testing import AgentProcess, wait_until
-from kvmanager.engines.link_client import LinkClient, probe_link
 from transport.rpc import RpcError
 
 GIB = 1 << 30

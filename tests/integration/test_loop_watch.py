@@ -17,7 +17,7 @@ import pytest
 import uvloop
 
 from kvmanager.agent.testing import AgentProcess
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop.watch import LoopWatch
 
 LOOPS = pytest.mark.parametrize(
     "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
@@ -53,7 +53,7 @@ def test_a_gap_of_our_own_is_found_and_its_place_logged(
     culprit: Callable[[], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING, "prfaas.kvmanager.loop_watch"):
+    with caplog.at_level(logging.WARNING, "prfaas.kvmanager.loop.watch"):
         gaps = watched(loop_factory, lambda: None, culprit).gaps
     # A heartbeat's period may have passed before the next one was due.
     assert 0.2 < gaps.longest_own_s < 0.4
@@ -67,7 +67,7 @@ def test_a_gap_of_our_own_is_found_and_its_place_logged(
 def test_a_loop_that_does_its_work_in_time_has_no_gap(
     loop_factory: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "prfaas.kvmanager.loop_watch"):
+    with caplog.at_level(logging.WARNING, "prfaas.kvmanager.loop.watch"):
         gaps = watched(loop_factory, *[lambda: None] * 3).gaps
     assert gaps.longest_own_s < 0.1
     assert not caplog.records
@@ -85,7 +85,7 @@ def test_a_gap_that_the_end_of_the_loop_cuts_off_is_counted() -> None:
 
 CHILD = """
 import asyncio, sys, uvloop
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop.watch import LoopWatch
 
 async def main():
     with LoopWatch() as watch:
@@ -118,7 +118,7 @@ def test_a_process_that_was_stopped_has_no_gap_of_its_own() -> None:
 
 STARVED = """
 import asyncio, time
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop.watch import LoopWatch
 
 async def main():
     with LoopWatch() as watch:

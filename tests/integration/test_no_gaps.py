@@ -9,12 +9,12 @@ from types import ModuleType
 import pytest
 from no_gaps import our_part_s
 
-from kvmanager.loop_gaps import Gap
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop.gaps import Gap
+from kvmanager.loop.watch import LoopWatch
 
 CHILD = """
 import asyncio, time
-from kvmanager.loop_watch import LoopWatch
+from kvmanager.loop.watch import LoopWatch
 
 async def main():
     with LoopWatch():

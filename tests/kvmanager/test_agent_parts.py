@@ -8,14 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 from kvmanager.agent.config import AgentConfig, ConfigError, load
-from kvmanager.agent.instances import EngineRefused, InstanceBook, UnknownLayout
+from kvmanager.agent.engines.instances import EngineRefused, InstanceBook, UnknownLayout
+from kvmanager.agent.engines.protocol import Hello
 from kvmanager.agent.landing_door import LandingDoor
-from kvmanager.agent.protocol import Hello
 from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.testing import SMALL_LAYOUT
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.transfer_records import Landing, LandingSpec, Outbox, OutboxSpec, State
+from kvmanager.transfers.records import Landing, LandingSpec, Outbox, OutboxSpec, State
 from transport import (
     Endpoint,
     Refused,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmanager.agent.protocol import (
+from kvmanager.agent.engines.protocol import (
     MAX_FRAME_BYTES,
     Abort,
     AgentMessage,

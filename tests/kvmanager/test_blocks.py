@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvmanager.blocks import BlockAllocator, BlockTable, OutOfBlocks, Run
+from kvmanager.transfers.blocks import BlockAllocator, BlockTable, OutOfBlocks, Run
 
 NUM_BLOCKS = 40
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvmanager.agent.cache_desk import CacheDesk
-from kvmanager.agent.cache_desk_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
-from kvmanager.agent.cache_wire import MAX_SLOT_BYTES, slots_on_wire
-from kvmanager.agent.protocol import (
+from kvmanager.agent.cache.desk import CacheDesk
+from kvmanager.agent.cache.desk_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
+from kvmanager.agent.cache.wire import MAX_SLOT_BYTES, slots_on_wire
+from kvmanager.agent.engines.protocol import (
     CacheCancel,
     CacheFind,
     CacheFound,
@@ -18,12 +18,12 @@ from kvmanager.agent.protocol import (
     CacheWritten,
     ProtocolError,
 )
-from kvmanager.blocks import BlockAllocator, Run
 from kvmanager.hashing import join_keys
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import PoolChange, Slot, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-from kvmanager.transfer_records import EnginePeer
+from kvmanager.transfers.blocks import BlockAllocator, Run
+from kvmanager.transfers.records import EnginePeer
 
 BLOCK = 100
 ROOT = bytes(16)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmanager.agent import messages
-from kvmanager.agent.cache_feed import CacheFeed
+from kvmanager.agent.cache.feed import CacheFeed
 from kvmanager.pool.records import PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvmanager.agent.cache_store import FETCHED_PER_FILL, PartStore
+from kvmanager.agent.cache.store import FETCHED_PER_FILL, PartStore
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.pool.pool import HybridPool

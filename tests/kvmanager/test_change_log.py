@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvmanager.agent.change_log import PAGE_KEYS, ChangeLog, Latest
+from kvmanager.agent.cache.change_log import PAGE_KEYS, ChangeLog, Latest
 
 
 def key(number: int) -> bytes:

@@ -18,10 +18,10 @@ from cache_engine import (
     tables_of,
 )
 
-from kvmanager.agent.protocol import CacheSlots
+from kvmanager.agent.engines.protocol import CacheSlots
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.vllm_connector import cache_scheduler
-from kvmanager.vllm_connector.cache_keys import RequestKeys
+from kvmanager.vllm_connector.cache.keys import RequestKeys
 from kvmanager.vllm_connector.connector import PrfaasConnector
 
 # Keys.

@@ -5,7 +5,7 @@ from typing import Any
 from cache_engine import KV, NAMESPACE, SHORT_WINDOW, ST, WIN, Engine, engine, ready, request
 
 from kvmanager.hashing import root_key
-from kvmanager.vllm_connector.cache_keys import RequestKeys
+from kvmanager.vllm_connector.cache.keys import RequestKeys
 
 
 def keys_of(asked: Any) -> list[bytes]:

@@ -13,7 +13,7 @@ import torch
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
-from kvmanager.vllm_connector.cache_worker import CacheWorker, JoinedSpace
+from kvmanager.vllm_connector.cache.worker import CacheWorker, JoinedSpace
 from kvmanager.vllm_connector.metadata import CachedParts, PartPages, StoreStep
 from kvmanager.vllm_connector.pages import LayerPages
 from kvmanager.vllm_connector.stats import TransferStats

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvmanager.agent.protocol import CacheFound, CacheSlots, Welcome
+from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.vllm_connector.cache_scheduler import CacheOptions
+from kvmanager.vllm_connector.cache.scheduler import CacheOptions
 from kvmanager.vllm_connector.metadata import PartPages, PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide, idle_wait_s
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvmanager.agent.protocol import Welcome
+from kvmanager.agent.engines.protocol import Welcome
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.vllm_connector import worker as module

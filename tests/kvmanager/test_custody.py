@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvmanager.blocks import BlockAllocator
-from kvmanager.custody import PROMOTION, TRANSPORT, Custody, Kind
+from kvmanager.transfers.blocks import BlockAllocator
+from kvmanager.transfers.custody import PROMOTION, TRANSPORT, Custody, Kind
 
 KEY = (Kind.OUTBOX, b"t" * 16)
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmanager.engine_blocks import EngineBlocks, MergedBlocks
-from kvmanager.hashing import block_keys, root_key
-from kvmanager.kv_events import (
+from kvmanager.agent.engines.blocks import EngineBlocks, MergedBlocks
+from kvmanager.agent.engines.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -21,6 +20,7 @@ from kvmanager.kv_events import (
     Order,
     decode_batch,
 )
+from kvmanager.hashing import block_keys, root_key
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.pool.shape import CacheShape
 

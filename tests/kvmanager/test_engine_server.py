@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from kvmanager.agent.engine_server import EngineServer, _EngineConnection
-from kvmanager.agent.protocol import (
+from kvmanager.agent.engines.protocol import (
     AgentMessage,
     CacheFree,
     EngineMessage,
@@ -16,6 +15,7 @@ from kvmanager.agent.protocol import (
     decode_agent_message,
     encode_frame,
 )
+from kvmanager.agent.engines.server import EngineServer, _EngineConnection
 
 HELLO = Hello(instance="d0", role="scheduler", pid=os.getpid(), layout=b"", tp_rank=0, tp_size=1)
 WELCOME = Welcome(arena_path="", arena_epoch="", arena_bytes=1, block_bytes=1)

@@ -7,9 +7,9 @@ import pytest
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.arena import ArenaError
-from kvmanager.blocks import Run
 from kvmanager.pool.index_records import Stored
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.transfers.blocks import Run
 
 SHAPE = CacheShape(64, (PartShape(PartKind.KV, 8192),))
 KEY = bytes(range(16))

@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvmanager.agent.config import AgentConfig
-from kvmanager.agent.link_control import MAX_PROBE_BYTES, MAX_PROBES, LinkControl
-from kvmanager.agent.link_messages import LinkView, SendLinkProbe, WatchLinks
-from kvmanager.agent.link_watch import (
+from kvmanager.agent.links.control import MAX_PROBE_BYTES, MAX_PROBES, LinkControl
+from kvmanager.agent.links.messages import LinkView, SendLinkProbe, WatchLinks
+from kvmanager.agent.links.watch import (
     KEEP_S,
     LET_GO_S,
     RETRY_S,
@@ -21,7 +21,7 @@ from kvmanager.agent.link_watch import (
     link_sample,
 )
 from kvmanager.agent.transfer_io import TransferIo
-from kvmanager.transfer_records import BadRequest, NoRoom
+from kvmanager.transfers.records import BadRequest, NoRoom
 from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
 from netmon.samples import InterfaceSample, ProbeResult

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvmanager.loop_gaps import Gap, Halt, LoopGaps, RawGap, describe, halt_of_sleeper, judge
-from kvmanager.loop_metrics import LoopCollector
-from kvmanager.loop_watch import GapLog, aligned_delay_s
-from kvmanager.thread_times import stolen_s
+from kvmanager.loop.gaps import Gap, Halt, LoopGaps, RawGap, describe, halt_of_sleeper, judge
+from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.thread_times import stolen_s
+from kvmanager.loop.watch import GapLog, aligned_delay_s
 
 
 def raw(**changes: Any) -> RawGap:

@@ -5,10 +5,10 @@ import tracemalloc
 import pytest
 from pool_cases import FULL, HYBRID, KV, ROOT, STATE, Harness, keys_of, last_key
 
-from kvmanager.blocks import Run
 from kvmanager.pool.listing import NODES_PER_STEP
 from kvmanager.pool.pool import MAX_EVICTED_PER_STEP, BlockPart, HybridPool, Match, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.transfers.blocks import Run
 
 WINDOWED = CacheShape(4, (KV, PartShape(PartKind.WINDOW, 1, window_tokens=6)))
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from pool_cases import HYBRID, KV, STATE, Harness, keys_of, last_key
 
-from kvmanager.blocks import BlockAllocator
 from kvmanager.pool.eviction import CheapestFirst
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.shape import CacheShape
+from kvmanager.transfers.blocks import BlockAllocator
 
 ONLY_STATES = CacheShape(4, (STATE,))
 

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_cases import HYBRID, STATE, Harness, last_key
 
-from kvmanager.blocks import BlockAllocator
 from kvmanager.pool.eviction import EvictionQueue, eviction_policy
 from kvmanager.pool.pool import HybridPool, Match, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.transfers.blocks import BlockAllocator
 from scheduler.prefix_reuse import TracePrompt, cached_tokens
 
 # ---- eviction

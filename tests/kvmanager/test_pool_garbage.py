@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from pool_cases import FULL, HYBRID, ROOT, Harness, keys_of
 
-from kvmanager.agent.cache_feed import CacheFeed
+from kvmanager.agent.cache.feed import CacheFeed
 from kvmanager.pool.nodes import Node, Part
 from kvmanager.pool.records import PoolChange, Tier
 from kvmanager.pool.shape import CacheShape

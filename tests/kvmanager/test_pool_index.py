@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from index_cases import BLOCK, HEADER, SHAPE, encoded, key, opened, read_now, stored
 
 from kvmanager.arena import Arena
-from kvmanager.blocks import Run
 from kvmanager.pool.index_records import (
     MAX_RECORD_BYTES,
     Dropped,
@@ -30,6 +29,7 @@ from kvmanager.pool.index_records import (
     read_index,
 )
 from kvmanager.pool.records import Tier
+from kvmanager.transfers.blocks import Run
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 from index_cases import BLOCK, SHAPE, encoded, key, opened, read_now, stored
 
 from kvmanager.arena import Arena
-from kvmanager.blocks import Run
 from kvmanager.pool import index as index_module
 from kvmanager.pool.index import PoolIndex
 from kvmanager.pool.index_records import (
@@ -18,6 +17,7 @@ from kvmanager.pool.index_records import (
     Shape,
     encode_record,
 )
+from kvmanager.transfers.blocks import Run
 
 
 @pytest.fixture

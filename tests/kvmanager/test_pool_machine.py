@@ -15,11 +15,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pool_cases import listed
 
-from kvmanager.blocks import BlockAllocator, OutOfBlocks, Run
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.pool.eviction import POLICIES, eviction_policy
 from kvmanager.pool.pool import Fill, HybridPool, Pin, PoolChange, Spill, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.transfers.blocks import BlockAllocator, OutOfBlocks, Run
 
 BLOCK_BYTES = 10
 NUM_BLOCKS = 24

@@ -3,10 +3,10 @@
 import pytest
 from pool_cases import HYBRID, KV, STATE
 
-from kvmanager.blocks import Run
 from kvmanager.pool.nodes import Geometry, Node, Part
 from kvmanager.pool.records import Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.transfers.blocks import Run
 
 SHORT = PartShape(PartKind.WINDOW, 7, window_tokens=5)  # reaches over 1 block of 4 tokens
 LONG = PartShape(PartKind.WINDOW, 7, window_tokens=10)  # reaches over 3

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from pool_cases import FULL, HYBRID, KV, STATE, Harness, keys_of, last_key
 
-from kvmanager.blocks import Run
 from kvmanager.pool import pool as pool_module
 from kvmanager.pool.pool import MAX_LOST_PER_STEP, Match, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.transfers.blocks import Run
 
 # ---- SSD
 

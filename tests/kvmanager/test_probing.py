@@ -7,9 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvmanager.agent.host_load import agent_load, kernel_tcp, usable_cpus
-from kvmanager.agent.messages import ProbeLanding
-from kvmanager.agent.probing import (
+from kvmanager.agent.links.host_load import agent_load, kernel_tcp, usable_cpus
+from kvmanager.agent.links.probing import (
     KEEP_S,
     MAX_PROBE_BYTES,
     MAX_PROBES,
@@ -17,8 +16,9 @@ from kvmanager.agent.probing import (
     RingSpace,
     SinkSpace,
 )
+from kvmanager.agent.messages import ProbeLanding
 from kvmanager.agent.transfer_io import TransferIo
-from kvmanager.transfer_records import BadRequest, NoRoom, UnknownTransfer
+from kvmanager.transfers.records import BadRequest, NoRoom, UnknownTransfer
 from transport import (
     Endpoint,
     LocalError,

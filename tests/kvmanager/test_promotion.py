@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvmanager.agent.promotion import CopyRange, LandedParts, copy_ranges
+from kvmanager.agent.cache.promotion import CopyRange, LandedParts, copy_ranges
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.pool.shape import CacheShape, part_extents
 

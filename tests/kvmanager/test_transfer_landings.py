@@ -12,7 +12,7 @@ from transfer_cases import (
     used,
 )
 
-from kvmanager.transfer_records import (
+from kvmanager.transfers.records import (
     DropLanding,
     Ended,
     State,
@@ -20,7 +20,7 @@ from kvmanager.transfer_records import (
     TellLanded,
     UnknownTransfer,
 )
-from kvmanager.transfers import TransferTable
+from kvmanager.transfers.table import TransferTable
 
 
 class TestLanding:

@@ -14,9 +14,9 @@ from transfer_cases import (
     used,
 )
 
-from kvmanager.blocks import BlockAllocator
-from kvmanager.custody import Kind
-from kvmanager.transfer_records import (
+from kvmanager.transfers.blocks import BlockAllocator
+from kvmanager.transfers.custody import Kind
+from kvmanager.transfers.records import (
     BadRequest,
     CancelOutbox,
     DropLanding,
@@ -27,7 +27,7 @@ from kvmanager.transfer_records import (
     State,
     TellFailed,
 )
-from kvmanager.transfers import TransferTable
+from kvmanager.transfers.table import TransferTable
 
 
 class TestOutbox:

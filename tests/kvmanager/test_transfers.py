@@ -18,9 +18,9 @@ from transfer_cases import (
     used,
 )
 
-from kvmanager.blocks import BlockAllocator
-from kvmanager.custody import PROMOTION, TRANSPORT, Kind
-from kvmanager.transfer_records import (
+from kvmanager.transfers.blocks import BlockAllocator
+from kvmanager.transfers.custody import PROMOTION, TRANSPORT, Kind
+from kvmanager.transfers.records import (
     MOVES,
     BadRequest,
     CancelOutbox,
@@ -33,7 +33,7 @@ from kvmanager.transfer_records import (
     TellFailed,
     TellLanded,
 )
-from kvmanager.transfers import TableLimits, TransferTable
+from kvmanager.transfers.table import TableLimits, TransferTable
 
 
 class TestSharedArena:

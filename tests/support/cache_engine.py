@@ -4,12 +4,12 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from kvmanager.agent.protocol import CacheFound, CacheSlots, Slot, Welcome
+from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Slot, Welcome
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.pool.shape import CacheShape
-from kvmanager.vllm_connector.cache_plan import CachePages
-from kvmanager.vllm_connector.cache_scheduler import CacheOptions, CacheScheduler
+from kvmanager.vllm_connector.cache.plan import CachePages
+from kvmanager.vllm_connector.cache.scheduler import CacheOptions, CacheScheduler
 from kvmanager.vllm_connector.metadata import StoreStep
 
 NAMESPACE = b"n" * 32

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 
 from deploy.region.launcher import RunningRegion
+from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import ReserveReply
 from kvmanager.arena import Arena
-from kvmanager.engines.agent_control import AgentControl
 from kvmanager.engines.client import EngineHttp
 from kvmanager.engines.jobs import (
     Landing,

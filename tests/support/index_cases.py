@@ -1,7 +1,6 @@
 """An index of cached parts in an arena of its own, for the tests of the index."""
 
 from kvmanager.arena import Arena
-from kvmanager.blocks import Run
 from kvmanager.pool.index import PoolIndex
 from kvmanager.pool.index_records import (
     INDEX_VERSION,
@@ -13,6 +12,7 @@ from kvmanager.pool.index_records import (
     read_index,
 )
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.transfers.blocks import Run
 
 BLOCK = 4096
 SHAPE = CacheShape(

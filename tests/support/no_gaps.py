@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvmanager.loop_gaps import Gap, Stack, describe
-from kvmanager.loop_watch import LIMIT_S, LOOK_S, LoopWatch
+from kvmanager.loop.gaps import Gap, Stack, describe
+from kvmanager.loop.watch import LIMIT_S, LOOK_S, LoopWatch
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("transport", "netmon", "kvmanager", "scheduler", "prfaas", "local_pd", "deploy")

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from kvmanager.blocks import BlockAllocator
 from kvmanager.pool.eviction import eviction_policy
 from kvmanager.pool.listing import Listing
 from kvmanager.pool.pool import BlockPart, Fill, HybridPool, Match, Pin, PoolChange, Tier
 from kvmanager.pool.records import Order, Prefix
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.transfers.blocks import BlockAllocator
 
 ROOT = b"r" * 16
 KV = PartShape(PartKind.KV, 1)

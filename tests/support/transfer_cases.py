@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvmanager.blocks import BlockAllocator
-from kvmanager.custody import Kind
-from kvmanager.transfer_records import EnginePeer, LandingSpec, OutboxSpec
-from kvmanager.transfers import TableLimits, TransferTable
+from kvmanager.transfers.blocks import BlockAllocator
+from kvmanager.transfers.custody import Kind
+from kvmanager.transfers.records import EnginePeer, LandingSpec, OutboxSpec
+from kvmanager.transfers.table import TableLimits, TransferTable
 
 BLOCK = 10
 FP = b"f" * 32

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.gateway.links import SAME_S, RegionLinks
 from deploy.gateway.region_link import NUM_STEPS, STALE_S, HeardPath, RegionLink
-from kvmanager.agent.link_messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
+from kvmanager.agent.links.messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
 from kvmanager.engines.jobs import ClusterReport, InstanceReport
 from netmon.estimate import LinkEstimate

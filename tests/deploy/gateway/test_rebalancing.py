@@ -10,10 +10,10 @@ from deploy.gateway.background import Background
 from deploy.gateway.cache_moves import CacheMoves, MoveMetrics, MoveSettings
 from deploy.gateway.cached import CachedPrompt, CachePlaces, PromptKeys
 from deploy.gateway.rebalancing import Rebalancer, RebalancingSettings, node_loads
-from kvmanager.agent.cache_move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
+from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
+from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
-from kvmanager.engines.cache_control import CacheControl, CacheMoveOrder
 from kvmanager.engines.jobs import ClusterReport, InstanceReport
 from scheduler.cache_moves import NodeLoad, ReplicationLimits
 from transport.rpc import RpcError

@@ -10,10 +10,10 @@ import pytest
 from deploy.gateway.cached import CachedPrompt
 from deploy.gateway.caches import RegionCaches
 from deploy.gateway.rebalancing import Rebalancer
-from kvmanager.agent.cache_move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
+from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
+from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeState, ResumeRule
-from kvmanager.engines.cache_control import CacheControl, CacheMoveOrder
 from kvmanager.engines.jobs import PrefillJob, PrefillResult
 
 MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0)])

@@ -16,4 +16,4 @@ class _ToFile(logging.Handler):
 
 
 if "PRFAAS_TEST_GAPS" in os.environ:
-    logging.getLogger("prfaas.kvmanager.loop_watch").addHandler(_ToFile(logging.WARNING))
+    logging.getLogger("prfaas.kvmanager.loop.watch").addHandler(_ToFile(logging.WARNING))

@@ -1,0 +1,1 @@
+"""The prefix cache of a node: what engines ask of it, moves between nodes, its feed."""

@@ -1,0 +1,165 @@
+"""What a node's prefix cache holds of each block, and how that changes, for those who follow it.
+
+Pure: no waiting, no clock. It knows neither where parts lie nor who follows.
+
+Every change of a block gets the next even sequence number; of each block only the latest change is
+kept, held blocks and gone ones apart. A follower who names a number gets what changed after it. One
+who starts from nothing gets the held blocks in the order of their latest change, page by page; an
+odd number stands for how far such a reading has come and when it began. What has gone is forgotten
+after a while; who might not have heard of it starts from nothing again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+from kvmanager.agent import messages
+from kvmanager.agent.cache.change_log import ChangeLog, Latest
+from kvmanager.pool.records import PoolChange, Tier
+from kvmanager.pool.shape import CacheShape, PartKind
+
+SHORT_KEY_BYTES: Final = 8
+MAX_KEYS_PER_REPLY: Final = 8192
+"""A reply is put together in one turn of the event loop: in about 5 ms."""
+MAX_GONE: Final = 1 << 17
+"""How many blocks that have gone are remembered."""
+
+MAX_CURSORS: Final = 256
+"""How many unfinished readings from nothing are remembered."""
+
+_BITS_PER_TIER: Final = len(PartKind)
+_ENGINE_SHIFT: Final = _BITS_PER_TIER * len(Tier)
+_MAX_PARTS: Final = 256
+
+
+class CacheFeed:
+    """See the module text. One thread only.
+
+    `keep_gone`: how many blocks that have gone are remembered.
+    """
+
+    def __init__(self, keep_gone: int = MAX_GONE) -> None:
+        self.epoch = secrets.token_hex(8)
+        self._keep_gone = keep_gone
+        self._seq = 0
+        self._last_change = 0
+        self._forgotten_seq = 0
+        self._flags: dict[bytes, int] = {}
+        self._parts: dict[bytes, int] = {}  # bit 256 * tier + part
+        self._seqs: dict[bytes, int] = {}  # of the latest change
+        self._held = ChangeLog()
+        self._gone = ChangeLog()
+        self._cursors: OrderedDict[int, tuple[int, int]] = OrderedDict()  # (has come to, began at)
+
+    @property
+    def seq(self) -> int:
+        """The number of the latest change."""
+        return self._seq
+
+    def changed(self, change: PoolChange, now_s: float) -> None:
+        """A part came to a tier or went from it."""
+        key = change.key[:SHORT_KEY_BYTES]
+        bit = 1 << (_MAX_PARTS * change.tier + change.part)
+        before = self._parts.get(key, 0)
+        after = before | bit if change.stored else before & ~bit
+        if after:
+            self._parts[key] = after
+        else:
+            self._parts.pop(key, None)
+        ours = (1 << _ENGINE_SHIFT) - 1
+        flags = self._flags.get(key, 0) & ~ours | _flags(change.shape, after)
+        self._set(key, flags, now_s)
+
+    def engine_changed(self, blocks: Iterable[tuple[bytes, int]], now_s: float) -> None:
+        """What engines hold of these blocks now: key (or its first 8 bytes) and a bit for each
+        `PartKind`."""
+        for key, kinds in blocks:
+            short = key[:SHORT_KEY_BYTES]
+            ours = self._flags.get(short, 0) & ((1 << _ENGINE_SHIFT) - 1)
+            self._set(short, ours | kinds << _ENGINE_SHIFT, now_s)
+
+    def flags(self, key: bytes) -> int:
+        """What is held of a block now, as in `messages.CacheFeed`."""
+        return self._flags.get(key[:SHORT_KEY_BYTES], 0)
+
+    def has_news(self, epoch: str, after_seq: int) -> bool:
+        """Whether `read` would answer with anything new."""
+        is_reading = after_seq % 2 == 1
+        is_past = not self._last_change <= after_seq <= self._seq
+        return epoch != self.epoch or is_reading or is_past
+
+    def read(
+        self, epoch: str, after_seq: int, now_s: float, max_keys: int = MAX_KEYS_PER_REPLY
+    ) -> messages.CacheFeed:
+        """What changed after `after_seq` of `epoch`, oldest first; a snapshot for who is lost."""
+        position, begun = self._cursors.get(after_seq, (after_seq, after_seq))
+        known = epoch == self.epoch and self._forgotten_seq <= begun <= self._seq
+        if not known or position % 2:
+            known, position, begun = False, 0, self._seq
+        news = self._held.after(position, max_keys + 1)
+        if known:
+            news += self._gone.after(position, max_keys + 1)
+        news.sort(key=lambda item: item[1].seq)
+        page = news[:max_keys]
+        more = len(news) > len(page)
+        is_reading = not known or after_seq in self._cursors
+        if not more:
+            seq = self._seq
+        elif is_reading:
+            seq = self._cursor(page[-1][1].seq, begun)
+        else:
+            seq = page[-1][1].seq
+        return messages.CacheFeed(
+            epoch=self.epoch,
+            seq=seq,
+            keys=b"".join(key for key, _ in page),
+            flags=struct.pack(f"<{len(page)}H", *(self._flags.get(key, 0) for key, _ in page)),
+            is_snapshot=not known,
+            more=more,
+            age_s=max(0.0, now_s - page[0][1].at_s) if known and page else 0.0,
+        )
+
+    def _cursor(self, position: int, begun: int) -> int:
+        """A number for a reading from nothing that began at `begun` and has come to `position`."""
+        number = self._seq + 1
+        self._seq += 2
+        self._cursors[number] = position, begun
+        if len(self._cursors) > MAX_CURSORS:
+            self._cursors.popitem(last=False)
+        return number
+
+    def _set(self, key: bytes, flags: int, now_s: float) -> None:
+        if flags == self._flags.get(key, 0):
+            return
+        self._seq += 2
+        self._last_change = self._seq
+        latest = Latest(self._seq, now_s)
+        seq_before = self._seqs.get(key)
+        if seq_before is not None:
+            (self._held if key in self._flags else self._gone).remove(key, seq_before)
+        self._seqs[key] = self._seq
+        if flags:
+            self._flags[key] = flags
+            self._held.add(key, latest)
+            return
+        del self._flags[key]
+        self._gone.add(key, latest)
+        if len(self._gone) > self._keep_gone:
+            forgotten, last = self._gone.pop_first()
+            del self._seqs[forgotten]
+            self._forgotten_seq = last.seq
+
+
+def _flags(shape: CacheShape, parts: int) -> int:
+    """A kind of a tier is held when every part of that kind is."""
+    flags = 0
+    for tier in Tier:
+        held = parts >> (_MAX_PARTS * tier)
+        missing = {p.kind for number, p in enumerate(shape.parts) if not held >> number & 1}
+        for kind in {p.kind for p in shape.parts} - missing:
+            flags |= 1 << (_BITS_PER_TIER * tier + kind)
+    return flags

@@ -1,0 +1,144 @@
+"""The control plane's methods of cache moves: checks what came over the wire.
+
+It does not know pools or transports; the mover behind it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+
+from kvmanager.agent.cache.move_messages import (
+    CacheMoveStatus,
+    CacheMoveStatusReply,
+    DropCached,
+    DropCachedReply,
+    EndCacheMove,
+    EndCacheMoveReply,
+    ReserveCacheMove,
+    ReserveCacheMoveReply,
+    SendCacheMove,
+    SendCacheMoveReply,
+)
+from kvmanager.agent.cache.move_records import MovedParts
+from kvmanager.agent.cache.moves import CacheMover
+from kvmanager.agent.engines.instances import InstanceBook
+from kvmanager.agent.engines.protocol import MAX_CACHE_BLOCKS
+from kvmanager.hashing import split_keys
+from kvmanager.layout import KVLayout
+from kvmanager.pool.shape import CacheShape
+from kvmanager.transfers.records import BadRequest
+from transport import Elements, Endpoint, OutgoingSpec, Priority
+
+ID_BYTES: Final = 16
+TOKEN_BYTES: Final = 32
+MAX_REASON_CHARS: Final = 1000
+
+_PRIORITIES: Final = {"request": Priority.REQUEST, "replication": Priority.REPLICATION}
+_REPLICATION_TENANT: Final = "replication"
+
+
+class CacheMoveControl:
+    """The handlers; errors are those of the transfer table, and UnknownLayout.
+
+    `mover` None: this agent has no prefix cache. `digest`: see `AgentConfig`.
+    """
+
+    def __init__(self, mover: CacheMover | None, book: InstanceBook, *, digest: bool) -> None:
+        self._mover_or_none = mover
+        self._book = book
+        self._digest = digest
+
+    async def reserve(self, request: ReserveCacheMove) -> ReserveCacheMoveReply:
+        what, _ = self._what(request)
+        return self._mover.open_landing(what, request.lease_s)
+
+    async def send(self, request: SendCacheMove) -> SendCacheMoveReply:
+        what, layout = self._what(request)
+        if request.nbytes != what.nbytes:
+            raise BadRequest(f"these parts take {what.nbytes} bytes, not {request.nbytes}")
+        wire = OutgoingSpec(
+            _hex(request.transfer_id, ID_BYTES, "transfer_id"),
+            _hex(request.token, TOKEN_BYTES, "token"),
+            what.fingerprint,
+            _endpoint(request.host, request.port),
+            priority=_PRIORITIES[request.priority],
+            tenant=request.tenant or _REPLICATION_TENANT,
+            elements=Elements(layout.elements),
+            digest=self._digest,
+        )
+        return SendCacheMoveReply(await self._mover.open_send(what, wire, request.lease_s))
+
+    async def status(self, request: CacheMoveStatus) -> CacheMoveStatusReply:
+        transfer_id = _hex(request.transfer_id, ID_BYTES, "transfer_id")
+        return await self._mover.status(transfer_id, request.role, request.lease_s, request.wait_s)
+
+    async def end(self, request: EndCacheMove) -> EndCacheMoveReply:
+        transfer_id = _hex(request.transfer_id, ID_BYTES, "transfer_id")
+        reason = request.reason[:MAX_REASON_CHARS] or "ended by its caller"
+        return EndCacheMoveReply(self._mover.end(transfer_id, reason))
+
+    async def drop(self, request: DropCached) -> DropCachedReply:
+        _, layout = self._layout(request.layout_fingerprint)
+        _, keys = _keys(request.block_keys)
+        shape = CacheShape.of(layout)
+        return DropCachedReply(self._mover.drop_cached(shape, keys, request.keep_blocks))
+
+    @property
+    def _mover(self) -> CacheMover:
+        if self._mover_or_none is None:
+            raise BadRequest("this agent has no prefix cache (cache_gib is 0)")
+        return self._mover_or_none
+
+    def _what(self, request: ReserveCacheMove | SendCacheMove) -> tuple[MovedParts, KVLayout]:
+        fingerprint, layout = self._layout(request.layout_fingerprint)
+        root, keys = _keys(request.block_keys)
+        shape = CacheShape.of(layout)
+        parts = tuple((index, part) for index, part in request.parts)
+        return MovedParts(fingerprint, shape, root, tuple(keys), parts), layout
+
+    def _layout(self, fingerprint: str) -> tuple[bytes, KVLayout]:
+        return self._book.layout(_hex(fingerprint, TOKEN_BYTES, "layout_fingerprint"))
+
+
+def _keys(joined: bytes) -> tuple[bytes, list[bytes]]:
+    """The root key and those of the blocks."""
+    try:
+        root, *keys = split_keys(joined)
+    except ValueError as error:
+        raise BadRequest(f"block_keys: {error}") from error
+    if len(keys) > MAX_CACHE_BLOCKS or len(set(keys)) < len(keys):
+        raise BadRequest(f"block_keys: {len(keys)} keys; at most {MAX_CACHE_BLOCKS}, none twice")
+    return root, keys
+
+
+def _hex(text: str, size: int, field: str) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except ValueError as error:
+        raise BadRequest(f"{field} is not hex") from error
+    if len(value) != size:
+        raise BadRequest(f"{field} has {len(value)} bytes, not {size}")
+    return value
+
+
+def _endpoint(host: str, port: int) -> Endpoint:
+    if not host or not 0 < port <= 65535:
+        raise BadRequest(f"{host!r}:{port} is no endpoint")
+    return Endpoint(host, port)
+
+
+def control_methods(
+    mover: CacheMover | None, book: InstanceBook, *, digest: bool
+) -> list[tuple[type[msgspec.Struct], type[msgspec.Struct], Callable[[Any], Awaitable[Any]]]]:
+    """Request, reply and handler of each method."""
+    control = CacheMoveControl(mover, book, digest=digest)
+    return [
+        (ReserveCacheMove, ReserveCacheMoveReply, control.reserve),
+        (SendCacheMove, SendCacheMoveReply, control.send),
+        (CacheMoveStatus, CacheMoveStatusReply, control.status),
+        (EndCacheMove, EndCacheMoveReply, control.end),
+        (DropCached, DropCachedReply, control.drop),
+    ]

@@ -1,0 +1,410 @@
+"""A node's prefix cache: the pool, and what it takes to serve it on the agent's event loop.
+
+It does not know sockets or the transfer table. The rules are elsewhere: what may be evicted in
+`kvmanager.pool.pool`, what engines are given in `cache_desk`, what is journalled and copied to SSD
+in `cache_store`, which parts a transfer brings in `promotion`.
+
+For `drain_s` after it took over a former life's arena nothing leaves it: a worker that has not
+noticed yet may still be reading what is cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvmanager.agent import messages
+from kvmanager.agent.cache.desk import CacheDesk
+from kvmanager.agent.cache.desk_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
+from kvmanager.agent.cache.feed import CacheFeed
+from kvmanager.agent.cache.promotion import LandedParts, copy_ranges
+from kvmanager.agent.cache.store import PartStore
+from kvmanager.agent.config import GIB, AgentConfig
+from kvmanager.agent.engines.protocol import AgentMessage, CacheMessage
+from kvmanager.agent.kept_arena import KeptArena
+from kvmanager.agent.messages import CacheStatus, ListCache, ListCacheReply, Runs, WatchCache
+from kvmanager.agent.reports import cache_status, cached_prefix
+from kvmanager.agent.transfer_io import now_s
+from kvmanager.hashing import split_keys
+from kvmanager.layout import KVLayout
+from kvmanager.pool.eviction import eviction_policy
+from kvmanager.pool.pool import HybridPool
+from kvmanager.pool.records import BlockPart, Fill, PoolChange, Slot
+from kvmanager.pool.shape import CacheShape
+from kvmanager.pool.ssd import SsdStore
+from kvmanager.transfers.blocks import Run
+from kvmanager.transfers.custody import PROMOTION, Custody, Key, Kind
+from kvmanager.transfers.records import BadRequest, EnginePeer, Landing
+
+logger = logging.getLogger("prfaas.kvmanager.agent")
+
+FEED_BATCH_S: Final = 0.02
+"""How long a follower's answer waits for changes that come together with the first."""
+PARTS_PER_STEP: Final = 128
+"""Parts that are given memory, or committed, in one turn of the event loop: some 5 ms."""
+MAX_WATCH_S: Final = 60.0
+MAX_LISTED: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LandingBase:
+    """What a landing stands on: the keys of its prompt and the KV that the cache has of it.
+
+    `runs` are where each block's KV part of the first `cached_tokens` lies, pinned.
+    """
+
+    layout: KVLayout
+    shape: CacheShape
+    root: bytes
+    keys: tuple[bytes, ...]
+    cached_tokens: int
+    runs: list[Runs]
+    pin_id: int | None
+
+
+class NodeCache:
+    """See the module text. `send` says a message to an engine connection."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        kept: KeptArena,
+        send: Callable[[int, AgentMessage], None],
+    ) -> None:
+        """Raises SsdError when the SSD's directory cannot be used."""
+        self.placement = config.placement
+        self.feed = CacheFeed()
+        self._config = config
+        self._kept = kept
+        self._send = send
+        ssd = None if config.ssd_dir is None else SsdStore(config.ssd_dir)
+        self.store = PartStore(kept.arena, kept.index, ssd)
+        self.pool = HybridPool(
+            kept.allocator,
+            config.block_bytes,
+            policy=eviction_policy(config.eviction),
+            listener=self._changed,
+            max_blocks=config.num_cache_blocks,
+            ssd_bytes=int((config.ssd_gib or 0) * GIB),
+        )
+        self.store.attach(self.pool)
+        if kept.is_adopted:
+            self.pool.keep_arena()
+        self._settled_at_s = now_s() + config.drain_s
+        self.desk = CacheDesk(
+            self.pool,
+            drain_s=config.drain_s,
+            has_slow_tier=ssd is not None,
+            on_end=self.store.forget,
+        )
+        self._bases: dict[bytes, LandingBase] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news = asyncio.Event()
+        self._closed = False
+        self._num_promotions = 0
+
+    def start(self) -> None:
+        """Enter what a former life cached, in the background."""
+        kept = self._kept
+        stored, kept.stored = kept.stored, ()  # many; nobody needs them any more
+        self._spawn(self.store.restore(stored, kept.allocator, self._left), "restoring")
+
+    async def close(self) -> None:
+        """End what is under way. The arena's memory is not touched after it."""
+        self._closed = True
+        self._news.set()
+        await self.store.stop()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        self.store.close()
+
+    @property
+    def may_fill(self) -> bool:
+        """Whether anybody may be given memory of the pool now."""
+        return not self._closed
+
+    # ---- for transfers
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Evict until the allocator has that many blocks free, if that can be."""
+        return self.pool.make_room(num_blocks)
+
+    async def make_room_in_steps(self, num_blocks: int) -> None:
+        """As `make_room`, with others' turns in between, who may take some of the room."""
+        is_short = True
+        while is_short:
+            is_short = self.pool.evict_for(num_blocks)
+            await asyncio.sleep(0)
+
+    async def landing_base(
+        self, layout: KVLayout, shape: CacheShape, num_tokens: int, block_keys: bytes
+    ) -> LandingBase:
+        """Pin what is cached of a prompt whose KVCache is to land; raises BadRequest.
+
+        What is on SSD only counts when it comes quickly. `adopt_base` or `drop_base` must follow.
+        """
+        try:
+            root, *keys = split_keys(block_keys)
+        except ValueError as error:
+            raise BadRequest(f"block_keys: {error}") from error
+        if len(keys) != num_tokens // shape.block_tokens:
+            raise BadRequest(
+                f"block_keys: {len(keys)} keys behind the root; {num_tokens} tokens have "
+                f"{num_tokens // shape.block_tokens} full blocks"
+            )
+        if not shape.has_kv:
+            return LandingBase(layout, shape, root, tuple(keys), 0, [], None)
+        most = (num_tokens - 1) // shape.block_tokens
+        match = self.pool.match(shape, keys)
+        if match.kv_blocks > match.arena_kv_blocks:
+            parts = [(index, 0) for index in range(min(match.kv_blocks, most))]
+            await self._fetch_quickly(shape, keys, parts)
+        num_blocks = min(self.pool.match(shape, keys).arena_kv_blocks, most)
+        runs: list[Runs] = []
+        pin_id = None
+        if num_blocks:
+            pin = self.pool.pin(shape, keys, [(index, 0) for index in range(num_blocks)], now_s())
+            pin_id = pin.pin_id
+            runs = [[(first, length) for first, length in slot.runs] for slot in pin.slots]
+        cached_tokens = num_blocks * shape.block_tokens
+        return LandingBase(layout, shape, root, tuple(keys), cached_tokens, runs, pin_id)
+
+    def adopt_base(self, transfer_id: bytes, base: LandingBase) -> None:
+        """The landing stands on it now; it is let go with the landing's memory."""
+        self._bases[transfer_id] = base
+
+    def drop_base(self, base: LandingBase) -> None:
+        """There is no landing."""
+        if base.pin_id is not None:
+            self.pool.unpin(base.pin_id)
+
+    def transfer_freed(self, key: Key) -> None:
+        """Nobody touches this transfer's memory any more, nor what a landing stands on."""
+        kind, transfer_id = key
+        base = self._bases.pop(transfer_id, None) if kind is Kind.LANDING else None
+        if base is not None:
+            self.drop_base(base)
+
+    def landed(self, landing: Landing, custody: Custody) -> None:
+        """Keep what has landed: copy its whole blocks, while the landing lives or after it."""
+        base = self._bases.get(landing.spec.transfer_id)
+        if base is None or not base.keys or self._closed:
+            return
+        custody.hold(landing.key, PROMOTION)
+        self._spawn(self._promote(landing, custody, base), "promoting a landing")
+
+    async def _promote(self, landing: Landing, custody: Custody, base: LandingBase) -> None:
+        """Copy the landing's whole blocks into the pool, as far as that has room."""
+        landed = LandedParts(base.layout, landing.spec.num_tokens, base.cached_tokens)
+        # By block and part: where room ends, what was copied before it can be resumed from.
+        parts = sorted(landed.parts())
+        num_copied = 0
+        try:
+            for start in range(0, len(parts), PARTS_PER_STEP):
+                if self._closed:
+                    break
+                step = parts[start : start + PARTS_PER_STEP]
+                num_copied += await self._promote_some(landing, base, landed, step)
+        finally:
+            self._num_promotions += bool(num_copied)
+            custody.let_go(landing.key, PROMOTION)
+
+    async def _promote_some(
+        self, landing: Landing, base: LandingBase, landed: LandedParts, parts: Sequence[BlockPart]
+    ) -> int:
+        """Copy these parts; how many had room and were not there yet."""
+        fill = self.pool.reserve(base.shape, base.root, 0, base.keys, parts, now_s())
+        if not fill.slots:
+            self.pool.abort(fill.fill_id)
+            return 0
+        source = self._kept.arena.view(landing.runs, landing.spec.nbytes)
+        views = source.views(0, landing.spec.nbytes)
+
+        def copy() -> None:
+            for slot in fill.slots:
+                target = self.store.views(base.shape, slot.part, slot.runs)
+                copy_ranges(landed.ranges(slot.index, slot.part), views, target)
+
+        try:
+            await self.store.run(copy)
+            await self.commit(base.shape, base.keys, fill, fill.slots)
+            return len(fill.slots)
+        finally:
+            self.end_fill(base.keys, fill)
+
+    # ---- for whoever fills parts of the pool by themselves
+
+    async def commit(
+        self, shape: CacheShape, keys: Sequence[bytes], fill: Fill, slots: Sequence[Slot]
+    ) -> None:
+        """These slots of the fill are written to the last byte: check, commit and journal them.
+
+        `end_fill` must follow, when nobody writes into the rest any more.
+        """
+        for start in range(0, len(slots), PARTS_PER_STEP):
+            step = slots[start : start + PARTS_PER_STEP]
+            await self.store.seal(shape, keys, step)
+            for slot in step:
+                self.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
+            await asyncio.sleep(0)
+
+    def end_fill(self, keys: Sequence[bytes], fill: Fill) -> None:
+        """Give back what was not committed."""
+        self.pool.abort(fill.fill_id)
+        self.store.forget(keys, fill.slots)
+
+    async def fetch(
+        self,
+        shape: CacheShape,
+        keys: Sequence[bytes],
+        parts: Sequence[BlockPart],
+        timeout_s: float,
+    ) -> None:
+        """Bring what is on SSD only into the arena; returns after `timeout_s` at the latest."""
+        if self.store.has_slow_tier:
+            task = self._spawn(self.store.fetch(shape, keys, parts), "fetching from SSD")
+            await asyncio.wait({task}, timeout=timeout_s)
+
+    async def _fetch_quickly(
+        self, shape: CacheShape, keys: Sequence[bytes], parts: Sequence[BlockPart]
+    ) -> None:
+        await self.fetch(shape, keys, parts, self._config.ssd_wait_s)
+
+    # ---- for engines
+
+    def connect(self, peer: EnginePeer, shape: CacheShape) -> None:
+        """An engine was welcomed."""
+        self.desk.connect(peer, shape)
+
+    def message(self, conn_id: int, message: CacheMessage) -> None:
+        """What an engine said; raises ProtocolError."""
+        self._perform(self.desk.message(conn_id, message, now_s()))
+
+    def lost(self, conn_id: int) -> None:
+        """The connection is closed."""
+        self.desk.lost(conn_id, now_s())
+
+    def process_gone(self, conn_id: int) -> None:
+        """The process behind a lost connection has ended."""
+        self.desk.process_gone(conn_id, now_s())
+
+    def _perform(self, effects: Sequence[CacheEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(conn_id, message):
+                    self._send(conn_id, message)
+                case LacksWorkers(instance, num_ranks, tp_size):
+                    logger.warning(
+                        "engine %s stores nothing in the prefix cache: workers of %d of its %d "
+                        "ranks are connected. All processes of an engine need one name, the "
+                        "`instance` of its kv_connector_extra_config",
+                        instance,
+                        num_ranks,
+                        tp_size,
+                    )
+                case Fetch():
+                    self._spawn(self._serve_fetch(effect), "fetching for an engine")
+                case Seal() if self.store.checks:
+                    self._spawn(self._seal(effect), "sealing what an engine wrote")
+                case Seal(fill_key, _, _, slots):
+                    parts = [(slot.index, slot.part) for slot in slots]
+                    self.desk.sealed(fill_key, parts, now_s())
+
+    async def _serve_fetch(self, effect: Fetch) -> None:
+        try:
+            await self._fetch_quickly(effect.shape, effect.keys, effect.parts)
+        finally:
+            self._perform(self.desk.ready(effect.find, now_s()))
+
+    async def _seal(self, effect: Seal) -> None:
+        sealed: list[BlockPart] = []
+        try:
+            await self.store.seal(effect.shape, effect.keys, effect.slots)
+            sealed = [(slot.index, slot.part) for slot in effect.slots]
+        finally:
+            self.desk.sealed(effect.fill, sealed, now_s())
+
+    # ---- for followers
+
+    async def watch(self, request: WatchCache) -> messages.CacheFeed:
+        """What has changed since; waits for something to change."""
+        if not self.feed.has_news(request.epoch, request.after_seq):
+            try:
+                async with asyncio.timeout(min(request.timeout_s, MAX_WATCH_S)):
+                    while not self.feed.has_news(request.epoch, request.after_seq):
+                        self._news.clear()
+                        await self._news.wait()
+                        if self._closed:
+                            break
+                    await asyncio.sleep(FEED_BATCH_S)
+            except TimeoutError:
+                pass
+        return self.feed.read(request.epoch, request.after_seq, now_s())
+
+    async def list_prefixes(self, request: ListCache) -> ListCacheReply:
+        """The first prefixes in the order that is asked for."""
+        limit = max(0, min(request.limit, MAX_LISTED))
+        listing = self.pool.prefixes(request.order, limit, now_s())
+        while True:
+            try:
+                next(listing)
+            except StopIteration as done:
+                prefixes, num_prefixes = done.value
+                break
+            await asyncio.sleep(0)
+        return ListCacheReply([cached_prefix(prefix) for prefix in prefixes], num_prefixes)
+
+    def engine_blocks_changed(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """What GPUs hold of these blocks now; see `CacheFeed.engine_changed`."""
+        self.feed.engine_changed(blocks, now_s())
+        self._news.set()
+
+    def status(self) -> CacheStatus:
+        """Numbers of this moment."""
+        return cache_status(
+            self.pool.status(),
+            self.desk.use,
+            self.store.use,
+            self._num_promotions,
+            self._config.block_bytes,
+        )
+
+    def _left(self, runs: Sequence[Run]) -> None:
+        """A part that lay there is not taken over, but may still be read."""
+        if self._settled_at_s:
+            self._kept.set_more_apart(runs)
+
+    # ---- time and changes
+
+    def tick(self) -> None:
+        """Call a few times a second."""
+        if self._settled_at_s and now_s() >= self._settled_at_s:
+            self._settled_at_s = 0.0
+            self.pool.release_arena()
+            self._kept.release_set_apart()
+        self.desk.expire(now_s())
+        self.store.spill()
+        self.store.flush()
+        if self.pool.has_lost:
+            self._spawn(self.store.drop_lost(), "dropping lost parts")
+
+    def _changed(self, change: PoolChange) -> None:
+        self.store.changed(change)
+        self.feed.changed(change, now_s())
+        self._news.set()
+
+    def _spawn(self, work: Coroutine[None, None, None], doing: str) -> asyncio.Task[None]:
+        async def run() -> None:
+            try:
+                await work
+            except Exception:
+                # One part's trouble must not end the cache.
+                logger.exception("%s failed", doing)
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

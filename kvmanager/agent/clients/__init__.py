@@ -1,0 +1,1 @@
+"""Typed clients of a node agent's control port."""

@@ -1,0 +1,1 @@
+"""Engines of one host and their agent: the socket between them, what they cache."""

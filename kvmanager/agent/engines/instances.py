@@ -1,0 +1,138 @@
+"""Which engine instances are connected to a node agent and which KV layouts they have.
+
+It does not know sockets, transfers or memory. An instance is what its connections say it is: the
+first one sets the layout, the others must agree, and the last one to leave takes it along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, Hello
+from kvmanager.agent.messages import CacheModel, EngineStatus
+from kvmanager.layout import KVLayout, LayoutError
+from kvmanager.pool.shape import CacheShape
+from kvmanager.transfers.records import EnginePeer
+
+
+class EngineRefused(Exception):
+    """This engine cannot be served; the message is told to it."""
+
+
+class UnknownLayout(Exception):
+    """No connected engine has this KV layout."""
+
+
+@dataclass(slots=True)
+class _Instance:
+    layout: KVLayout
+    fingerprint: bytes
+    tp_size: int
+    shape: CacheShape
+    namespace: bytes = b""
+    conn_ids: set[int] = field(default_factory=set)
+
+    @property
+    def cache(self) -> CacheModel | None:
+        if not self.namespace:
+            return None
+        parts = [(int(p.kind), p.nbytes, p.window_tokens) for p in self.shape.parts]
+        return CacheModel(self.namespace.hex(), self.shape.block_tokens, parts)
+
+
+class InstanceBook:
+    """The connected instances of one agent."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, _Instance] = {}
+
+    def join(self, conn_id: int, hello: Hello) -> EnginePeer:
+        """Enter a connection; raises EngineRefused."""
+        if hello.version != PROTOCOL_VERSION:
+            raise EngineRefused(
+                f"the engine speaks version {hello.version}, this agent {PROTOCOL_VERSION}"
+            )
+        if hello.tp_rank >= hello.tp_size:
+            raise EngineRefused(f"tp_rank {hello.tp_rank} of tp_size {hello.tp_size}")
+        try:
+            layout = KVLayout.decode(hello.layout)
+        except LayoutError as error:
+            raise EngineRefused(str(error)) from error
+        if layout.tp_size != hello.tp_size:
+            raise EngineRefused(
+                f"tp_size {hello.tp_size}, but the layout is for {layout.tp_size} ranks"
+            )
+        fingerprint = layout.fingerprint()
+        self._check_namespace(hello, fingerprint)
+        instance = self._instances.setdefault(
+            hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))
+        )
+        if instance.fingerprint != fingerprint:
+            raise EngineRefused(
+                f"instance {hello.instance} is connected with the layout "
+                f"{instance.layout.describe()}, this connection has {layout.describe()}"
+            )
+        instance.namespace = instance.namespace or hello.namespace
+        instance.conn_ids.add(conn_id)
+        return EnginePeer(
+            conn_id, hello.instance, hello.role, hello.tp_rank, hello.tp_size, fingerprint
+        )
+
+    def _check_namespace(self, hello: Hello, fingerprint: bytes) -> None:
+        """Keys of one namespace name blocks of one layout, and an instance has one namespace."""
+        for name, other in self._instances.items():
+            if not hello.namespace or not other.namespace:
+                continue
+            if name == hello.instance and other.namespace != hello.namespace:
+                raise EngineRefused(f"instance {name} is connected with another cache namespace")
+            if other.namespace == hello.namespace and other.fingerprint != fingerprint:
+                raise EngineRefused(
+                    f"instance {name} has this engine's cache namespace with another KV layout, "
+                    f"{other.layout.describe()}"
+                )
+
+    def cache_shape(self, fingerprint: bytes) -> CacheShape | None:
+        """How prompts of this KV layout are cached; None when no engine with it caches any."""
+        for instance in self._instances.values():
+            if instance.fingerprint == fingerprint and instance.namespace:
+                return instance.shape
+        return None
+
+    def shape(self, instance: str) -> CacheShape:
+        """How prompts of a connected instance would be cached."""
+        return self._instances[instance].shape
+
+    def leave(self, peer: EnginePeer) -> None:
+        """Forget a connection that joined."""
+        instance = self._instances[peer.instance]
+        instance.conn_ids.discard(peer.conn_id)
+        if not instance.conn_ids:
+            del self._instances[peer.instance]
+
+    def layout(self, fingerprint: bytes | None) -> tuple[bytes, KVLayout]:
+        """The layout with this fingerprint, or with None the only one; raises UnknownLayout."""
+        known = {i.fingerprint: i.layout for i in self._instances.values()}
+        if fingerprint is None:
+            if len(known) != 1:
+                raise UnknownLayout(f"{len(known)} KV layouts are connected: name one")
+            return next(iter(known.items()))
+        if fingerprint not in known:
+            raise UnknownLayout(
+                f"no connected engine has KV layout {fingerprint.hex()[:16]}; "
+                f"connected: {', '.join(f.hex()[:16] for f in known) or 'none'}"
+            )
+        return fingerprint, known[fingerprint]
+
+    def describe(self) -> list[EngineStatus]:
+        return [
+            EngineStatus(
+                name,
+                len(instance.conn_ids),
+                instance.tp_size,
+                instance.layout.describe(),
+                instance.fingerprint.hex(),
+                instance.cache,
+                instance.layout.block_bytes,
+            )
+            for name, instance in sorted(self._instances.items())
+        ]

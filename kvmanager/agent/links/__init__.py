@@ -1,0 +1,1 @@
+"""What a node agent sees of its links, and how it probes them."""

@@ -1,0 +1,332 @@
+"""Looks at the links of a node agent's sender, several times a second, and keeps what it sees.
+
+The shell around `netmon`: reads the sender and the network interfaces, feeds one `LinkMonitor` for
+each endpoint, shows Prometheus the reports and tells whoever watches. A link with transfers is
+looked at every `interval_s`, so is one that is not clear or has just become idle; the others are
+looked at about once a second.
+
+A link that is down and has no transfers would stay so for ever, since nobody would send through it:
+it is asked to connect again every few seconds, for `LET_GO_S` at most.
+
+Use it on the agent's event loop. It does not know transfers, nor what anybody does with the news.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from kvmanager.agent.links.messages import LinkFeed, LinkStep, LinkView, WatchLinks
+from kvmanager.loop.watch import aligned_delay_s
+from kvmanager.transfers.records import BadRequest
+from netmon.detector import Condition
+from netmon.interfaces import interface_to, read_interface
+from netmon.metrics import LinkMetrics
+from netmon.monitor import LinkMonitor, MonitorConfig
+from netmon.samples import ConnectionSample, InterfaceSample, LinkSample, ProbeResult
+from transport import Endpoint, LinkState
+from transport.sending.link_state import ConnectionState
+
+logger = logging.getLogger("prfaas.kvmanager.agent")
+
+IDLE_INTERVAL_S: Final = 1.0
+LIVELY_S: Final = 3.0
+"""How long a link that has become idle is still looked at often."""
+NEWS_S: Final = 0.5
+"""Least time between two pieces of news that are only new numbers."""
+SHOW_S: Final = 1.0
+"""How often Prometheus is shown new numbers."""
+RETRY_S: Final = 3.0
+LET_GO_S: Final = 600.0
+KEEP_S: Final = 900.0
+"""How long a link that the sender has closed is remembered."""
+MAX_WATCH_S: Final = 60.0
+PROBER_S: Final = 30.0
+"""How long after a caller offered to send probes it is counted on."""
+
+
+class LinkSource(Protocol):
+    """The sender; `kvmanager.agent.transfer_io.TransferIo` is one."""
+
+    def link_activity(self) -> dict[Endpoint, bool]: ...
+
+    def link_state(self, endpoint: Endpoint) -> LinkState | None: ...
+
+    def warm(self, endpoint: Endpoint) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchSettings:
+    """`interval_s`: between two looks at a link with traffic. `probes`: whether to ask for probes
+    of idle links.
+    """
+
+    interval_s: float = 0.2
+    probes: bool = False
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One endpoint. Times are the agent's clock."""
+
+    monitor: LinkMonitor
+    condition: Condition = Condition.CLEAR
+    due_s: float = -math.inf
+    used_s: float = -math.inf
+    """When it last had transfers."""
+    known_s: float = -math.inf
+    """When the sender last had a link there."""
+    down_s: float | None = None
+    warmed_s: float = -math.inf
+    state: LinkState | None = None
+    earlier_acked_bytes: int = 0
+    """Acknowledged on links to this endpoint that the sender has closed."""
+    probe_bytes: int = 0
+
+
+class LinkWatch:
+    """See the module docstring. `start` it, or call `look` by hand."""
+
+    def __init__(
+        self,
+        source: LinkSource,
+        settings: WatchSettings,
+        registry: CollectorRegistry,
+        *,
+        data_endpoint: str,
+        clock_s: Callable[[], float],
+    ) -> None:
+        """`data_endpoint`: where this agent receives itself."""
+        self._source = source
+        self._settings = settings
+        self._metrics = LinkMetrics(registry)
+        self._data_endpoint = data_endpoint
+        self._clock_s = clock_s
+        self._watched: dict[Endpoint, _Watched] = {}
+        self._interfaces: dict[str, str | None] = {}
+        self._seq = 1
+        self._news = asyncio.Event()
+        self._told_s = self._shown_s = self._asked_s = -math.inf
+        self._prober_s = -math.inf
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._looking = asyncio.create_task(self._keep_looking(), name="look at links")
+
+    async def close(self) -> None:
+        """Look no more. Idempotent."""
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+    async def watch(self, request: WatchLinks) -> LinkFeed:
+        """See `WatchLinks`. Raises BadRequest."""
+        if not math.isfinite(request.timeout_s) or request.timeout_s < 0 or request.num_points < 0:
+            raise BadRequest(f"timeout_s {request.timeout_s}, num_points {request.num_points}")
+        if request.sends_probes:
+            self._prober_s = self._clock_s()
+        if request.after_seq == self._seq:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(request.timeout_s, MAX_WATCH_S)):
+                    await self._news.wait()
+        return self._feed(request, self._clock_s())
+
+    def probed(self, endpoint: Endpoint, result: ProbeResult) -> None:
+        """Take in what became of a probe."""
+        watched = self._watched.get(endpoint)
+        if watched is not None:
+            watched.monitor.observe_probe(result, self._clock_s())
+            self._tell()
+
+    def look(self, now_s: float) -> None:
+        """One round over all links."""
+        activity = self._source.link_activity()
+        for endpoint in activity.keys() - self._watched.keys():
+            monitor = LinkMonitor(str(endpoint), self._settings.monitor)
+            self._watched[endpoint] = _Watched(monitor)
+        interfaces: dict[str, InterfaceSample | None] = {}
+        is_news = False
+        for endpoint, watched in list(self._watched.items()):
+            if endpoint in activity:
+                watched.known_s = now_s
+            elif now_s - watched.known_s > KEEP_S:
+                del self._watched[endpoint]
+                continue
+            is_used = activity.get(endpoint, False)
+            if is_used:
+                watched.used_s = now_s
+                is_news |= now_s - self._told_s >= NEWS_S
+            if is_used or now_s >= watched.due_s:
+                interface = self._interface(endpoint.host, interfaces)
+                is_news |= self._look_at(endpoint, watched, interface, now_s)
+                watched.due_s = self._next_look_s(watched, now_s)
+            self._keep_up(endpoint, watched, now_s, is_idle=endpoint in activity and not is_used)
+        is_news |= self._ask_for_probes(now_s)
+        if is_news:
+            self._told_s = now_s
+            self._tell()
+        if now_s - self._shown_s >= SHOW_S:
+            self._shown_s = now_s
+            self._metrics.show([item.monitor.report(now_s) for item in self._watched.values()])
+
+    async def _keep_looking(self) -> None:
+        while True:
+            try:
+                self.look(self._clock_s())
+                for host in {endpoint.host for endpoint in self._watched}:
+                    if host not in self._interfaces:  # resolving a name may take its time
+                        self._interfaces[host] = await asyncio.to_thread(interface_to, host)
+            except Exception:
+                # The next look may well succeed, and routing would go blind without it.
+                logger.exception("a look at the links failed")
+            await asyncio.sleep(aligned_delay_s(self._settings.interval_s, time.monotonic()))
+
+    def _look_at(
+        self,
+        endpoint: Endpoint,
+        watched: _Watched,
+        interface: InterfaceSample | None,
+        now_s: float,
+    ) -> bool:
+        """Whether its condition has changed."""
+        state, before = self._source.link_state(endpoint), watched.state
+        if before is not None and (state is None or state.acked_bytes < before.acked_bytes):
+            watched.earlier_acked_bytes += before.acked_bytes
+        watched.state = state
+        sample = link_sample(str(endpoint), state, watched.earlier_acked_bytes, interface)
+        change = watched.monitor.observe(sample, now_s)
+        if change is None:
+            return False
+        after = watched.condition = change.after
+        log = logger.warning if after >= Condition.CONGESTED else logger.info
+        log("link to %s: %s, was %s: %s", endpoint, after.label, change.before.label, change.reason)
+        if after is not Condition.DOWN:
+            watched.down_s = None
+        elif watched.down_s is None:
+            watched.down_s = now_s
+        return True
+
+    def _next_look_s(self, watched: _Watched, now_s: float) -> float:
+        """When to look again although it has no transfers."""
+        is_clear = watched.condition is Condition.CLEAR
+        is_lively = now_s - watched.used_s < LIVELY_S or not is_clear
+        interval_s = self._settings.interval_s
+        # A little early, because looks themselves are `interval_s` apart.
+        return now_s + (0.0 if is_lively else max(interval_s, IDLE_INTERVAL_S) - interval_s / 2)
+
+    def _keep_up(
+        self, endpoint: Endpoint, watched: _Watched, now_s: float, *, is_idle: bool
+    ) -> None:
+        down_s = watched.down_s
+        if not is_idle or down_s is None or now_s - down_s > LET_GO_S:
+            return
+        if now_s - watched.warmed_s >= RETRY_S:
+            watched.warmed_s = now_s
+            self._source.warm(endpoint)
+
+    def _ask_for_probes(self, now_s: float) -> bool:
+        """Whether a probe is due that somebody can be asked for."""
+        if not self._settings.probes or now_s - self._asked_s < 1.0:
+            return False
+        self._asked_s = now_s
+        is_due = False
+        if now_s - self._prober_s <= PROBER_S:
+            for watched in self._watched.values():
+                watched.probe_bytes = watched.monitor.due_probe_bytes(now_s) or watched.probe_bytes
+                is_due |= watched.probe_bytes > 0
+        return is_due
+
+    def _interface(
+        self, host: str, read: dict[str, InterfaceSample | None]
+    ) -> InterfaceSample | None:
+        """`read`: what was read in this round."""
+        name = self._interfaces.get(host)
+        if name is None:
+            return None
+        if name not in read:
+            read[name] = read_interface(name)
+        return read[name]
+
+    def _tell(self) -> None:
+        self._seq += 1
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _feed(self, request: WatchLinks, now_s: float) -> LinkFeed:
+        links = [self._view(item, request, now_s) for item in self._watched.values()]
+        return LinkFeed(self._seq, self._data_endpoint, links)
+
+    def _view(self, watched: _Watched, request: WatchLinks, now_s: float) -> LinkView:
+        view = LinkView.of(watched.monitor.report(now_s))
+        points = watched.monitor.history.points()[-request.num_points :]
+        view = msgspec.structs.replace(
+            view, points=[LinkStep.of(point, now_s) for point in points if request.num_points]
+        )
+        if request.sends_probes:
+            view = msgspec.structs.replace(view, probe_bytes=watched.probe_bytes)
+            watched.probe_bytes = 0
+        if watched.state is None:
+            return view
+        backlog = watched.state.backlog
+        return msgspec.structs.replace(
+            view,
+            num_connections=sum(item.is_open for item in watched.state.connections),
+            num_transfers=backlog.num_transfers,
+            oldest_queued_s=backlog.oldest_queued_s,
+        )
+
+
+def link_sample(
+    link: str,
+    state: LinkState | None,
+    earlier_acked_bytes: int = 0,
+    interface: InterfaceSample | None = None,
+) -> LinkSample:
+    """What the sender's `state` says of a link; None: it has none now, which is idle.
+
+    `earlier_acked_bytes`: of links to the same place that it had before.
+    """
+    idle = LinkSample(link=link, acked_bytes=earlier_acked_bytes, interface=interface)
+    if state is None:
+        return idle
+    standing = [item for item in state.connections if item.is_open]
+    backlog = state.backlog
+    return replace(
+        idle,
+        connections=tuple(_connection_sample(item) for item in standing),
+        queued_bytes=backlog.queued_bytes,
+        acked_bytes=earlier_acked_bytes + state.acked_bytes,
+        # A first connection that is still being made is no trouble.
+        is_up=bool(standing) or not state.trouble,
+    )
+
+
+def _connection_sample(connection: ConnectionState) -> ConnectionSample:
+    info = connection.info
+    return ConnectionSample(
+        connection_id=connection.number,
+        rtt_s=info.rtt_s,
+        min_rtt_s=info.min_rtt_s,
+        cwnd_bytes=info.cwnd_segments * info.mss_bytes,
+        unacked_bytes=info.unacked_segments * info.mss_bytes,
+        notsent_bytes=info.notsent_bytes,
+        acked_bytes=info.acked_bytes,
+        sent_bytes=info.sent_bytes,
+        retransmitted_bytes=info.retransmitted_bytes,
+        delivery_bytes_per_s=info.delivery_bytes_per_s,
+        busy_s=info.busy_s,
+        rwnd_limited_s=info.rwnd_limited_s,
+        sndbuf_limited_s=info.sndbuf_limited_s,
+    )

@@ -1,0 +1,327 @@
+"""Watches that the event loop of a process never stands still, and says where it did.
+
+A heartbeat on the loop measures how late the loop runs what is due. A thread beside it looks at the
+stack of the loop's thread while the heartbeat is late, and logs gaps over a limit once they are
+over. It does not know what the loop runs; `loop_gaps` decides whose time a gap was.
+
+An idle agent may use 0.003 cores, and waking a thread costs up to 100 microseconds. So a loop
+that has had nothing to do for a second beats every 100 ms only, at full multiples that other
+periodic work can share (`aligned_delay_s`), and the thread wakes up five times a second. Else it
+beats every 20 ms. A gap that begins between two beats is measured from the second one, so it may
+be up to one period longer than reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Final, Self
+
+from kvmanager.loop.gaps import (
+    LEAST_GAP_S,
+    Gap,
+    Halt,
+    LoopGaps,
+    RawGap,
+    Stack,
+    describe,
+    halt_of_sleeper,
+    judge,
+)
+from kvmanager.loop.thread_times import (
+    StarvedClock,
+    StarvedClocks,
+    gil_wait_s,
+    num_own_switches,
+    stolen_s,
+)
+
+logger = logging.getLogger("prfaas.kvmanager.loop.watch")
+
+IDLE_PERIOD_S: Final = 0.1
+BUSY_PERIOD_S: Final = 0.02
+LIMIT_S: Final = 0.1
+"""Gaps of which at least this is our own are logged as warnings."""
+
+_BUSY_SHARE: Final = 0.05
+_BUSY_FOR_S: Final = 1.0
+LOOK_S: Final = 0.02
+"""Between two looks at the stack of a loop that is late."""
+_STARVED_S: Final = 1e-3
+_READ_STOLEN_EVERY_S: Final = 1.0
+"""The kernel sums up every interrupt of every core for it, which takes a big machine a while."""
+_MAX_FRAMES: Final = 30
+_LOG_EVERY_S: Final = 1.0
+_MAX_KEPT: Final = 1000
+
+
+def aligned_delay_s(period_s: float, now_s: float) -> float:
+    """Seconds to the next full multiple of `period_s` that is at least half a period away.
+
+    Timers that agree on such times wake the process once, not once each. Half a millisecond is
+    added because uvloop counts whole ones.
+    """
+    full_periods = int((now_s + period_s / 2) / period_s) + 1
+    return full_periods * period_s - now_s + 5e-4
+
+
+def settle_heap() -> None:
+    """Keep what a process has made until it is ready, most of it modules, out of later garbage
+    collections. A full one visits it all, which takes 50 ms, and it stays anyway.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+class LoopWatch:
+    """Watches the loop that runs when it is entered, until it is left (`with`, on the loop).
+
+    `on_gap` is called for each gap of at least `LEAST_GAP_S`, in the watching thread; the stack was
+    looked at if the loop was late by `limit_s`. By default, gaps are counted and logged.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit_s: float = LIMIT_S,
+        idle_period_s: float = IDLE_PERIOD_S,
+        on_gap: Callable[[Gap], None] | None = None,
+    ) -> None:
+        self.gaps = LoopGaps()
+        self._limit_s = limit_s
+        self._idle_period_s = idle_period_s
+        self._busy_period_s = min(BUSY_PERIOD_S, idle_period_s)
+        self._log = GapLog(limit_s)
+        self._on_gap = on_gap or self._log.add
+        self._ended: deque[RawGap] = deque(maxlen=_MAX_KEPT)
+        self._halts: deque[Halt] = deque(maxlen=8)
+        self._stacks: Counter[Stack] = Counter()
+        self._wake = threading.Event()
+        self._closed = False
+        self._collecting_s = self._gc_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._watched_thread = threading.get_ident()
+        # What runs the loop stands below everything that the loop runs, and tells nobody anything.
+        self._below = [frame.f_code for frame in _frames(sys._getframe())]
+        self._native_id = threading.get_native_id()
+        self._starved = StarvedClock(self._native_id)
+        gc.callbacks.append(self._on_gc)
+        self._due_s = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, name="prfaas-loop-watch", daemon=True)
+        self._thread.start()
+        # Only now, because starting a thread waits for its first turn on a core.
+        self._busy_s = time.monotonic()
+        self._rearm(self._busy_s, self._busy_period_s)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+        # A gap that is not over when the loop ends is not lost.
+        self._note(time.monotonic())
+        self._report()
+        self._log.flush()
+        gc.callbacks.remove(self._on_gc)
+        self._starved.close()
+
+    # ---- on the loop
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        cpu_s = self._note(now_s)
+        if cpu_s > _BUSY_SHARE * (now_s - self._beat_s):
+            self._busy_s = now_s
+        is_busy = now_s - self._busy_s < _BUSY_FOR_S
+        self._rearm(now_s, self._busy_period_s if is_busy else self._idle_period_s)
+
+    def _note(self, now_s: float) -> float:
+        """CPU time since the last beat; a gap is handed to the thread."""
+        cpu_s = time.thread_time() - self._cpu_s
+        if now_s - self._due_s >= LEAST_GAP_S:
+            starved_s = self._starved.read_s()
+            if starved_s is not None and self._starved_s is not None:
+                starved_s -= self._starved_s
+            self._ended.append(
+                RawGap(
+                    since_s=self._beat_s,
+                    due_s=self._due_s,
+                    ran_s=now_s,
+                    cpu_s=cpu_s,
+                    starved_s=starved_s,
+                    gc_s=self._gc_s,
+                )
+            )
+            if now_s - self._due_s >= self._limit_s:
+                self._wake.set()
+        return cpu_s
+
+    def _rearm(self, now_s: float, period_s: float) -> None:
+        delay_s = aligned_delay_s(period_s, now_s)
+        self._beat_s, self._due_s = now_s, now_s + delay_s
+        self._cpu_s, self._starved_s = time.thread_time(), self._starved.read_s()
+        self._gc_s = 0.0
+        self._timer = self._loop.call_later(delay_s, self._beat)
+
+    def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
+        # In whichever thread: the others wait for it.
+        if phase == "start":
+            self._collecting_s = time.monotonic()
+        else:
+            self._gc_s += time.monotonic() - self._collecting_s
+
+    # ---- in the thread
+
+    def _watch(self) -> None:
+        own = StarvedClock(threading.get_native_id())
+        with contextlib.closing(own), contextlib.closing(StarvedClocks()) as clocks:
+            own_s = read_own_s = own.read_s() or 0.0
+            before_gap_s = clocks.read_s()
+            stolen_before_s, read_stolen_s = stolen_s(), time.monotonic()
+            while not self._closed:
+                now_s = time.monotonic()
+                late_s = now_s - self._due_s
+                if late_s < LEAST_GAP_S and now_s - read_stolen_s >= _READ_STOLEN_EVERY_S:
+                    stolen_before_s, read_stolen_s = stolen_s(), now_s
+                # Reading the clocks of all threads is not free. Where this thread waits for no
+                # core, others hardly do.
+                if late_s < LEAST_GAP_S and own_s - read_own_s > _STARVED_S:
+                    before_gap_s, read_own_s = clocks.read_s(), own_s
+                if late_s >= self._limit_s:
+                    self._look()
+                slept_s, lock_wait_s = self._sleep(max(self._limit_s - late_s, LOOK_S))
+                earlier_s, own_s = own_s, own.read_s() or 0.0
+                halt = halt_of_sleeper(slept_s, own_s - earlier_s, lock_wait_s)
+                if halt is not None:
+                    self._halts.append(halt)
+                if self._ended:
+                    starved_s = clocks.read_s()
+                    self._report(
+                        _longest_wait_s(before_gap_s, starved_s, but=self._native_id),
+                        _longest_theft_s(stolen_before_s),
+                    )
+
+    def _sleep(self, length_s: float) -> tuple[tuple[float, float, float], float]:
+        """Until the time is over or a gap is.
+
+        When it fell asleep, wanted to wake up and did, and how long it then waited for the lock.
+        """
+        asleep_s, switches = time.monotonic(), num_own_switches()
+        if self._wake.wait(length_s):
+            self._wake.clear()
+        return (asleep_s, asleep_s + length_s, time.monotonic()), gil_wait_s(switches)
+
+    def _look(self) -> None:
+        frame = sys._current_frames().get(self._watched_thread)
+        if frame is not None:
+            self._stacks[_stack(frame, self._below)] += 1
+
+    def _report(self, other_starved_s: float = 0.0, stolen_s: float = 0.0) -> None:
+        while self._ended:
+            raw = self._ended.popleft()
+            gap = judge(raw, self._halts, other_starved_s=other_starved_s, stolen_s=stolen_s)
+            if gap.gap_s >= self._limit_s:
+                gap = replace(gap, stacks=tuple(self._stacks.most_common()))
+                self._stacks.clear()
+            self.gaps.add(gap)
+            self._on_gap(gap)
+
+
+class GapLog:
+    """Logs gaps over the limit: one a second at most, and how many it left out meanwhile."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._logged_s = float("-inf")
+        self._left_out_s: list[float] = []
+
+    def add(self, gap: Gap) -> None:
+        if gap.gap_s < self._limit_s:
+            return
+        if gap.own_s < self._limit_s:
+            logger.debug("%s", describe(gap))  # nothing here could be mended
+        elif gap.ended_s - self._logged_s < _LOG_EVERY_S:
+            self._left_out_s.append(gap.own_s)
+        else:
+            self.flush()
+            self._logged_s = gap.ended_s
+            logger.warning("%s%s", describe(gap), _seen_at(gap))
+
+    def flush(self) -> None:
+        """Say what was left out."""
+        if self._left_out_s:
+            logger.warning(
+                "the event loop stood still %d times more within a second, at most %.0f ms own",
+                len(self._left_out_s),
+                max(self._left_out_s) * 1e3,
+            )
+            self._left_out_s.clear()
+
+
+def _longest_wait_s(before_s: Mapping[int, float], now_s: Mapping[int, float], but: int) -> float:
+    """The longest that any thread but one waited for a core; threads by native id, times in all."""
+    return max(
+        (
+            total_s - before_s.get(native_id, 0.0)  # starting a thread waits for its first turn
+            for native_id, total_s in now_s.items()
+            if native_id != but
+        ),
+        default=0.0,
+    )
+
+
+def _longest_theft_s(before_s: Sequence[float]) -> float:
+    """The longest that the hypervisor kept any one core since `stolen_s` said `before_s`."""
+    pairs = zip(before_s, stolen_s(), strict=False)  # a core may come or go meanwhile
+    return max((total_s - earlier_s for earlier_s, total_s in pairs), default=0.0)
+
+
+def _seen_at(gap: Gap) -> str:
+    """Where the loop's thread was seen most often."""
+    if not gap.stacks:
+        return ""
+    stack, times = gap.stacks[0]
+    total = sum(count for _, count in gap.stacks)
+    frames = "".join(traceback.format_list([(*frame, None) for frame in stack]))
+    return f"; in {times} of {total} looks it was at\n{frames.rstrip()}"
+
+
+def _stack(innermost: FrameType, below: Sequence[CodeType]) -> Stack:
+    """Without the frames that it shares with `below`, but for the last of them."""
+    frames = _frames(innermost)
+    pairs = zip(frames, below, strict=False)
+    shared = itertools.takewhile(lambda pair: pair[0].f_code is pair[1], pairs)
+    num_shared = sum(1 for _ in shared)
+    return tuple(
+        (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        for frame in frames[max(0, num_shared - 1) :][-_MAX_FRAMES:]
+    )
+
+
+def _frames(innermost: FrameType) -> list[FrameType]:
+    """The outermost comes first."""
+    frames = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]

@@ -1,0 +1,1 @@
+"""The life of landings and outboxes, and the arena blocks they hold."""

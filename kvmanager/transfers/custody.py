@@ -1,0 +1,162 @@
+"""Who may still touch a transfer's blocks, and so when the blocks may be used for something else.
+
+It does not know why a transfer is over or what its bytes mean.
+
+A record is taken with the transport as its first holder, since sockets write into a landing and
+read from an outbox. Engines are added while they may touch the memory. Blocks go back to the
+allocator when the transfer is `over` and no holder is left. An engine that does not answer is
+dropped as a holder when its process is gone, or some time after the end: by then a copy under way
+has finished. The transport and the prefix cache's copies are never dropped by time, they always
+answer.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from kvmanager.transfers.blocks import BlockAllocator, Run
+
+TRANSPORT: Final = -1
+"""The holder that stands for the transport's threads; engines are connection ids from 0 up."""
+PROMOTION: Final = -2
+"""The holder that stands for copying what landed into the prefix cache."""
+_OURS: Final = frozenset({TRANSPORT, PROMOTION})
+
+
+class Kind(StrEnum):
+    """The two ends of a transfer. One agent may have both ends of the same transfer."""
+
+    LANDING = "landing"
+    OUTBOX = "outbox"
+
+
+Key = tuple[Kind, bytes]
+
+
+@dataclass(slots=True)
+class _Record:
+    runs: list[Run]
+    num_blocks: int
+    holders: set[int] = field(default_factory=lambda: {TRANSPORT})
+    drained_at_s: float | None = None  # set when the transfer is over
+
+
+class Custody:
+    """The blocks of all transfers of one arena. Single-threaded; time is an argument.
+
+    `make_room(num_blocks)` is called when fewer blocks are free than a transfer needs: whoever else
+    has blocks of the arena may give some back. `on_freed(key)` is told when nobody touches a
+    transfer's memory any more.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        make_room: Callable[[int], object] | None = None,
+        on_freed: Callable[[Key], object] | None = None,
+    ) -> None:
+        self._allocator = allocator
+        self._make_room = make_room
+        self._on_freed = on_freed
+        self._records: dict[Key, _Record] = {}
+        self._num_blocks = dict.fromkeys(Kind, 0)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._records
+
+    def num_blocks(self, kind: Kind) -> int:
+        """Blocks held for transfers of one kind, those that are over but not yet free included."""
+        return self._num_blocks[kind]
+
+    def take(self, key: Key, num_blocks: int) -> list[Run]:
+        """Blocks for a new transfer, held by the transport. Raises OutOfBlocks."""
+        if key in self._records:
+            raise ValueError(f"{key} has blocks already")
+        if num_blocks > self._allocator.num_free and self._make_room is not None:
+            self._make_room(num_blocks)
+        runs = self._allocator.allocate(num_blocks)
+        self._records[key] = _Record(runs, num_blocks)
+        self._num_blocks[key[0]] += num_blocks
+        return runs
+
+    def hold(self, key: Key, holder: int) -> None:
+        """`holder` may touch the memory from now on."""
+        self._records[key].holders.add(holder)
+
+    def let_go(self, key: Key, holder: int) -> None:
+        """`holder` does not touch the memory any more. Unknown keys and holders are ignored."""
+        record = self._records.get(key)
+        if record is not None:
+            record.holders.discard(holder)
+            self._free_if_possible(key, record)
+
+    def let_all_engines_go(self, key: Key) -> None:
+        """No engine touches the memory any more, by the rules of the protocol."""
+        record = self._records.get(key)
+        if record is not None:
+            record.holders &= _OURS
+            self._free_if_possible(key, record)
+
+    def over(self, key: Key, drained_at_s: float) -> None:
+        """The transfer is over: free its blocks once nobody holds them.
+
+        Engines that have not let go by `drained_at_s` are taken to be done.
+        """
+        record = self._records.get(key)
+        if record is not None and record.drained_at_s is None:
+            record.drained_at_s = drained_at_s
+            self._free_if_possible(key, record)
+
+    def holders(self, key: Key) -> frozenset[int]:
+        """The engines that may touch the memory now."""
+        record = self._records.get(key)
+        return frozenset(record.holders - _OURS) if record else frozenset()
+
+    def process_gone(self, holder: int) -> None:
+        """The engine behind a connection does not run any more."""
+        for key, record in list(self._records.items()):
+            if holder in record.holders:
+                record.holders.discard(holder)
+                self._free_if_possible(key, record)
+
+    def expire(self, now_s: float) -> list[Key]:
+        """Drop engines that did not answer in time; the transfers for which that was needed."""
+        late = []
+        for key, record in list(self._records.items()):
+            waits = record.drained_at_s is not None and record.drained_at_s <= now_s
+            if waits and record.holders - _OURS:
+                record.holders &= _OURS
+                late.append(key)
+                self._free_if_possible(key, record)
+        return late
+
+    def check_invariants(self, keys_in_use: Iterable[Key], others: Iterable[Run] = ()) -> None:
+        """Raises AssertionError unless the books add up and every key in use has its blocks.
+
+        `others`: what somebody else has of the arena.
+        """
+        self._allocator.check_invariants()
+        held = [run for record in self._records.values() for run in record.runs]
+        everything = sorted([*held, *others, *self._allocator.free_runs()])
+        position = 0
+        for run in everything:
+            assert run.first == position, f"{run} overlaps or leaves a hole at {position}"
+            position = run.end
+        assert position == self._allocator.num_blocks
+        for kind in Kind:
+            records = [r for (k, _), r in self._records.items() if k is kind]
+            assert self._num_blocks[kind] == sum(r.num_blocks for r in records)
+        for key, record in self._records.items():
+            assert record.holders or record.drained_at_s is None, f"{key} should be free"
+        for key in keys_in_use:
+            assert key in self._records, f"{key} lost its blocks while in use"
+
+    def _free_if_possible(self, key: Key, record: _Record) -> None:
+        if record.drained_at_s is not None and not record.holders:
+            del self._records[key]
+            self._num_blocks[key[0]] -= record.num_blocks
+            self._allocator.free(record.runs)
+            if self._on_freed is not None:
+                self._on_freed(key)

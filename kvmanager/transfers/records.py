@@ -1,0 +1,219 @@
+"""What a node agent knows of one landing, one outbox and one engine connection; effects and errors.
+
+Value types of `kvmanager.transfers.table`, where the rules are. No I/O, no clock.
+
+    TransferError        code: one of transport.rpc.ErrorCode
+    ├── NoRoom           NO_ROOM    the arena or a cap is full; later it may not be
+    ├── BadRequest       INVALID    can never work
+    ├── UnknownTransfer  NOT_FOUND  no such transfer, or it is over
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar, Literal
+
+from kvmanager.transfers.blocks import Run
+from kvmanager.transfers.custody import Key, Kind
+from transport.wire.ranges import IntervalSet
+
+
+class TransferError(Exception):
+    """A request about a transfer that is not granted; nothing was changed."""
+
+    code: ClassVar[Literal["NO_ROOM", "INVALID", "NOT_FOUND"]]
+
+
+class NoRoom(TransferError):
+    code = "NO_ROOM"
+
+
+class BadRequest(TransferError):
+    code = "INVALID"
+
+
+class UnknownTransfer(TransferError):
+    code = "NOT_FOUND"
+
+
+class State(StrEnum):
+    """States of landings and outboxes; `MOVES` says which end goes through which."""
+
+    RESERVED = "reserved"  # landing: memory is held, no sender has come
+    RECEIVING = "receiving"  # landing: a sender was let in
+    LANDED = "landed"  # landing: complete, nobody owns it yet
+    CLAIMED = "claimed"  # landing: complete and owned by an engine instance, no lease
+    RELEASED = "released"  # landing: the owner is done with it
+    OPEN = "open"  # outbox: being filled and sent
+    COMPLETE = "complete"  # outbox: the receiver has verified every byte
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+MOVES: dict[State, frozenset[State]] = {
+    State.RESERVED: frozenset(
+        {State.RECEIVING, State.LANDED, State.FAILED, State.CANCELLED, State.EXPIRED}
+    ),
+    State.RECEIVING: frozenset({State.LANDED, State.FAILED, State.CANCELLED, State.EXPIRED}),
+    State.LANDED: frozenset({State.CLAIMED, State.CANCELLED, State.EXPIRED}),
+    State.CLAIMED: frozenset({State.RELEASED}),
+    State.OPEN: frozenset({State.COMPLETE, State.FAILED, State.CANCELLED, State.EXPIRED}),
+}
+"""Legal moves; a state that is missing is final."""
+
+
+@dataclass(frozen=True, slots=True)
+class LandingSpec:
+    """What was asked for; `nbytes` is the exact size of the transfer.
+
+    The full-attention KVCache of the first `cached_tokens` is here and not part of it.
+    """
+
+    transfer_id: bytes
+    token: bytes
+    nbytes: int
+    num_tokens: int
+    fingerprint: bytes
+    token_digest: bytes
+    lease_s: float
+    tenant: str = ""
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxSpec:
+    transfer_id: bytes
+    nbytes: int
+    num_tokens: int
+    fingerprint: bytes
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePeer:
+    """One connection of an engine. Connections of one `instance` share their layout and fate."""
+
+    conn_id: int
+    instance: str
+    role: str
+    tp_rank: int
+    tp_size: int
+    fingerprint: bytes
+
+
+@dataclass(slots=True)
+class Landing:
+    spec: LandingSpec
+    runs: list[Run]
+    opened_s: float
+    lease_until_s: float
+    state: State = State.RESERVED
+    error: str = ""
+    watcher: int | None = None
+    """The connection that waits for it or owns it."""
+    ended_s: float | None = None
+    """When the transfer itself was decided: landed, or over without success."""
+
+    @property
+    def key(self) -> Key:
+        return Kind.LANDING, self.spec.transfer_id
+
+
+@dataclass(slots=True)
+class Outbox:
+    spec: OutboxSpec
+    runs: list[Run]
+    opened_s: float
+    lease_until_s: float
+    attempt: int = 1
+    """Names this opening: larger than that of any outbox which this host has opened before."""
+    state: State = State.OPEN
+    error: str = ""
+    attached: set[int] = field(default_factory=set)
+    """The connections that said that they fill it."""
+    ready: IntervalSet = field(default_factory=IntervalSet)
+    ended_ranks: set[int] = field(default_factory=set)
+    prefill_end_s: float | None = None
+    ended_s: float | None = None
+
+    @property
+    def key(self) -> Key:
+        return Kind.OUTBOX, self.spec.transfer_id
+
+    @property
+    def is_filled(self) -> bool:
+        return self.ready.total == self.spec.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class DropLanding:
+    """Make the receiver forget it, then report `landing_dropped`."""
+
+    transfer_id: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelOutbox:
+    """Make the sender stop; `outbox_ended` follows when it has."""
+
+    transfer_id: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardReady:
+    """These (offset, length) ranges may be sent."""
+
+    transfer_id: bytes
+    ranges: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPrefillEnd:
+    """Every rank's prefill is over: note how much was sent by now."""
+
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TellLanded:
+    conn_id: int
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TellFailed:
+    conn_id: int
+    transfer_id: bytes
+    reason: str
+    attempt: int = 0
+    """Which opening of an outbox; 0 for a landing, whose id is used once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The outcome of this end is known: whoever awaits its report can have it."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUpOnEngine:
+    """An engine did not let go of the memory within the drain time: it has a fault."""
+
+    key: Key
+
+
+Effect = (
+    DropLanding
+    | CancelOutbox
+    | ForwardReady
+    | RecordPrefillEnd
+    | TellLanded
+    | TellFailed
+    | Ended
+    | GaveUpOnEngine
+)

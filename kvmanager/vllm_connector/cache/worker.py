@@ -1,0 +1,252 @@
+"""The prefix cache in a vLLM worker: copies parts of cached blocks in, and complete ones out.
+
+All blocks of one layer are copied with one call, whose bytes are gathered from wherever the parts
+lie. A store that fails, or that came over an older connection to the agent, writes nothing more and
+says so; a load that fails makes the engine compute the prompt.
+
+Does not know which parts are worth keeping, nor when.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from kvmanager.agent.engines.client import EngineClient
+from kvmanager.arena import Arena, ArenaSpace
+from kvmanager.layout import KVLayout
+from kvmanager.pool.shape import CacheShape, part_extents
+from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
+from kvmanager.vllm_connector.metadata import CachedParts, StoreStep
+from kvmanager.vllm_connector.pages import LayerPages, PageCopier
+from kvmanager.vllm_connector.stats import TransferStats
+
+logger = logging.getLogger("prfaas.kvmanager.connector")
+
+
+class JoinedSpace:
+    """Ranges of several spaces as one run of bytes (implements `transport.ByteSpace`)."""
+
+    def __init__(self, ranges: Sequence[tuple[ArenaSpace, int, int]]) -> None:
+        self._ranges = ranges
+        self._starts = [0, *accumulate(length for _, _, length in ranges)]
+        self.nbytes = self._starts[-1]
+
+    def views(self, offset: int, length: int) -> list[memoryview]:
+        """The writable memory of a logical range; ValueError outside [0, nbytes)."""
+        return [
+            v for space, at, size in self._pieces(offset, length) for v in space.views(at, size)
+        ]
+
+    def _pieces(self, offset: int, length: int) -> Iterator[tuple[ArenaSpace, int, int]]:
+        if offset < 0 or offset + length > self.nbytes:
+            raise ValueError(f"range {offset}+{length} leaves the {self.nbytes} bytes")
+        index = bisect_right(self._starts, offset) - 1
+        while length > 0:
+            space, start, size = self._ranges[index]
+            skipped = offset - self._starts[index]
+            taken = min(size - skipped, length)
+            if taken:
+                yield space, start + skipped, taken
+            offset, length, index = offset + taken, length - taken, index + 1
+
+
+@dataclass(slots=True)
+class Writing:
+    """One handle. `ended`: nothing more is begun; `closed`: nor will the scheduler name it again.
+
+    The agent is told that we are done with the handle only behind its last copy.
+    """
+
+    num_copying: int = 0
+    ended: bool = False
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCopy:
+    """The pages of one layer that are copied together, and their bytes in the arena."""
+
+    layer: str
+    block_ids: list[int]
+    space: JoinedSpace
+
+
+class CacheWorker:
+    """Called by `WorkerSide`; `stats` answers with the counters of the running interval."""
+
+    def __init__(self, layout: KVLayout, tp_rank: int, stats: Callable[[], TransferStats]) -> None:
+        self._layout = layout
+        self._shape = CacheShape.of(layout)
+        self._tp_rank = tp_rank
+        self._stats = stats
+        self._client: EngineClient | None = None
+        self._access: ArenaAccess | None = None
+        self._pages: Mapping[str, LayerPages] = {}
+        self._lock = threading.Lock()
+        self._connected_at_s = math.inf
+        self._writing: dict[int, Writing] = {}
+        # Taken by the thread that ends copies: never held while a copier is called.
+        self._writing_lock = threading.Lock()
+
+    def connect(
+        self, client: EngineClient, access: ArenaAccess, pages: Mapping[str, LayerPages]
+    ) -> None:
+        """Use these from now on: the agent, its arena, and the engine's pages by layer name."""
+        self._client, self._access, self._pages = client, access, pages
+
+    def on_connected(self) -> None:
+        with self._lock:
+            self._connected_at_s = time.monotonic()
+
+    def on_disconnected(self) -> None:
+        """What the agent gave may belong to others soon. Waits until nothing writes into it."""
+        with self._lock:
+            self._connected_at_s = math.inf
+            if self._access is not None:
+                self._access.drain()
+
+    def store(self, steps: Sequence[StoreStep]) -> None:
+        """Copy what these name; the agent is told when the copies are over."""
+        for step in steps:
+            try:
+                with self._lock:
+                    self._store(step)
+            except Exception as error:
+                # The engine must go on whatever happens to one handle.
+                level = logging.INFO if isinstance(error, StaleArenaError) else logging.ERROR
+                logger.log(level, "storing under handle %d: %r", step.handle, error)
+                self._stats().add_failed_cache_store()
+                self._end(step)
+            if step.is_last:
+                self._close(step.handle)
+
+    def _store(self, step: StoreStep) -> None:
+        writing = self._writing.setdefault(step.handle, Writing())
+        if writing.ended:
+            return
+        if not step.cached.parts:
+            self._end(step)
+            return
+        arena, copier = self._open(step.cached)
+        copies = list(self._copies(step.cached, arena))
+        with self._writing_lock:
+            writing.num_copying += 1
+            writing.ended = step.is_last
+        try:
+            for copy in copies[:-1]:
+                copier.store(self._pages[copy.layer], copy.block_ids, copy.space, 0, _nothing)
+            # Copies end in the order in which they begin: behind the last one all are over.
+            last = copies[-1]
+            pages = self._pages[last.layer]
+            copier.store(
+                pages, last.block_ids, last.space, 0, lambda error: self._copied(step, error)
+            )
+        except BaseException:
+            copier.drain()
+            with self._writing_lock:
+                writing.num_copying -= 1
+                writing.ended = False
+            raise
+        num_blocks = len({part.index for part in step.cached.parts})
+        self._stats().add_cache_stored(sum(copy.space.nbytes for copy in copies), num_blocks)
+
+    def _copied(self, step: StoreStep, error: BaseException | None) -> None:
+        parts = [(part.index, part.part) for part in step.cached.parts]
+        if error is not None:
+            logger.error("storing under handle %d: %r", step.handle, error)
+            self._stats().add_failed_cache_store()
+            parts = []
+        with self._writing_lock:
+            writing = self._writing[step.handle]
+            writing.num_copying -= 1
+            writing.ended = writing.ended or error is not None
+            is_last = writing.ended and not writing.num_copying
+            self._forget(step.handle, writing)
+        if parts or is_last:
+            self._say(step, parts, is_last=is_last)
+
+    def _end(self, step: StoreStep) -> None:
+        """Begin nothing more under this handle, and say so once no copy is under way."""
+        with self._writing_lock:
+            writing = self._writing[step.handle]
+            is_new, writing.ended = not writing.ended, True
+            is_over = not writing.num_copying
+        if is_new and is_over:
+            self._say(step, (), is_last=True)
+
+    def _say(self, step: StoreStep, parts: Sequence[tuple[int, int]], *, is_last: bool) -> None:
+        """To the agent that gave the memory; its successor has never heard of the handle."""
+        client = self._client_or_raise
+        arena = client.arena
+        if arena is not None and arena.epoch == step.cached.arena_epoch:
+            client.cache_written(step.handle, parts, is_last=is_last)
+
+    def _close(self, handle: int) -> None:
+        with self._writing_lock:
+            writing = self._writing.get(handle)
+            if writing is not None:
+                writing.closed = True
+                self._forget(handle, writing)
+
+    def _forget(self, handle: int, writing: Writing) -> None:
+        if writing.closed and writing.ended and not writing.num_copying:
+            del self._writing[handle]
+
+    def load(self, cached: CachedParts) -> None:
+        """Copy cached parts into the engine's pages. Raises `StaleArenaError` when the agent may
+        have given their memory to others meanwhile, ValueError for a page without a block."""
+        arena, copier = self._open(cached)
+        nbytes = 0
+        for copy in self._copies(cached, arena):
+            copier.load(self._pages[copy.layer], copy.block_ids, copy.space, 0)
+            nbytes += copy.space.nbytes
+        self._check_connection(cached)
+        self._stats().add_cache_loaded(nbytes, len({part.index for part in cached.parts}))
+
+    def _open(self, cached: CachedParts) -> tuple[Arena, PageCopier]:
+        assert self._access is not None, "connect() comes first"
+        self._check_connection(cached)
+        return self._access.open(cached.arena_epoch)
+
+    def _check_connection(self, cached: CachedParts) -> None:
+        if cached.asked_s < self._connected_at_s:
+            raise StaleArenaError("the connection to the agent broke after it gave this memory")
+
+    def _copies(self, cached: CachedParts, arena: Arena) -> Iterator[LayerCopy]:
+        """Layer by layer, all pages of all parts in order."""
+        for part, shape in enumerate(self._shape.parts):
+            pages = [item for item in cached.parts if item.part == part]
+            if not pages:
+                continue
+            spaces = [arena.view(item.runs, shape.nbytes) for item in pages]
+            for extent in part_extents(self._layout, self._shape, part, self._tp_rank):
+                group = shape.groups.index(extent.group_index)
+                page_bytes = extent.layer.page_bytes
+                ranges = []
+                for item, space in zip(pages, spaces, strict=True):
+                    count = len(item.blocks[group])
+                    skipped = extent.num_pages - count
+                    ranges.append((space, extent.offset + skipped * page_bytes, count * page_bytes))
+                block_ids = [block for item in pages for block in item.blocks[group]]
+                if 0 in block_ids:
+                    raise ValueError(
+                        f"the engine gave no block for a page that layer {extent.layer.name} needs"
+                    )
+                if block_ids:
+                    yield LayerCopy(extent.layer.name, block_ids, JoinedSpace(ranges))
+
+    @property
+    def _client_or_raise(self) -> EngineClient:
+        assert self._client is not None, "connect() comes first"
+        return self._client
+
+
+def _nothing(error: BaseException | None) -> None:
+    """The agent hears of a handle's copies with the last one."""
