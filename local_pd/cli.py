@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from kvmanager.engines.front_config import FrontConfig, FrontConfigError, load_front_config
-from kvmanager.engines.front_process import serve_front
-from kvmanager.engines.instances import InstancesConfig
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.server import PdServer
+from prfaas.engines.front_config import FrontConfig, FrontConfigError, load_front_config
+from prfaas.engines.front_process import serve_front
+from prfaas.engines.instances import InstancesConfig
 from transport.rpc import RpcError
 
 

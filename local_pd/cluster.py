@@ -7,8 +7,8 @@ end alone, or decodes what was prefilled in another cluster. It does not know ro
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
+from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
 from scheduler.conversion import RoleChange, RoleStatus
 
 

@@ -11,17 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvmanager.agent.messages import ReserveReply
-from kvmanager.engines.errors import PrefillFailed
-from kvmanager.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
-from kvmanager.engines.jobs import (
-    ClusterReport,
-    PrefillJob,
-    PrefillResult,
-    consumer_params,
-    reserved_landing,
-)
-from kvmanager.engines.ownership import Cleanups, cancel_requested
-from kvmanager.engines.prefill_run import PrefillRunner, RunnerConfig
 from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, RoleRefused, UnknownInstance
 from local_pd.handoff import LocalHandoff
 from local_pd.leases import LeaseKeeper
@@ -35,6 +24,17 @@ from local_pd.placement import (
     decode_order,
 )
 from local_pd.slots import HeldSlots
+from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
+from prfaas.engines.ownership import Cleanups, cancel_requested
+from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
+from prfaas.jobs import (
+    ClusterReport,
+    PrefillJob,
+    PrefillResult,
+    consumer_params,
+    reserved_landing,
+)
 from scheduler.conversion import RoleChange, RoleStatus, applied
 from transport.rpc import RpcError
 

@@ -11,7 +11,7 @@
 `PrefillFailed` belongs to the engines package because both fronts raise it.
 """
 
-from kvmanager.engines.errors import PrefillFailed
+from prfaas.engines.errors import PrefillFailed
 
 __all__ = [
     "FrontUnreachable",

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvmanager.engines.errors import PrefillFailed
-from kvmanager.engines.instances import Instances
-from kvmanager.engines.jobs import JobReport, PrefillJob, PrefillResult
-from kvmanager.engines.ownership import cancel_requested
-from kvmanager.engines.prefill_run import AttemptFailed, PrefillRunner, check_job
 from local_pd.placement import Choice, InstanceView, PrefillWish, choose_prefill
+from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.instances import Instances
+from prfaas.engines.ownership import cancel_requested
+from prfaas.engines.prefill_run import AttemptFailed, PrefillRunner, check_job
+from prfaas.jobs import JobReport, PrefillJob, PrefillResult
 
 logger = logging.getLogger("prfaas.local_pd")
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvmanager.agent.messages import TransferReport
-from kvmanager.engines.jobs import Landing
+from prfaas.jobs import Landing
 from scheduler.conversion import RoleChange, RoleStatus
 
 

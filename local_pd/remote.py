@@ -10,10 +10,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmanager.engines.errors import PrefillFailed
-from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
-from kvmanager.engines.ownership import Cleanups, cancel_requested
-from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
 from local_pd.errors import (
     FrontUnreachable,
     NoInstance,
@@ -35,6 +31,10 @@ from local_pd.messages import (
     SlotRequest,
 )
 from local_pd.server import SERVICE
+from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.ownership import Cleanups, cancel_requested
+from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
+from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
 from scheduler.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
 from transport import TlsFiles
 from transport.rpc import RpcClient, RpcError

@@ -8,8 +8,6 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final, TypeVar
 
-from kvmanager.engines.jobs import ClusterReport, PrefillJob
-from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.errors import (
     FrontUnreachable,
@@ -30,6 +28,8 @@ from local_pd.messages import (
     RoleRequest,
     SlotRequest,
 )
+from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
+from prfaas.jobs import ClusterReport, PrefillJob
 from transport import TlsFiles
 from transport.rpc import ErrorCode, Method, RpcError, RpcServer
 

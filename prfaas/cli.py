@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from kvmanager.engines.front_config import FrontConfigError, load_front_config
-from kvmanager.engines.front_process import serve_front
-from kvmanager.engines.instances import InstancesConfig
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.engines.front_config import FrontConfigError, load_front_config
+from prfaas.engines.front_process import serve_front
+from prfaas.engines.instances import InstancesConfig
 from prfaas.front_config import PrefillFrontConfig
 from prfaas.queue_values import QueueConfig
 from prfaas.server import PrefillServer

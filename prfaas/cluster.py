@@ -6,7 +6,7 @@ routing or decoding: a job says what to compute and where the KVCache must land.
 
 from typing import Protocol
 
-from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
+from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
 
 
 class PrefillCluster(Protocol):

@@ -1,6 +1,6 @@
 """The front of a prefill cluster that runs inside its user's process.
 
-Decisions are in queue.py, one try on one instance in kvmanager.engines.prefill_run; this file is
+Decisions are in queue.py, one try on one instance in prfaas.engines.prefill_run; this file is
 the shell that owns the tasks between them. It does not know routing or decoding.
 """
 
@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvmanager.engines.errors import PrefillFailed
-from kvmanager.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
-from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
-from kvmanager.engines.prefill_run import (
+from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
+from prfaas.engines.prefill_run import (
     AttemptFailed,
     PrefillRunner,
     RunnerConfig,
     check_job,
 )
 from prfaas.errors import UnknownInstance
+from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics, prefill_metrics
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import Effect, Fail, InstanceView, QueueConfig, QueuedJob, Start

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvmanager.engines.front_config import FrontConfig
+from prfaas.engines.front_config import FrontConfig
 from scheduler.queue_order import DEFAULT_BUCKETS, LengthBucket, OrderConfig
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

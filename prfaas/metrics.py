@@ -5,7 +5,7 @@ It does not know how they are served.
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from kvmanager.engines.jobs import PrefillResult
+from prfaas.jobs import PrefillResult
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 

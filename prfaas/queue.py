@@ -24,8 +24,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvmanager.engines.errors import PrefillCode
-from kvmanager.engines.jobs import JobReport
+from prfaas.engines.errors import PrefillCode
+from prfaas.jobs import JobReport
 from prfaas.queue_values import (
     Effect,
     Fail,

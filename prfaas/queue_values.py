@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvmanager.engines.errors import PrefillCode
+from prfaas.engines.errors import PrefillCode
 from scheduler.queue_order import OrderConfig
 
 NUM_CLASSES: Final = 3

@@ -7,10 +7,10 @@ To its user it is a `PrefillCluster` like the embedded one: same results, same e
 import asyncio
 from dataclasses import dataclass
 
-from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
-from kvmanager.engines.ownership import cancel_requested
-from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
+from prfaas.engines.ownership import cancel_requested
+from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
 from prfaas.errors import PrefillFailed, UnknownInstance
+from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
 from prfaas.server import SERVICE
 from transport import TlsFiles
 from transport.rpc import RpcClient, RpcError

@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvmanager.engines.jobs import ClusterReport, PrefillJob
-from kvmanager.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from prfaas.cluster import PrefillCluster
+from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from prfaas.errors import UnknownInstance
+from prfaas.jobs import ClusterReport, PrefillJob
 from transport import TlsFiles
 from transport.rpc import Method, RpcError, RpcServer
 

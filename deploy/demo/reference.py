@@ -11,9 +11,9 @@ from deploy.demo.answers import REQUEST_TIMEOUT_S, Answer, ask
 from deploy.demo.regions import rank_environment
 from deploy.demo.scenario import DemoRequest
 from deploy.demo.tiny_specs import TinyModel
-from kvmanager.engines.client import EngineHttp
-from kvmanager.engines.command import EngineSpec
-from kvmanager.engines.supervisor import Supervisor, engine_process
+from prfaas.engines.client import EngineHttp
+from prfaas.engines.command import EngineSpec
+from prfaas.engines.supervisor import Supervisor, engine_process
 
 START_TIMEOUT_S = 300.0
 

@@ -28,8 +28,8 @@ from deploy.demo.tiny_specs import MODELS
 from deploy.demo.verdict import Row, judge, judge_shares
 from deploy.region.launcher import RegionStartFailed, RunningRegion
 from deploy.region.progress import progress_view
-from kvmanager.engines.errors import EngineStartFailed
-from kvmanager.engines.log_lines import shortened
+from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.log_lines import shortened
 
 DEFAULT_MODELS = ("qwen3-next-tiny", "mimo-v2-tiny")
 SETTLE_TIMEOUT_S = 10.0

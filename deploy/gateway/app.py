@@ -43,9 +43,9 @@ from deploy.gateway.services import Services
 from deploy.gateway.serving import Serving
 from deploy.gateway.tracing import usable_request_id
 from deploy.gateway.watcher import RegionWatcher
-from kvmanager.engines.jobs import ClusterReport
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
+from prfaas.jobs import ClusterReport
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

@@ -15,7 +15,7 @@ from deploy.gateway.cache_moves import CacheMoves, MoveMetrics
 from deploy.gateway.cached import CachedPrompt
 from deploy.gateway.caches import RegionCaches
 from deploy.gateway.rebalancing import Rebalancer, node_loads
-from kvmanager.engines.jobs import ClusterReport
+from prfaas.jobs import ClusterReport
 
 
 class CacheUpkeep:

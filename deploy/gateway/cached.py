@@ -22,10 +22,10 @@ from typing import Final, TypeAlias
 
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage
-from kvmanager.engines.jobs import ClusterReport, InstanceReport
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import PartKind
 from kvmanager.token_ids import TokenIds
+from prfaas.jobs import ClusterReport, InstanceReport
 from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
 
 _STEP_BLOCKS: Final = 256

@@ -16,8 +16,8 @@ from kvmanager.agent.clients.cache import CacheControl
 from kvmanager.agent.messages import ListCacheReply, StatusReply
 from kvmanager.directory.messages import NodeName, NodeState, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
-from kvmanager.engines.jobs import ClusterReport
 from kvmanager.token_ids import TokenIds
+from prfaas.jobs import ClusterReport
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")

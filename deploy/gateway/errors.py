@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import aiohttp
 import msgspec
 
-from kvmanager.engines.errors import EngineError, EngineRefused, PrefillFailed
 from local_pd.errors import PdError
+from prfaas.engines.errors import EngineError, EngineRefused, PrefillFailed
 from transport.rpc import RpcError
 
 JSON_TYPE: Final = "application/json"

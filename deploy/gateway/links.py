@@ -25,7 +25,7 @@ from kvmanager.agent.clients.links import probe_link
 from kvmanager.agent.links.messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
 from kvmanager.directory.messages import NodeName
-from kvmanager.engines.jobs import ClusterReport
+from prfaas.jobs import ClusterReport
 from transport.backoff import Backoff
 from transport.rpc import RpcError
 

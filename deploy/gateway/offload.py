@@ -38,12 +38,12 @@ from deploy.gateway.inbound import with_kv_transfer_params
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.usage import Correction
 from deploy.gateway.services import Services
-from kvmanager.engines.errors import PrefillFailed
-from kvmanager.engines.jobs import PrefillJob, PrefillResult
 from kvmanager.hashing import token_digest
 from kvmanager.token_ids import TokenIds
 from local_pd.errors import NoRoom, PdError
 from local_pd.messages import DecodeSlot, LandingReport
+from prfaas.engines.errors import PrefillFailed
+from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.prediction import Prediction
 from scheduler.routing import HAND_OFF, Decision, Reason, RequestShape, fall_back
 from scheduler.short_term import RouteDecision

@@ -19,7 +19,7 @@ from kvmanager.agent.clients.cache import CacheMoveResult
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
-from kvmanager.engines.jobs import ClusterReport
+from prfaas.jobs import ClusterReport
 from scheduler.cache_moves import (
     ByteBudget,
     Demote,

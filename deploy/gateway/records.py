@@ -12,8 +12,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from kvmanager.engines.jobs import PrefillResult
 from local_pd.messages import DecodeSlot
+from prfaas.jobs import PrefillResult
 from scheduler.routing import Decision, Number, RequestShape
 from scheduler.short_term import RouteDecision
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from deploy.gateway.cached import CachePlaces, places_of
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.scheduling.snapshots import Reported
-from kvmanager.engines.jobs import ClusterReport
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
+from prfaas.jobs import ClusterReport
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

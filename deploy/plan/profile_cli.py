@@ -141,7 +141,7 @@ def _run(job: _Job) -> tuple[str, int]:
 async def _measure(job: _Job, view: ProgressView) -> None:
     from deploy.plan.profile_engine import ProfiledEngine
     from deploy.plan.profiling import make_plan, measure
-    from kvmanager.engines.client import open_session
+    from prfaas.engines.client import open_session
 
     async with open_session() as session:
         engine = ProfiledEngine(job.url, session, job.api_key)

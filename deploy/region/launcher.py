@@ -40,10 +40,10 @@ from deploy.region.rundir import (
 )
 from deploy.region.running import RunningProcess
 from deploy.region.spec import RegionSpec
-from kvmanager.engines.client import open_session
-from kvmanager.engines.errors import EngineStartFailed
-from kvmanager.engines.restart import RestartConfig
-from kvmanager.engines.supervisor import SupervisorConfig, SupervisorEvent
+from prfaas.engines.client import open_session
+from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.restart import RestartConfig
+from prfaas.engines.supervisor import SupervisorConfig, SupervisorEvent
 
 logger = logging.getLogger("prfaas.deploy.region")
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvmanager.engines.jobs import ClusterReport, PrefillJob, PrefillResult
 from prfaas.embedded import EmbeddedPrefillCluster
+from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
 from prfaas.remote import RemotePrefillCluster
 
 

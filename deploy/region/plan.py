@@ -22,10 +22,10 @@ from deploy.region.arenas import arena_name
 from deploy.region.ports import RelayPlan, ResolvedRegion, advertised_address, join_address
 from deploy.region.rundir import RunDirectory
 from deploy.region.spec import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
-from kvmanager.engines.command import EngineSpec
-from kvmanager.engines.front_config import TlsSection
-from kvmanager.engines.instances import InstanceSpec
-from kvmanager.engines.process import ProcessSpec
+from prfaas.engines.command import EngineSpec
+from prfaas.engines.front_config import TlsSection
+from prfaas.engines.instances import InstanceSpec
+from prfaas.engines.process import ProcessSpec
 
 Kind = Literal["relay", "agent", "engine", "gateway"]
 

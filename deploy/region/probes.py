@@ -14,8 +14,8 @@ from deploy.region.plan import PlannedProcess
 from deploy.region.spec import TlsSpec
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import StatusReply
-from kvmanager.engines.jobs import ClusterReport
-from kvmanager.engines.supervisor import Probe
+from prfaas.engines.supervisor import Probe
+from prfaas.jobs import ClusterReport
 from transport import TlsFiles
 
 _TIMEOUT_S = 5.0

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.region.launcher import Progress
-from kvmanager.engines.log_lines import shortened
+from prfaas.engines.log_lines import shortened
 
 _STYLES = {
     "healthy": "green",

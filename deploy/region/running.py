@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from deploy.region.plan import Kind, PlannedProcess
-from kvmanager.engines.supervisor import (
+from prfaas.engines.supervisor import (
     Probe,
     ProcessState,
     Supervisor,

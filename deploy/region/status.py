@@ -23,7 +23,7 @@ from deploy.region.spec import RegionSpec
 from deploy.units import format_age, format_bytes, format_duration, format_rate
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import StatusReply
-from kvmanager.engines.guard import live_session_members
+from prfaas.engines.guard import live_session_members
 from transport import TlsFiles
 from transport.rpc import RpcError
 

@@ -27,9 +27,9 @@ from deploy.demo.tiny_specs import TinyModel
 from deploy.region.launcher import RunningRegion
 from deploy.region.plan import PlannedProcess
 from deploy.region.spec import RegionSpec
-from kvmanager.engines.client import EngineHttp
-from kvmanager.engines.command import EngineSpec
-from kvmanager.engines.supervisor import Supervisor, engine_process
+from prfaas.engines.client import EngineHttp
+from prfaas.engines.command import EngineSpec
+from prfaas.engines.supervisor import Supervisor, engine_process
 
 MODEL = "mimo-v2-bench"
 CHUNK_TOKENS = 1024

@@ -18,7 +18,7 @@ from deploy.explain.client import Records
 from deploy.explain.view import print_records, ttft_error
 from deploy.explain.words import OUTCOMES, REASONS, placement_words, reason_words
 from deploy.gateway.records import Outcome, RequestRecord, TtftParts
-from kvmanager.engines.jobs import PrefillResult
+from prfaas.jobs import PrefillResult
 from scheduler.prediction import Prediction
 from scheduler.routing import Decision, Reason
 from scheduler.short_term import RouteDecision

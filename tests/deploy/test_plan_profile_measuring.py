@@ -38,7 +38,7 @@ from deploy.plan.profiling import (
     Progress,
     measure,
 )
-from kvmanager.engines.client import open_session
+from prfaas.engines.client import open_session
 
 # --- an engine whose speed is known ---
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.region.links import LinkedPrefillCluster
-from kvmanager.engines.jobs import Landing, PrefillJob
 from kvmanager.token_ids import TokenIds
+from prfaas.jobs import Landing, PrefillJob
 
 
 class Recorder:

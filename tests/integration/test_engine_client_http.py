@@ -7,16 +7,16 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvmanager.engines.client import (
+from kvmanager.token_ids import TokenIds
+from prfaas.engines.client import (
     CHAT_RENDER,
     COMPLETION_RENDER,
     EngineHttp,
     RenderedPrompt,
     open_session,
 )
-from kvmanager.engines.errors import EngineRefused, EngineUnreachable
-from kvmanager.engines.testing import FakeEngine
-from kvmanager.token_ids import TokenIds
+from prfaas.engines.errors import EngineRefused, EngineUnreachable
+from prfaas.engines.testing import FakeEngine
 
 CHAT = {"token_ids": [1, 2, 3], "features": {"mm_hashes": {}}, "sampling_params": {"n": 1}}
 

@@ -13,13 +13,13 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from kvmanager.engines.errors import EngineStartFailed
-from kvmanager.engines.instances import InstancesConfig, InstanceSpec
-from kvmanager.engines.restart import RestartConfig
-from kvmanager.engines.supervisor import SupervisorConfig
-from kvmanager.engines.testing import FakeAgent, FakeEngine, eventually, prefill_job
 from local_pd import RemotePdCluster
 from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig, RemotePrefillCluster
+from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.restart import RestartConfig
+from prfaas.engines.supervisor import SupervisorConfig
+from prfaas.engines.testing import FakeAgent, FakeEngine, eventually, prefill_job
 from prfaas.metrics import PrefillMetrics
 
 ROOT = str(Path(__file__).resolve().parents[2])

@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry
 
 from kvmanager.agent.testing import AgentProcess
 from kvmanager.agent.testing import FakeEngine as DrivenEngine
-from kvmanager.engines.instances import InstancesConfig, InstanceSpec
-from kvmanager.engines.jobs import PrefillJob, PrefillResult
-from kvmanager.engines.prefill_run import RunnerConfig
-from kvmanager.engines.testing import FakeEngine, eventually, prefill_job
 from local_pd import DecodeSlot, EmbeddedPdCluster, NoRoom, PdClusterConfig, PrefillFailed
 from local_pd.metrics import PdMetrics
 from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.prefill_run import RunnerConfig
+from prfaas.engines.testing import FakeEngine, eventually, prefill_job
+from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
 
 PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)

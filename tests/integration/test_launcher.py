@@ -26,9 +26,9 @@ from deploy.region.rundir import RunDirectoryError, read_state
 from deploy.region.spec import RegionSpec
 from deploy.region.status import region_status
 from kvmanager.agent.clients.control import AgentControl
-from kvmanager.engines.errors import EngineStartFailed
-from kvmanager.engines.restart import RestartConfig
-from kvmanager.engines.supervisor import ProcessState
+from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.restart import RestartConfig
+from prfaas.engines.supervisor import ProcessState
 from transport.rpc import RpcError
 from transport.wire.frames import FrameType
 from transport.wire.handshake import MAGIC, own_hello

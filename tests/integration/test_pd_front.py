@@ -10,16 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvmanager.agent.messages import CacheModel
-from kvmanager.engines.instances import InstancesConfig, InstanceSpec
-from kvmanager.engines.jobs import PrefillJob
-from kvmanager.engines.prefill_run import RunnerConfig
-from kvmanager.engines.testing import (
-    BYTES_PER_TOKEN,
-    FakeAgent,
-    FakeEngine,
-    eventually,
-    prefill_job,
-)
 from local_pd import (
     DecodeSlot,
     EmbeddedPdCluster,
@@ -35,6 +25,16 @@ from local_pd import (
 )
 from local_pd.metrics import PdMetrics
 from local_pd.server import SERVICE, PdServer
+from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.prefill_run import RunnerConfig
+from prfaas.engines.testing import (
+    BYTES_PER_TOKEN,
+    FakeAgent,
+    FakeEngine,
+    eventually,
+    prefill_job,
+)
+from prfaas.jobs import PrefillJob
 from scheduler.conversion import RoleChange, RoleStatus
 from transport.rpc import RpcServer
 

@@ -9,16 +9,6 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvmanager.engines.instances import InstancesConfig, InstanceSpec
-from kvmanager.engines.jobs import PrefillResult
-from kvmanager.engines.prefill_run import RunnerConfig
-from kvmanager.engines.testing import (
-    BYTES_PER_TOKEN,
-    FakeAgent,
-    FakeEngine,
-    eventually,
-    prefill_job,
-)
 from kvmanager.token_ids import TokenIds
 from prfaas import (
     EmbeddedPrefillCluster,
@@ -29,6 +19,16 @@ from prfaas import (
     RemotePrefillCluster,
     UnknownInstance,
 )
+from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.prefill_run import RunnerConfig
+from prfaas.engines.testing import (
+    BYTES_PER_TOKEN,
+    FakeAgent,
+    FakeEngine,
+    eventually,
+    prefill_job,
+)
+from prfaas.jobs import PrefillResult
 from prfaas.metrics import PrefillMetrics
 from prfaas.server import PrefillServer
 

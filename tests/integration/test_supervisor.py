@@ -10,17 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvmanager.engines.errors import EngineStartFailed
-from kvmanager.engines.guard import live_session_members
-from kvmanager.engines.process import ChildProcess, ProcessSpec
-from kvmanager.engines.restart import RestartConfig
-from kvmanager.engines.supervisor import (
+from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.guard import live_session_members
+from prfaas.engines.process import ChildProcess, ProcessSpec
+from prfaas.engines.restart import RestartConfig
+from prfaas.engines.supervisor import (
     ProcessState,
     Supervisor,
     SupervisorConfig,
     SupervisorEvent,
 )
-from kvmanager.engines.testing import eventually
+from prfaas.engines.testing import eventually
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -104,7 +104,7 @@ async def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None
     code = f"""
 import asyncio, os, sys
 from pathlib import Path
-from kvmanager.engines.process import ChildProcess, ProcessSpec
+from prfaas.engines.process import ChildProcess, ProcessSpec
 async def main():
     spec = ProcessSpec("dummy", [sys.executable, "-c", {FAMILY!r}, "stubborn"],
                        Path({str(tmp_path)!r}) / "dummy.log", os.environ, term_grace_s=0.3)

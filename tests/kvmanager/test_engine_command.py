@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from kvmanager.engines.command import EngineSpec
+from prfaas.engines.command import EngineSpec
 
 ROOT = str(Path(__file__).resolve().parents[2])
 

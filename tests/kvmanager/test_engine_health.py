@@ -1,8 +1,8 @@
 """Health from probes, load between two looks at an engine, and its metrics text."""
 
-from kvmanager.engines.client import EngineLoad, parse_load
-from kvmanager.engines.health import HealthConfig, HealthTracker
-from kvmanager.engines.load import LoadEstimate
+from prfaas.engines.client import EngineLoad, parse_load
+from prfaas.engines.health import HealthConfig, HealthTracker
+from prfaas.engines.load import LoadEstimate
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.engines.front_config import FrontConfig, FrontConfigError, load_front_config
+from prfaas.engines.front_config import FrontConfig, FrontConfigError, load_front_config
 
 GOOD = """
 name: east

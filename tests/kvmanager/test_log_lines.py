@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmanager.engines.errors import EngineStartFailed
-from kvmanager.engines.log_lines import shortened
+from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.log_lines import shortened
 
 
 @pytest.mark.parametrize(

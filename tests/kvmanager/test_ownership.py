@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvmanager.engines.ownership import Cleanups, cancel_requested
+from prfaas.engines.ownership import Cleanups, cancel_requested
 
 
 async def test_what_is_acquired_for_a_cancelled_caller_is_undone() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmanager.engines.service_time import LEAST_SERVICE_S, Turn, Turns
+from prfaas.engines.service_time import LEAST_SERVICE_S, Turn, Turns
 
 
 def test_alone_it_is_all_of_it() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.engines.front_config import FrontConfigError, load_front_config
+from prfaas.engines.front_config import FrontConfigError, load_front_config
 from prfaas.front_config import PrefillFrontConfig
 from scheduler.queue_order import LengthBucket, OrderConfig
 

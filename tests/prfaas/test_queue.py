@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmanager.engines.jobs import JobReport
+from prfaas.jobs import JobReport
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import Fail, InstanceView, QueueConfig, QueuedJob, Start, priority_class
 from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob

@@ -12,17 +12,17 @@ from deploy.region.launcher import RunningRegion
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import ReserveReply
 from kvmanager.arena import Arena
-from kvmanager.engines.client import EngineHttp
-from kvmanager.engines.jobs import (
+from kvmanager.hashing import token_digest
+from kvmanager.token_ids import TokenIds
+from prfaas.engines.client import EngineHttp
+from prfaas.engines.prefill_run import Place, PrefillRunner
+from prfaas.jobs import (
     Landing,
     PrefillJob,
     PrefillResult,
     consumer_params,
     reserved_landing,
 )
-from kvmanager.engines.prefill_run import Place, PrefillRunner
-from kvmanager.hashing import token_digest
-from kvmanager.token_ids import TokenIds
 
 TIMEOUT_S = 60.0
 

@@ -11,7 +11,7 @@ from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.region_model import LinkPair
 from deploy.gateway.scheduling.snapshots import Reported
 from deploy.gateway.scheduling.thresholds import Thresholds
-from kvmanager.engines.jobs import ClusterReport, InstanceReport, Role
+from prfaas.jobs import ClusterReport, InstanceReport, Role
 from scheduler.conversion import Conversion, ConversionWish, Drain, Ended, Outcome, Phase, Start
 from scheduler.profiles import PrefillProfile
 from scheduler.routing import HAND_OFF

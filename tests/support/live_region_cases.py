@@ -7,7 +7,7 @@ from typing import Any
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.gateway.scheduling.router import RegionScheduler
 from deploy.gateway.scheduling.snapshots import Reported
-from kvmanager.engines.jobs import ClusterReport, InstanceReport, JobReport
+from prfaas.jobs import ClusterReport, InstanceReport, JobReport
 from scheduler.views import LinkView
 
 MODEL = "tiny"

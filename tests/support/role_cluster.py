@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from kvmanager.engines.jobs import ClusterReport, InstanceReport, Role
 from local_pd.errors import RoleRefused, UnknownInstance
+from prfaas.jobs import ClusterReport, InstanceReport, Role
 from scheduler.conversion import RoleChange, RoleStatus, applied
 
 

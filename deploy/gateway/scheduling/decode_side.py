@@ -12,7 +12,7 @@ from typing import Final
 
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import Ledger
-from kvmanager.engines.jobs import InstanceReport
+from prfaas.jobs import InstanceReport
 from scheduler.views import DecodeView
 
 UNTOLD_SLOTS: Final = 1 << 20

@@ -16,8 +16,8 @@ from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import DirectPrompt, PrefillLeg
 from deploy.gateway.scheduling.prompt_length import PromptContent
 from deploy.gateway.scheduling.router import RegionScheduler
-from kvmanager.engines.jobs import Landing, PrefillResult
-from kvmanager.engines.service_time import LEAST_SERVICE_S
+from prfaas.engines.service_time import LEAST_SERVICE_S
+from prfaas.jobs import Landing, PrefillResult
 from scheduler.prediction import Prediction
 from scheduler.routing import ONE_ENGINE, RequestShape, one_engine_reason
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.snapshots import Reported
-from kvmanager.engines.jobs import InstanceReport, Role
+from prfaas.jobs import InstanceReport, Role
 from scheduler.allocation import Allocation
 from scheduler.conversion import Conversion
 from scheduler.curves import Curve

@@ -19,9 +19,9 @@ import msgspec
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.roles import RoleKeeper, drained_by_others, is_usable
-from kvmanager.engines.jobs import ClusterReport, InstanceReport, Role
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, UnknownInstance
+from prfaas.jobs import ClusterReport, InstanceReport, Role
 from scheduler.conversion import Conversion, ConversionWish, Ended, Outcome, PdRole, Phase
 from transport.rpc import RpcError
 

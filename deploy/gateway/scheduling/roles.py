@@ -28,9 +28,9 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kvmanager.engines.jobs import ClusterReport, InstanceReport
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, RoleRefused, UnknownInstance
+from prfaas.jobs import ClusterReport, InstanceReport
 from scheduler.conversion import (
     Conversion,
     ConversionConfig,

@@ -16,7 +16,7 @@ from deploy.gateway.scheduling.decode_side import decode_view, landing_cap_bytes
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import DirectPrompt, Ledger, PrefillLeg
 from deploy.gateway.scheduling.thresholds import Thresholds
-from kvmanager.engines.jobs import ClusterReport, InstanceReport, JobReport
+from prfaas.jobs import ClusterReport, InstanceReport, JobReport
 from prfaas.queue_values import priority_class
 from scheduler.profiles import PrefillProfile
 from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob

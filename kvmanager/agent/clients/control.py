@@ -33,7 +33,7 @@ from kvmanager.agent.messages import (
     TransferReport,
     WatchCache,
 )
-from kvmanager.engines.jobs import Landing
+from prfaas.jobs import Landing
 from transport import TlsFiles
 from transport.rpc import RpcClient
 

@@ -7,8 +7,8 @@ from deploy.gateway.cached import CachePlaces
 from deploy.gateway.caches import RegionCaches
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
-from kvmanager.engines.jobs import ClusterReport, InstanceReport
 from kvmanager.token_ids import TokenIds
+from prfaas.jobs import ClusterReport, InstanceReport
 
 
 class Directory:

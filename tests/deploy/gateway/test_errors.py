@@ -13,8 +13,8 @@ from deploy.gateway.errors import (
     is_openai_error,
 )
 from deploy.gateway.proxy.stream import forwarded_headers
-from kvmanager.engines.errors import EngineUnreachable, PrefillFailed
 from local_pd.errors import FrontUnreachable, NoInstance
+from prfaas.engines.errors import EngineUnreachable, PrefillFailed
 from transport.rpc import RpcError
 
 

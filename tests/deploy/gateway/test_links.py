@@ -12,8 +12,8 @@ from deploy.gateway.links import SAME_S, RegionLinks
 from deploy.gateway.region_link import NUM_STEPS, STALE_S, HeardPath, RegionLink
 from kvmanager.agent.links.messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
-from kvmanager.engines.jobs import ClusterReport, InstanceReport
 from netmon.estimate import LinkEstimate
+from prfaas.jobs import ClusterReport, InstanceReport
 from scheduler.views import LinkCondition
 from transport.rpc import RpcError
 

@@ -6,7 +6,7 @@ import pytest
 
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.records import RecordRing, RequestRecord
-from kvmanager.engines.jobs import PrefillResult
+from prfaas.jobs import PrefillResult
 from scheduler.routing import Decision, Reason
 
 

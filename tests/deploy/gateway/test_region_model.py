@@ -26,7 +26,7 @@ from deploy.gateway.scheduling.region_model import (
     RegionFacts,
     model_region,
 )
-from kvmanager.engines.jobs import InstanceReport
+from prfaas.jobs import InstanceReport
 from scheduler.conversion import Conversion, ConversionWish, Phase
 from scheduler.lengths import EmpiricalLengths
 from scheduler.region_model import Traffic

@@ -15,8 +15,8 @@ from deploy.gateway.records import RequestRecord
 from deploy.gateway.scheduling.lessons import Lessons, Usage, usage_of
 from deploy.gateway.scheduling.prompt_length import PromptContent
 from deploy.gateway.scheduling.thresholds import Thresholds
-from kvmanager.engines.jobs import Landing, PrefillResult
 from kvmanager.token_ids import at_once
+from prfaas.jobs import Landing, PrefillResult
 from scheduler.prediction import Prediction
 from scheduler.routing import ONE_ENGINE, RequestShape
 from scheduler.threshold import ThresholdConfig

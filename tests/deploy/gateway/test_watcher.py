@@ -6,7 +6,7 @@ from typing import Any
 from deploy.gateway.background import Background
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.watcher import RegionWatcher
-from kvmanager.engines.jobs import ClusterReport, InstanceReport
+from prfaas.jobs import ClusterReport, InstanceReport
 
 
 class Front:

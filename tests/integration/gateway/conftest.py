@@ -20,8 +20,10 @@ from deploy.gateway.caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
 from deploy.gateway.server import start_server
 from kvmanager.agent.messages import CacheModel
-from kvmanager.engines.errors import PrefillFailed
-from kvmanager.engines.jobs import (
+from local_pd.errors import NoInstance, NoRoom, RoleRefused
+from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
+from prfaas.engines.errors import PrefillFailed
+from prfaas.jobs import (
     ClusterReport,
     InstanceReport,
     Landing,
@@ -29,8 +31,6 @@ from kvmanager.engines.jobs import (
     PrefillResult,
     consumer_params,
 )
-from local_pd.errors import NoInstance, NoRoom, RoleRefused
-from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from scheduler.conversion import RoleChange, RoleStatus
 
 Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]

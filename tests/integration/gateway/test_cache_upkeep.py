@@ -14,7 +14,7 @@ from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCac
 from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeState, ResumeRule
-from kvmanager.engines.jobs import PrefillJob, PrefillResult
+from prfaas.jobs import PrefillJob, PrefillResult
 
 MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0)])
 NUM_HELD = 45

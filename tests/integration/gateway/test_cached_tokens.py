@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmanager.engines.errors import PrefillFailed
+from prfaas.engines.errors import PrefillFailed
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 

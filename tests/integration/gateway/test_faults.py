@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from deploy.gateway import serving
-from kvmanager.engines.errors import PrefillFailed
+from prfaas.engines.errors import PrefillFailed
 
 
 async def read_events(response: Any) -> tuple[bytes, bool]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvmanager.engines.errors import PrefillFailed
 from local_pd.messages import LandingReport
+from prfaas.engines.errors import PrefillFailed
 
 
 async def waiting_for_landing(region: Any, **fields: Any) -> tuple[asyncio.Task[Any], str]:

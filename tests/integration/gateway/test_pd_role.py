@@ -15,10 +15,10 @@ from deploy.gateway.app import Gateway
 from deploy.gateway.config import ApiKey, GatewayConfig, ModelConfig
 from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
 from deploy.gateway.server import start_server
-from kvmanager.engines.instances import InstancesConfig, InstanceSpec
-from kvmanager.engines.testing import FakeAgent, FakeEngine
 from local_pd import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
+from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.testing import FakeAgent, FakeEngine
 
 ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
 KEYS = {"Authorization": "Bearer secret"}

@@ -17,11 +17,11 @@ from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.server import start_server
 from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess
 from kvmanager.agent.testing import FakeEngine as DrivenEngine
-from kvmanager.engines.instances import InstancesConfig, InstanceSpec
-from kvmanager.engines.testing import FakeEngine as PrefillEngine
 from local_pd import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.testing import FakeEngine as PrefillEngine
 from prfaas.metrics import PrefillMetrics
 
 PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)

@@ -16,20 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import CacheModel
-from kvmanager.engines.client import EngineHttp, EngineLoad, open_session
-from kvmanager.engines.command import EngineSpec
-from kvmanager.engines.errors import EngineError
-from kvmanager.engines.health import HealthConfig, HealthTracker
-from kvmanager.engines.jobs import InstanceReport, Role
-from kvmanager.engines.load import LoadEstimate
-from kvmanager.engines.prefill_run import Place
-from kvmanager.engines.supervisor import (
+from prfaas.engines.client import EngineHttp, EngineLoad, open_session
+from prfaas.engines.command import EngineSpec
+from prfaas.engines.errors import EngineError
+from prfaas.engines.health import HealthConfig, HealthTracker
+from prfaas.engines.load import LoadEstimate
+from prfaas.engines.prefill_run import Place
+from prfaas.engines.supervisor import (
     ProcessState,
     Supervisor,
     SupervisorConfig,
     SupervisorEvent,
     engine_process,
 )
+from prfaas.jobs import InstanceReport, Role
 from transport import TlsFiles
 from transport.rpc import RpcError
 

@@ -14,17 +14,17 @@ from typing import NoReturn
 
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import OpenOutboxReply, TransferReport
-from kvmanager.engines.client import EngineHttp, EnginePrefill
-from kvmanager.engines.errors import (
+from kvmanager.hashing import token_digest
+from prfaas.engines.client import EngineHttp, EnginePrefill
+from prfaas.engines.errors import (
     EngineError,
     EngineRefused,
     PrefillCode,
     PrefillFailed,
 )
-from kvmanager.engines.jobs import PrefillJob, PrefillResult, producer_params
-from kvmanager.engines.ownership import Cleanups
-from kvmanager.engines.service_time import Turn, Turns
-from kvmanager.hashing import token_digest
+from prfaas.engines.ownership import Cleanups
+from prfaas.engines.service_time import Turn, Turns
+from prfaas.jobs import PrefillJob, PrefillResult, producer_params
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.kvmanager.engines")

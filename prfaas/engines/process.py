@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvmanager.engines.guard import live_session_members
+from prfaas.engines.guard import live_session_members
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from kvmanager.engines.errors import EngineRefused, EngineUnreachable
 from kvmanager.token_ids import TokenIds, in_turns, writing
+from prfaas.engines.errors import EngineRefused, EngineUnreachable
 
 CHAT_RENDER: Final = "/v1/chat/completions/render"
 COMPLETION_RENDER: Final = "/v1/completions/render"

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from kvmanager.engines.command import EngineSpec
-from kvmanager.engines.errors import EngineStartFailed
-from kvmanager.engines.process import ChildProcess, ProcessSpec
-from kvmanager.engines.restart import RestartConfig, RestartPolicy
+from prfaas.engines.command import EngineSpec
+from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.process import ChildProcess, ProcessSpec
+from prfaas.engines.restart import RestartConfig, RestartPolicy
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 

@@ -11,7 +11,7 @@ Does not know how a gateway turns these into answers for clients.
 
 from typing import Final, Literal
 
-from kvmanager.engines.log_lines import shortened
+from prfaas.engines.log_lines import shortened
 
 _MAX_LINE_CHARS: Final = 200
 

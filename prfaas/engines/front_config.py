@@ -9,7 +9,7 @@ from typing import TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvmanager.engines.instances import InstanceSpec
+from prfaas.engines.instances import InstanceSpec
 from transport import TlsFiles
 
 

@@ -29,9 +29,9 @@ from kvmanager.agent.messages import (
     StatusReply,
     TransferReport,
 )
-from kvmanager.engines.jobs import Landing, PrefillJob
 from kvmanager.hashing import token_digest
 from kvmanager.token_ids import TokenIds
+from prfaas.jobs import Landing, PrefillJob
 from transport.rpc import Method, RpcError, RpcServer
 
 FINGERPRINT = "ab" * 32

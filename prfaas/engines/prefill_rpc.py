@@ -7,8 +7,8 @@ from collections.abc import Awaitable
 
 import msgspec
 
-from kvmanager.engines.errors import PrefillCode, PrefillFailed
-from kvmanager.engines.jobs import PrefillResult
+from prfaas.engines.errors import PrefillCode, PrefillFailed
+from prfaas.jobs import PrefillResult
 from transport.rpc import RpcError
 
 

@@ -1,0 +1,1 @@
+"""vLLM engines as a cluster front runs them: processes, health, requests, prefills."""
