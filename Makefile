@@ -8,7 +8,7 @@
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
-# make mutants FILES="scheduler/short_term.py"  which small faults in a file its unit tests miss
+# make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
 
 PYTHON ?= python3
 VENV   ?= .venv

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
-from scheduler.conversion import RoleChange, RoleStatus
+from scheduler.live.conversion import RoleChange, RoleStatus
 
 
 class PdCluster(Protocol):

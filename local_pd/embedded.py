@@ -35,7 +35,7 @@ from prfaas.jobs import (
     consumer_params,
     reserved_landing,
 )
-from scheduler.conversion import RoleChange, RoleStatus, applied
+from scheduler.live.conversion import RoleChange, RoleStatus, applied
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.local_pd")

@@ -9,7 +9,7 @@ import msgspec
 
 from kvmanager.agent.messages import TransferReport
 from prfaas.jobs import Landing
-from scheduler.conversion import RoleChange, RoleStatus
+from scheduler.live.conversion import RoleChange, RoleStatus
 
 
 class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):

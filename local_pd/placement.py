@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prfaas.jobs import Role
-from scheduler.front_placement import TokenLoad, place_prefill
+from scheduler.routing.front_placement import TokenLoad, place_prefill
 
 DEFAULT_AFFINITY_SLACK: Final = 4
 

@@ -35,7 +35,7 @@ from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
 from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
-from scheduler.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
+from scheduler.live.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
 from transport import TlsFiles
 from transport.rpc import RpcClient, RpcError
 

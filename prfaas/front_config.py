@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from prfaas.engines.front_config import FrontConfig
-from scheduler.queue_order import DEFAULT_BUCKETS, LengthBucket, OrderConfig
+from scheduler.routing.queue_order import DEFAULT_BUCKETS, LengthBucket, OrderConfig
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -29,7 +29,7 @@ class BucketSection(_Section):
 
 
 class QueueSection(_Section):
-    """The order in which a prefill cluster starts waiting jobs; see `scheduler.queue_order`."""
+    """The order in which a prefill cluster starts waiting jobs; see `scheduler.routing.queue_order`."""
 
     buckets: tuple[BucketSection, ...] = tuple(
         BucketSection(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from prfaas.engines.errors import PrefillCode
-from scheduler.queue_order import OrderConfig
+from scheduler.routing.queue_order import OrderConfig
 
 NUM_CLASSES: Final = 3
 

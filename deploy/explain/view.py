@@ -13,7 +13,7 @@ from deploy.explain.words import OUTCOMES, placement_words, reason_words, target
 from deploy.gateway.records import RequestRecord
 from deploy.table_style import TABLE_STYLE
 from deploy.units import format_age, format_bytes, format_rate
-from scheduler.routing import HAND_OFF, Number
+from scheduler.routing.decision import HAND_OFF, Number
 
 _ROWS: Final = (
     ("read", "", "read_s"),

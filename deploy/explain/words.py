@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.gateway.records import Outcome
-from scheduler.instance_choice import ChoiceReason
-from scheduler.routing import HAND_OFF, ONE_ENGINE, Reason
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason
+from scheduler.routing.instance_choice import ChoiceReason
 
 _WHOLE: Final = "one engine must serve it whole: "
 

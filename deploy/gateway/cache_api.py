@@ -22,7 +22,7 @@ from kvmanager.agent.messages import (
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState
 from kvmanager.pool.shape import PartKind
-from scheduler.routing import Decision, Number, RequestShape
+from scheduler.routing.decision import Decision, Number, RequestShape
 
 
 class NodeCache(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Moves cached prefixes between the region's nodes: for a request that waits, and ahead of need.
 
 Owns a connection to each agent it has spoken to and every move under way. When a move is worth it
-is `scheduler.cache_moves`'s to say; what it rests on, rates of prefill and of links, is measured
+is `scheduler.routing.cache_moves`'s to say; what it rests on, rates of prefill and of links, is measured
 here. Does not know requests or how prefixes are found.
 """
 
@@ -29,7 +29,7 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName
 from kvmanager.hashing import join_keys
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-from scheduler.cache_moves import MoveCase, MoveReason, RateMeter, worth_moving
+from scheduler.routing.cache_moves import MoveCase, MoveReason, RateMeter, worth_moving
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")

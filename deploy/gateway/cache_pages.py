@@ -22,7 +22,7 @@ from deploy.gateway.errors import ApiError
 from deploy.gateway.exchange import Exchange
 from deploy.gateway.planning import Planner
 from deploy.gateway.rendering import NotRendered
-from scheduler.routing import Reason
+from scheduler.routing.decision import Reason
 
 _MAX_PREFIXES = 1000
 

@@ -26,7 +26,7 @@ from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import PartKind
 from kvmanager.token_ids import TokenIds
 from prfaas.jobs import ClusterReport, InstanceReport
-from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 
 _STEP_BLOCKS: Final = 256
 """Their hashing takes less than half a millisecond."""
@@ -105,7 +105,7 @@ class CachedPrompt:
         return self._best_first(self._pd, self.places.decode_nodes, _usable)
 
     def computing(self, target: str) -> tuple[str, Nodes]:
-        """The cluster and the nodes that compute for a route's target (`scheduler.routing`)."""
+        """The cluster and the nodes that compute for a route's target (`scheduler.routing.decision`)."""
         places = self.places
         if target == HAND_OFF:
             return self._pd, places.hand_off_nodes

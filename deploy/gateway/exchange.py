@@ -19,9 +19,9 @@ from deploy.gateway.tracing import (
     usable_request_id,
     usable_traceparent,
 )
-from scheduler.prediction import Prediction
-from scheduler.routing import Decision
-from scheduler.short_term import RouteDecision
+from scheduler.routing.decision import Decision
+from scheduler.routing.prediction import Prediction
+from scheduler.routing.short_term import RouteDecision
 
 if TYPE_CHECKING:
     from deploy.gateway.metrics import GatewayMetrics

@@ -20,7 +20,7 @@ from msgspec import UNSET, Raw, UnsetType
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.prompt_length import LengthEstimator, Media, PromptContent
 from kvmanager.token_ids import Steps, TokenIds, parsing
-from scheduler.routing import RequestShape
+from scheduler.routing.decision import RequestShape
 
 Kind = Literal["completion", "chat"]
 

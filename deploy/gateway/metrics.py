@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from deploy.gateway.records import RequestRecord
-from scheduler.routing import Decision, RequestShape
+from scheduler.routing.decision import Decision, RequestShape
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 

@@ -44,9 +44,9 @@ from local_pd.errors import NoRoom, PdError
 from local_pd.messages import DecodeSlot, LandingReport
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillJob, PrefillResult
-from scheduler.prediction import Prediction
-from scheduler.routing import HAND_OFF, Decision, Reason, RequestShape, fall_back
-from scheduler.short_term import RouteDecision
+from scheduler.routing.decision import HAND_OFF, Decision, Reason, RequestShape, fall_back
+from scheduler.routing.prediction import Prediction
+from scheduler.routing.short_term import RouteDecision
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")

@@ -16,9 +16,9 @@ from deploy.gateway.scheduling.snapshots import Newcomer
 from deploy.gateway.services import Services
 from kvmanager.token_ids import TokenIds
 from local_pd.messages import DirectTarget
-from scheduler.routing import Decision, RequestShape, one_engine
-from scheduler.short_term import RouteDecision
-from scheduler.views import DecodeView
+from scheduler.routing.decision import Decision, RequestShape, one_engine
+from scheduler.routing.short_term import RouteDecision
+from scheduler.routing.views import DecodeView
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Keeps hot prefixes on more than one node: every few seconds a plan is made and carried out.
 
-The plan is `scheduler.cache_moves.plan_replication`'s; here are the clock, the directory and the
+The plan is `scheduler.routing.cache_moves.plan_replication`'s; here are the clock, the directory and the
 moves. Nothing waits for it, and whatever fails is tried again later, elsewhere, or never.
 """
 
@@ -20,7 +20,7 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
 from prfaas.jobs import ClusterReport
-from scheduler.cache_moves import (
+from scheduler.routing.cache_moves import (
     ByteBudget,
     Demote,
     HotPrefix,
@@ -31,7 +31,7 @@ from scheduler.cache_moves import (
     ReplicationState,
     plan_replication,
 )
-from scheduler.prefix_demand import CachedPrefix, Demand, DemandTracker
+from scheduler.routing.prefix_demand import CachedPrefix, Demand, DemandTracker
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")

@@ -14,8 +14,8 @@ import msgspec
 
 from local_pd.messages import DecodeSlot
 from prfaas.jobs import PrefillResult
-from scheduler.routing import Decision, Number, RequestShape
-from scheduler.short_term import RouteDecision
+from scheduler.routing.decision import Decision, Number, RequestShape
+from scheduler.routing.short_term import RouteDecision
 
 Outcome = Literal[
     "open",

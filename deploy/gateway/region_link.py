@@ -27,8 +27,8 @@ import msgspec
 from kvmanager.agent.links.messages import CONDITIONS, LinkView
 from netmon.detector import Condition
 from netmon.estimate import MAX_BACKLOG_S
-from scheduler.views import LinkCondition
-from scheduler.views import LinkView as RoutingView
+from scheduler.routing.views import LinkCondition
+from scheduler.routing.views import LinkView as RoutingView
 
 STALE_S: Final = 5.0
 """A path of which nothing was heard for so long says nothing of the link any more."""

@@ -14,7 +14,7 @@ from deploy.gateway.errors import EngineLost
 from deploy.gateway.exchange import Exchange
 from deploy.gateway.proxy.engine import EngineDoor
 from kvmanager.token_ids import TokenIds, in_turns, parsing
-from scheduler.routing import Reason
+from scheduler.routing.decision import Reason
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

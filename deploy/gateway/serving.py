@@ -37,8 +37,8 @@ from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.records import Outcome, RequestRecord
 from deploy.gateway.scheduling.lessons import Usage, usage_of
 from deploy.gateway.services import Services
-from scheduler.routing import Reason, fall_back
-from scheduler.short_term import RouteDecision
+from scheduler.routing.decision import Reason, fall_back
+from scheduler.routing.short_term import RouteDecision
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

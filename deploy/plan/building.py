@@ -25,10 +25,10 @@ from deploy.plan.trace import load_trace
 from deploy.problems import FileError, KeyPath, Problem, suggestion
 from deploy.yaml_files import parse_yaml, read_text
 from kvmanager.hf_config import ModelKv, read_model_kv
-from scheduler.curves import Curve, FittedCurve, fit_quadratic, interpolate
-from scheduler.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens
-from scheduler.prefix_reuse import TracePrompt, cached_tokens
-from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.curves import Curve, FittedCurve, fit_quadratic, interpolate
+from scheduler.planning.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens
+from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
+from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
 
 Built = TypeVar("Built")
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from deploy.units import GBIT_PER_S
-from scheduler.curves import Curve
-from scheduler.lengths import LogNormalLengths, mean_tokens
-from scheduler.pair_search import best_of_pair
-from scheduler.plan import Plan, threshold_plan
-from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
-from scheduler.throughput import Mode
+from scheduler.planning.curves import Curve
+from scheduler.planning.lengths import LogNormalLengths, mean_tokens
+from scheduler.planning.pair_search import best_of_pair
+from scheduler.planning.plan import Plan, threshold_plan
+from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.throughput import Mode
 
 MIB: Final = 2**20
 

@@ -56,7 +56,7 @@ def example_command() -> None:
 def case_study_command(as_json: JsonOption = False) -> None:
     """The paper's three deployments (its Table 6), worked out here, beside its own numbers."""
     from deploy.plan.case_study import case_study, deployments
-    from scheduler.throughput import Mode
+    from scheduler.planning.throughput import Mode
 
     paper, exact = case_study(Mode.PAPER), case_study(Mode.EXACT)
     found = deployments(Mode.PAPER)
@@ -96,8 +96,8 @@ def solve_command(
     """
     plan_input = _load(file)
     from deploy.plan.solving import Goals, search_table, solve
-    from scheduler.plan import is_pair
-    from scheduler.route_search import NoRouteError
+    from scheduler.planning.plan import is_pair
+    from scheduler.planning.route_search import NoRouteError
 
     spec, region = plan_input.spec, plan_input.region
     if plot is not None:

@@ -19,9 +19,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from deploy.plan.solving import Solution, binding_words, without_prefill_clusters
 from deploy.units import GBIT_PER_S
-from scheduler.pair_search import search_pair, threshold_grid
-from scheduler.plan import Plan, best_plan, is_pair
-from scheduler.throughput import Mode
+from scheduler.planning.pair_search import search_pair, threshold_grid
+from scheduler.planning.plan import Plan, best_plan, is_pair
+from scheduler.planning.throughput import Mode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

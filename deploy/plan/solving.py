@@ -13,13 +13,19 @@ from typing import Any, Final
 import numpy as np
 
 from deploy.units import GBIT_PER_S
-from scheduler.assignment import Resource
-from scheduler.load_study import LOADS, NUM_REQUESTS, LoadPoint, highest_load_within, study_load
-from scheduler.pair_search import search_pair, threshold_grid
-from scheduler.plan import Plan, best_plan, is_pair
-from scheduler.region_model import Region, Traffic
-from scheduler.route_search import NoRouteError
-from scheduler.throughput import Mode
+from scheduler.planning.assignment import Resource
+from scheduler.planning.load.study import (
+    LOADS,
+    NUM_REQUESTS,
+    LoadPoint,
+    highest_load_within,
+    study_load,
+)
+from scheduler.planning.pair_search import search_pair, threshold_grid
+from scheduler.planning.plan import Plan, best_plan, is_pair
+from scheduler.planning.region_model import Region, Traffic
+from scheduler.planning.route_search import NoRouteError
+from scheduler.planning.throughput import Mode
 
 KIND_WORDS: Final = {
     "prefill": "prefill instances of",

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deploy.table_style import TABLE_STYLE
-from scheduler.curves import FittedCurve
+from scheduler.planning.curves import FittedCurve
 
 MAX_RANGES = 4
 TOKENS_NOTE = "tokens are written in full; in files and options 1k = 1000 and 1Ki = 1024 tokens"

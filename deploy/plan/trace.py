@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from deploy.problems import FileError, Problem
-from scheduler.prefix_reuse import TracePrompt
+from scheduler.planning.prefix_reuse import TracePrompt
 
 
 class _Line(msgspec.Struct):

@@ -22,15 +22,15 @@ from deploy.simulate.spec import (
     SimulationFile,
     SimulationSpec,
 )
-from scheduler.admission import AdmissionConfig, AdmissionPolicy
-from scheduler.long_term import LongTermConfig
-from scheduler.plan import best_plan
-from scheduler.queue_order import OrderConfig
-from scheduler.region_model import Link, Region, Traffic
+from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
+from scheduler.live.long_term import LongTermConfig
+from scheduler.planning.plan import best_plan
+from scheduler.planning.region_model import Link, Region, Traffic
+from scheduler.planning.throughput import Mode
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.workload import Phase, Workload, drawn, traced
-from scheduler.throughput import Mode
+from scheduler.routing.queue_order import OrderConfig
 
 HOMOGENEOUS: Final = "homogeneous"
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from deploy.units import GBIT_PER_S
-from scheduler.lengths import Floats
+from scheduler.planning.lengths import Floats
 from scheduler.replay.jobs import Fate
 from scheduler.replay.results import Outcome
 

@@ -9,16 +9,16 @@ import numpy as np
 
 from deploy.simulate.building import traffic_of
 from deploy.simulate.study import PERIOD_S, Goal, Study, case_study_model
-from scheduler.division_search import Bounds, best_within
-from scheduler.lengths import EmpiricalLengths
-from scheduler.long_term import LongTermConfig
-from scheduler.plan import best_plan, threshold_plan
-from scheduler.region_model import Region, Traffic
+from scheduler.live.long_term import LongTermConfig
+from scheduler.planning.division_search import Bounds, best_within
+from scheduler.planning.lengths import EmpiricalLengths
+from scheduler.planning.plan import best_plan, threshold_plan
+from scheduler.planning.region_model import Region, Traffic
+from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.model import Policy
 from scheduler.replay.results import Outcome
 from scheduler.replay.workload import Phase, Workload, drawn
-from scheduler.throughput import Mode
 
 SETTLED_S: Final = 2.2 * PERIOD_S
 """Two steps of the long timescale, and the time that a drain takes."""

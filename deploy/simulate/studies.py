@@ -17,18 +17,18 @@ from deploy.simulate.building import homogeneous
 from deploy.simulate.shift_study import shift
 from deploy.simulate.study import PERIOD_S, Goal, Study, case_study_model
 from deploy.units import GBIT_PER_S
-from scheduler.admission import AdmissionConfig, AdmissionPolicy
-from scheduler.lengths import EmpiricalLengths
-from scheduler.long_term import LongTermConfig
-from scheduler.plan import best_plan, threshold_plan
-from scheduler.prefix_reuse import TracePrompt
-from scheduler.region_model import PdCluster, Region, Traffic
+from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
+from scheduler.live.long_term import LongTermConfig
+from scheduler.planning.lengths import EmpiricalLengths
+from scheduler.planning.plan import best_plan, threshold_plan
+from scheduler.planning.prefix_reuse import TracePrompt
+from scheduler.planning.region_model import PdCluster, Region, Traffic
+from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.results import Outcome
 from scheduler.replay.workload import Phase, Workload, drawn, traced
-from scheduler.throughput import Mode
 
 LOADS: Final = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 STATIC_FACTORS: Final = (0.8, 0.85, 0.9, 0.93, 0.96, 0.98, 1.0, 1.03)

@@ -1,6 +1,6 @@
 """The prefix cache of one cluster over the time of a replay: the most recently used blocks.
 
-The rule of `scheduler.prefix_reuse`, asked and filled at different moments. A block's id stands for
+The rule of `scheduler.planning.prefix_reuse`, asked and filled at different moments. A block's id stands for
 the whole prefix up to it. Knows no bytes and no tiers.
 """
 

@@ -16,12 +16,11 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from scheduler.admission import AdmissionPolicy, AdmissionRequest, admit, admit_decode
-from scheduler.lengths import mean_tokens
-from scheduler.pair_search import best_of_pair
-from scheduler.plan import is_pair
-from scheduler.prediction import PrefillTask, transfer_tail_s
-from scheduler.profiles import KvProfile
+from scheduler.live.admission import AdmissionPolicy, AdmissionRequest, admit, admit_decode
+from scheduler.planning.lengths import mean_tokens
+from scheduler.planning.pair_search import best_of_pair
+from scheduler.planning.plan import is_pair
+from scheduler.planning.throughput import Mode
 from scheduler.replay.caching import ReplayCache
 from scheduler.replay.decode import DecodePool
 from scheduler.replay.jobs import Job
@@ -29,10 +28,11 @@ from scheduler.replay.live_views import FromNow, LiveCluster, LiveDecode, LiveSh
 from scheduler.replay.model import Policy, ReplayModel, Routing
 from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.watching import WatchedLink
-from scheduler.short_term import RouteConfig, choose
-from scheduler.threshold import ThresholdController
-from scheduler.throughput import Mode
-from scheduler.views import LinkCondition, LinkView
+from scheduler.routing.prediction import PrefillTask, transfer_tail_s
+from scheduler.routing.profiles import KvProfile
+from scheduler.routing.short_term import RouteConfig, choose
+from scheduler.routing.threshold import ThresholdController
+from scheduler.routing.views import LinkCondition, LinkView
 
 _GAIN: Final = 0.02
 """How fast the mean decode time follows what is seen."""

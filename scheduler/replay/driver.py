@@ -1,6 +1,6 @@
 """A region in virtual time: requests through the scheduler's own decisions and modelled hardware.
 
-The model is that of `scheduler.queueing`, event by event, with what that one leaves out: decisions
+The model is that of `scheduler.planning.load.queueing`, event by event, with what that one leaves out: decisions
 that look at the present state, queues that are not first come, first served, links that change,
 batches whose step time grows, caches, instances that change their role, refusals. With a static
 threshold, first come, first served and a constant link the two give the same timeline.
@@ -25,11 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.division_search import thresholds_of
-from scheduler.plan import Plan, best_plan, is_pair, threshold_plan
-from scheduler.prediction import ProfileCorrection
-from scheduler.profiles import PrefillProfile
-from scheduler.region_model import Cluster
+from scheduler.planning.division_search import thresholds_of
+from scheduler.planning.plan import Plan, best_plan, is_pair, threshold_plan
+from scheduler.planning.region_model import Cluster
+from scheduler.planning.throughput import Mode
 from scheduler.replay.caching import ReplayCache
 from scheduler.replay.deciding import Decider, decider_of
 from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
@@ -40,7 +39,8 @@ from scheduler.replay.rebalancing import Rebalancer
 from scheduler.replay.results import Outcome, Series
 from scheduler.replay.transfers import Transfers
 from scheduler.replay.workload import Workload
-from scheduler.throughput import Mode
+from scheduler.routing.prediction import ProfileCorrection
+from scheduler.routing.profiles import PrefillProfile
 
 _DECODE_END, _PREFILL_END, _LANDED, _GIVEN_UP, _RELABELLED, _SAMPLE, _RECORD, _PERIOD = range(8)
 """Kinds of events, in their order at one instant."""

@@ -1,8 +1,8 @@
-"""The state of a running replay in the shape of `scheduler.views`, without building those.
+"""The state of a running replay in the shape of `scheduler.routing.views`, without building those.
 
 The scheduler's decisions only read attributes. Frozen views of all instances, built and checked
 for every request, would take longer than the decisions; these are filled in place instead. They
-carry exactly what `scheduler.short_term.route` and `scheduler.admission` look at, which a test
+carry exactly what `scheduler.routing.short_term.route` and `scheduler.live.admission` look at, which a test
 holds against the real views. Valid until the replay goes on.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final, cast, overload
 
-from scheduler.profiles import PrefillProfile
-from scheduler.routing import RequestShape
-from scheduler.views import (
+from scheduler.routing.decision import RequestShape
+from scheduler.routing.profiles import PrefillProfile
+from scheduler.routing.views import (
     ClusterView,
     DecodeView,
     InstanceView,

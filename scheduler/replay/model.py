@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from netmon.monitor import MonitorConfig
-from scheduler.admission import AdmissionConfig
-from scheduler.conversion import ConversionConfig
-from scheduler.long_term import LongTermConfig
-from scheduler.queue_order import OrderConfig
-from scheduler.region_model import PdCluster, Region
+from scheduler.live.admission import AdmissionConfig
+from scheduler.live.conversion import ConversionConfig
+from scheduler.live.long_term import LongTermConfig
+from scheduler.planning.region_model import PdCluster, Region
 from scheduler.replay.links import RateSchedule
-from scheduler.threshold import ThresholdConfig
+from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.threshold import ThresholdConfig
 
 
 class Routing(StrEnum):
@@ -26,7 +26,7 @@ class Routing(StrEnum):
     STATIC = "static"
     """One threshold for ever, whatever the queues and the link do: the paper's model."""
     ROUTER = "router"
-    """`scheduler.short_term` and `scheduler.threshold`, with links as they are measured."""
+    """`scheduler.routing.short_term` and `scheduler.routing.threshold`, with links as they are measured."""
     ORACLE = "oracle"
     """The same router, which knows the links' schedules and has the best t for every rate."""
 

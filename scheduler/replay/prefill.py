@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from scheduler.profiles import PrefillProfile
-from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob
 from scheduler.replay.jobs import Job
+from scheduler.routing.profiles import PrefillProfile
+from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
 
 
 class PrefillInstance:

@@ -1,6 +1,6 @@
 """The long timescale in a replay: measured traffic in, a new t out, and instances that convert.
 
-Plays the shell of `scheduler.long_term` and `scheduler.conversion`: it calls the loop every period
+Plays the shell of `scheduler.live.long_term` and `scheduler.live.conversion`: it calls the loop every period
 and performs a conversion's effects on the replay's instances. A drain takes until the instance's
 last request is over, the new role `relabel_s` longer. Knows no requests' fates.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from scheduler.allocation import Allocation, Corrections
-from scheduler.conversion import (
+from scheduler.live.conversion import (
     Converter,
     Drain,
     Effect,
@@ -21,14 +20,15 @@ from scheduler.conversion import (
     RoleView,
     SetRole,
 )
-from scheduler.long_term import LongTermConfig, LongTermLoop
-from scheduler.measured_traffic import TrafficMeter
+from scheduler.live.long_term import LongTermConfig, LongTermLoop
+from scheduler.live.measured_traffic import TrafficMeter
+from scheduler.planning.allocation import Allocation, Corrections
+from scheduler.planning.throughput import Mode
 from scheduler.replay.deciding import Decider
 from scheduler.replay.decode import DecodeInstance, DecodePool
 from scheduler.replay.model import Policy, ReplayModel
 from scheduler.replay.prefill import PrefillInstance, PrefillStation
 from scheduler.replay.results import RoleChange
-from scheduler.throughput import Mode
 
 
 class LinkRates:

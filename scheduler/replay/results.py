@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.lengths import Floats
+from scheduler.planning.lengths import Floats
 from scheduler.replay.jobs import Fate, Job
 from scheduler.replay.model import Slo
 

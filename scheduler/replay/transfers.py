@@ -27,7 +27,7 @@ from scheduler.replay.watching import (
     StillLink,
     WatchedLink,
 )
-from scheduler.views import LinkView
+from scheduler.routing.views import LinkView
 
 _INSTANT_S: Final = 1e-6
 """A shorter prefill emits everything at its end."""

@@ -19,7 +19,7 @@ from netmon.monitor import LinkMonitor, MonitorConfig
 from netmon.samples import ConnectionSample, LinkSample, ProbeResult
 from scheduler.replay.links import ReplayLink
 from scheduler.replay.live_views import LiveLink
-from scheduler.views import LinkCondition, LinkView
+from scheduler.routing.views import LinkCondition, LinkView
 
 SAMPLE_S: Final = 0.25
 _BUFFER_S: Final = 0.05

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.lengths import Lengths
-from scheduler.prefix_reuse import TracePrompt
-from scheduler.queueing import poisson_arrivals
+from scheduler.planning.lengths import Lengths
+from scheduler.planning.load.queueing import poisson_arrivals
+from scheduler.planning.prefix_reuse import TracePrompt
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -25,7 +25,7 @@ class Workload:
     prompt_tokens: Sequence[int]
     output_tokens: Sequence[int]
     block_ids: Sequence[Sequence[int]] | None = None
-    """See `scheduler.prefix_reuse`."""
+    """See `scheduler.planning.prefix_reuse`."""
     block_tokens: int = 512
 
     def __post_init__(self) -> None:

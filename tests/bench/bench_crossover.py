@@ -42,8 +42,8 @@ from deploy.plan.profile_file import EngineProfileFile
 from deploy.plan.tokens import format_tokens
 from deploy.problems import FileError
 from kvmanager.hf_config import read_model_kv
-from scheduler.curves import CurveError, fit_quadratic, interpolate
-from scheduler.lengths import Floats
+from scheduler.planning.curves import CurveError, fit_quadratic, interpolate
+from scheduler.planning.lengths import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

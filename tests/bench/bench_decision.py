@@ -22,14 +22,14 @@ from typing import Final
 from smoke import add_smoke
 
 from deploy.plan.case_study import H20_PREFILL, H200_PREFILL, KV
-from scheduler.admission import AdmissionConfig, AdmissionRequest, admit
-from scheduler.instance_choice import choose_instance
-from scheduler.prediction import Prediction
-from scheduler.profiles import KvProfile, PrefillProfile
-from scheduler.queue_order import QueueOrder, WaitingJob
-from scheduler.routing import RequestShape
-from scheduler.short_term import RouteConfig, route
-from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+from scheduler.live.admission import AdmissionConfig, AdmissionRequest, admit
+from scheduler.routing.decision import RequestShape
+from scheduler.routing.instance_choice import choose_instance
+from scheduler.routing.prediction import Prediction
+from scheduler.routing.profiles import KvProfile, PrefillProfile
+from scheduler.routing.queue_order import QueueOrder, WaitingJob
+from scheduler.routing.short_term import RouteConfig, route
+from scheduler.routing.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
 
 NUM_PROMPTS: Final = 500
 GOAL_US: Final = 50.0

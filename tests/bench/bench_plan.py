@@ -19,10 +19,10 @@ import numpy as np
 from smoke import add_smoke
 
 from deploy.plan.case_study import case_study, case_study_region
-from scheduler.load_study import simulate_plan
-from scheduler.pair_search import search_pair, threshold_grid
-from scheduler.plan import best_plan
-from scheduler.throughput import Mode
+from scheduler.planning.load.study import simulate_plan
+from scheduler.planning.pair_search import search_pair, threshold_grid
+from scheduler.planning.plan import best_plan
+from scheduler.planning.throughput import Mode
 
 COMMAND = [str(Path(sys.executable).with_name("prfaas")), "plan"]
 

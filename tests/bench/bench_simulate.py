@@ -27,13 +27,13 @@ from deploy.plan.trace import load_trace
 from deploy.simulate.studies import STUDIES, overload
 from deploy.simulate.study import Study
 from deploy.units import GBIT_PER_S
-from scheduler.admission import AdmissionConfig
-from scheduler.plan import best_plan
+from scheduler.live.admission import AdmissionConfig
+from scheduler.planning.plan import best_plan
+from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.links import LinkChange, RateSchedule
 from scheduler.replay.model import Policy, ReplayModel, Routing
 from scheduler.replay.workload import Phase, Workload, drawn
-from scheduler.throughput import Mode
 
 GOAL_RPS: Final = 20_000.0
 LOAD: Final = 0.8

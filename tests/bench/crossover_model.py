@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from deploy.units import GBIT_PER_S
-from scheduler.curves import Curve
-from scheduler.lengths import Floats
-from scheduler.queueing import DecodePool, Link, Requests, Station, System, simulate
-from scheduler.region_model import KvSize
+from scheduler.planning.curves import Curve
+from scheduler.planning.lengths import Floats
+from scheduler.planning.load.queueing import DecodePool, Link, Requests, Station, System, simulate
+from scheduler.planning.region_model import KvSize
 
 PAYLOAD_SHARE = 1448 / 1500
 """Payload of full TCP segments over IPv4 with time stamps, as a share of the link's bytes."""

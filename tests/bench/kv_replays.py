@@ -21,7 +21,7 @@ from kvmanager.pool.eviction import POLICIES, eviction_policy
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.pool.replay import ReplayConfig, ReplayResult, replay
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-from scheduler.prefix_reuse import TracePrompt, cached_tokens
+from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 
 GB: Final = 10**9
 BLOCK_TOKENS: Final = 512

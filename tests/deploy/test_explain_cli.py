@@ -19,9 +19,9 @@ from deploy.explain.view import print_records, ttft_error
 from deploy.explain.words import OUTCOMES, REASONS, placement_words, reason_words
 from deploy.gateway.records import Outcome, RequestRecord, TtftParts
 from prfaas.jobs import PrefillResult
-from scheduler.prediction import Prediction
-from scheduler.routing import Decision, Reason
-from scheduler.short_term import RouteDecision
+from scheduler.routing.decision import Decision, Reason
+from scheduler.routing.prediction import Prediction
+from scheduler.routing.short_term import RouteDecision
 
 run = CliRunner().invoke
 

@@ -13,8 +13,8 @@ from deploy.plan.case_study import KV, MIB, case_study_region
 from deploy.plan.cli import plan_app
 from deploy.plan.solving import Today, sweep
 from deploy.plan.values import parse_over, parse_values
-from scheduler.plan import best_plan
-from scheduler.throughput import Mode
+from scheduler.planning.plan import best_plan
+from scheduler.planning.throughput import Mode
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "plan" / "examples" / "case-study.yaml"
 

@@ -17,7 +17,7 @@ from deploy.gateway.scheduling.role_pages import (
     RoleChangeNow,
     RolesOverview,
 )
-from scheduler.conversion import PdRole
+from scheduler.live.conversion import PdRole
 
 AT = ["--gateway", "http://g"]
 

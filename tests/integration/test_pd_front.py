@@ -35,7 +35,7 @@ from prfaas.engines.testing import (
     prefill_job,
 )
 from prfaas.jobs import PrefillJob
-from scheduler.conversion import RoleChange, RoleStatus
+from scheduler.live.conversion import RoleChange, RoleStatus
 from transport.rpc import RpcServer
 
 ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}

@@ -9,7 +9,7 @@ from kvmanager.pool.eviction import EvictionQueue, eviction_policy
 from kvmanager.pool.pool import HybridPool, Match, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import BlockAllocator
-from scheduler.prefix_reuse import TracePrompt, cached_tokens
+from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 
 # ---- eviction
 
@@ -210,7 +210,7 @@ paths = st.text(st.sampled_from(ALPHABET), min_size=1, max_size=6)
 @given(st.lists(paths, max_size=30), st.integers(1, 12))
 @settings(max_examples=150)
 def test_lru_hits_equal_a_plain_lru(prompts: list[str], capacity: int) -> None:
-    """`scheduler.prefix_reuse` keeps a dict of block ids and knows no pools."""
+    """`scheduler.planning.prefix_reuse` keeps a dict of block ids and knows no pools."""
     ids: dict[str, int] = {}
     trace = []
     for path in prompts:

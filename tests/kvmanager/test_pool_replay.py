@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.pool.replay import ReplayConfig, ReplayResult, replay
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-from scheduler.prefix_reuse import TracePrompt, cached_tokens
+from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 
 BLOCK = 4
 KV = PartShape(PartKind.KV, 10)

@@ -7,7 +7,7 @@ import pytest
 
 from prfaas.engines.front_config import FrontConfigError, load_front_config
 from prfaas.front_config import PrefillFrontConfig
-from scheduler.queue_order import LengthBucket, OrderConfig
+from scheduler.routing.queue_order import LengthBucket, OrderConfig
 
 PLAIN = """
 name: east

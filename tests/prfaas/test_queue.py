@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prfaas.jobs import JobReport
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import Fail, InstanceView, QueueConfig, QueuedJob, Start, priority_class
-from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
 
 
 def view(name: str, **changes: object) -> InstanceView:

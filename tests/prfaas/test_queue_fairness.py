@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prfaas.queue import PrefillQueue, _Instance, _takes
 from prfaas.queue_values import Fail, InstanceView, QueueConfig, QueuedJob, Start
-from scheduler.queue_order import OrderConfig
+from scheduler.routing.queue_order import OrderConfig
 
 TOKENS_PER_S = 30_000.0
 BUCKETS = OrderConfig().buckets

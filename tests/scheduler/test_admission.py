@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import decode_views, seconds, untimed
 
-from scheduler.admission import (
+from scheduler.live.admission import (
     AdmissionConfig,
     AdmissionPolicy,
     AdmissionReason,
@@ -20,9 +20,9 @@ from scheduler.admission import (
     admit_decode,
     decode_load_at,
 )
-from scheduler.prediction import Prediction
-from scheduler.tenants import TenantLedger, TenantLimit
-from scheduler.views import DecodeView
+from scheduler.live.tenants import TenantLedger, TenantLimit
+from scheduler.routing.prediction import Prediction
+from scheduler.routing.views import DecodeView
 
 PREDICTED = AdmissionConfig()
 PRESENT = AdmissionConfig(policy=AdmissionPolicy.PRESENT)

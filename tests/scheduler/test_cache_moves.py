@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-from scheduler.cache_moves import (
+from scheduler.routing.cache_moves import (
     ByteBudget,
     HotPrefix,
     MoveCase,
@@ -19,7 +19,7 @@ from scheduler.cache_moves import (
     plan_replication,
     worth_moving,
 )
-from scheduler.prefix_demand import CachedPrefix, Demand, DemandTracker
+from scheduler.routing.prefix_demand import CachedPrefix, Demand, DemandTracker
 
 SHAPE = CacheShape(64, (PartShape(PartKind.KV, 1000), PartShape(PartKind.STATE, 5000)))
 

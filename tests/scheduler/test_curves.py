@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.curves import Curve, CurveError, fit_quadratic, interpolate
-from scheduler.lengths import EmpiricalLengths, LogNormalLengths
+from scheduler.planning.curves import Curve, CurveError, fit_quadratic, interpolate
+from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
 
 H20_POINTS = [(1000, 0.58), (8000, 1.52), (32000, 4.94), (128000, 21.74)]
 

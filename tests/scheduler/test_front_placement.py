@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import untimed
 
-from scheduler.front_placement import Placement, TokenLoad, place_prefill
+from scheduler.routing.front_placement import Placement, TokenLoad, place_prefill
 
 
 def test_without_hits_the_fewest_tokens_ahead_win() -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import instances, many_instances, untimed
 
-from scheduler.instance_choice import Choice, ChoiceConfig, ChoiceReason, choose_instance
-from scheduler.views import InstanceView
+from scheduler.routing.instance_choice import Choice, ChoiceConfig, ChoiceReason, choose_instance
+from scheduler.routing.views import InstanceView
 
 TOKENS, PREFILL_S = 10_000, 4.0
 

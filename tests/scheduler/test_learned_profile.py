@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.curves import interpolate
-from scheduler.learned_profile import GUESS, LearnedProfile
-from scheduler.profiles import PrefillProfile
+from scheduler.live.learned_profile import GUESS, LearnedProfile
+from scheduler.planning.curves import interpolate
+from scheduler.routing.profiles import PrefillProfile
 
 LENGTHS = (500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 

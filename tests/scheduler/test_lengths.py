@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens
+from scheduler.planning.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens
 
 PAPER = LogNormalLengths(9.90, 1.00, 128, 131072)
 

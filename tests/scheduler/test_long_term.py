@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.allocation import Allocation, Corrections, measured_region
-from scheduler.conversion import ConversionWish, PdRole
-from scheduler.curves import Curve
-from scheduler.division_search import best_at, best_within, thresholds_of
-from scheduler.lengths import EmpiricalLengths, LogNormalLengths
-from scheduler.long_term import LongTermConfig, LongTermDecision, LongTermLoop, StepReason
-from scheduler.measured_traffic import MeasuredTraffic, Sample, TrafficMeter
-from scheduler.plan import best_plan, threshold_plan
-from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
-from scheduler.throughput import Mode
+from scheduler.live.conversion import ConversionWish, PdRole
+from scheduler.live.long_term import LongTermConfig, LongTermDecision, LongTermLoop, StepReason
+from scheduler.live.measured_traffic import MeasuredTraffic, Sample, TrafficMeter
+from scheduler.planning.allocation import Allocation, Corrections, measured_region
+from scheduler.planning.curves import Curve
+from scheduler.planning.division_search import best_at, best_within, thresholds_of
+from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
+from scheduler.planning.plan import best_plan, threshold_plan
+from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.throughput import Mode
 
 FAST = Curve.quadratic(0.39180, 4.2061e-5, 9.937e-11)
 SLOW = Curve.quadratic(0.4488, 1.3177e-4, 2.7035e-10)

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.curves import Curve
-from scheduler.lengths import EmpiricalLengths, LogNormalLengths
-from scheduler.load_study import highest_load_within, simulate_plan, study_load
-from scheduler.pair_search import best_of_pair, search_pair, threshold_grid
-from scheduler.plan import best_plan, threshold_plan
-from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
-from scheduler.route_search import NoRouteError, search_routes
-from scheduler.throughput import Mode
+from scheduler.planning.curves import Curve
+from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
+from scheduler.planning.load.study import highest_load_within, simulate_plan, study_load
+from scheduler.planning.pair_search import best_of_pair, search_pair, threshold_grid
+from scheduler.planning.plan import best_plan, threshold_plan
+from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.route_search import NoRouteError, search_routes
+from scheduler.planning.throughput import Mode
 
 FAST = Curve.quadratic(0.39180, 4.2061e-5, 9.937e-11)
 SLOW = Curve.quadratic(0.4488, 1.3177e-4, 2.7035e-10)

@@ -23,8 +23,8 @@ from scheduling_cases import (
 )
 
 from deploy.plan.case_study import H200_PREFILL, KV
-from scheduler.curves import interpolate
-from scheduler.prediction import (
+from scheduler.planning.curves import interpolate
+from scheduler.routing.prediction import (
     OverheadMeter,
     Prediction,
     PrefillTask,
@@ -34,8 +34,8 @@ from scheduler.prediction import (
     slot_wait_s,
     transfer_tail_s,
 )
-from scheduler.profiles import KvProfile, PrefillProfile
-from scheduler.views import (
+from scheduler.routing.profiles import KvProfile, PrefillProfile
+from scheduler.routing.views import (
     ClusterView,
     DecodeView,
     InstanceView,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.prefix_reuse import TracePrompt, cached_tokens
+from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 
 
 def prompt(tokens: int, *blocks: int) -> TracePrompt:

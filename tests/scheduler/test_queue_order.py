@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import untimed
 
-from scheduler.queue_order import LengthBucket, OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing.queue_order import LengthBucket, OrderConfig, QueueOrder, WaitingJob
 
 SMALL = OrderConfig(
     buckets=(LengthBucket(100, 0.5), LengthBucket(1000, 0.3), LengthBucket(math.inf, 0.2)),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from queueing_cases import ROOMY, across, one_queue, requests
 
-from scheduler.lengths import Floats
-from scheduler.queueing import (
+from scheduler.planning.lengths import Floats
+from scheduler.planning.load.queueing import (
     DecodePool,
     Link,
     Requests,

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queueing_cases import requests
 
-from scheduler.lengths import Floats
-from scheduler.queueing import (
+from scheduler.planning.lengths import Floats
+from scheduler.planning.load.queueing import (
     DecodePool,
     Link,
     Requests,
@@ -20,8 +20,8 @@ from scheduler.queueing import (
     simulate,
     timeline_in_stages,
 )
-from scheduler.queueing_events import EventLoop
-from scheduler.queueing_model import links_of
+from scheduler.planning.load.queueing_events import EventLoop
+from scheduler.planning.load.queueing_model import links_of
 
 untimed = settings(deadline=None)
 """Examples take milliseconds; a deadline would measure what else the machine does."""

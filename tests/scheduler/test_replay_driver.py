@@ -11,13 +11,14 @@ import pytest
 
 import scheduler.replay.deciding as deciding
 from deploy.plan.case_study import case_study_region
-from scheduler.admission import AdmissionConfig, AdmissionPolicy
-from scheduler.lengths import EmpiricalLengths
-from scheduler.long_term import LongTermConfig
-from scheduler.plan import Plan, best_plan
-from scheduler.prefix_reuse import TracePrompt
-from scheduler.queueing import DecodePool, Link, Requests, Station, System, simulate
-from scheduler.region_model import Region
+from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
+from scheduler.live.long_term import LongTermConfig
+from scheduler.planning.lengths import EmpiricalLengths
+from scheduler.planning.load.queueing import DecodePool, Link, Requests, Station, System, simulate
+from scheduler.planning.plan import Plan, best_plan
+from scheduler.planning.prefix_reuse import TracePrompt
+from scheduler.planning.region_model import Region
+from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay, starting_plan
 from scheduler.replay.jobs import Fate
 from scheduler.replay.links import LinkChange, RateSchedule
@@ -25,10 +26,9 @@ from scheduler.replay.live_views import LiveSnapshot
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.results import Outcome
 from scheduler.replay.workload import Phase, Workload, drawn, traced
-from scheduler.routing import RequestShape
-from scheduler.short_term import choose
-from scheduler.throughput import Mode
-from scheduler.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+from scheduler.routing.decision import RequestShape
+from scheduler.routing.short_term import choose
+from scheduler.routing.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
 
 LINK = "h200 to h20"
 GBIT = 1e9 / 8

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.lengths import EmpiricalLengths
-from scheduler.prefix_reuse import TracePrompt, cached_tokens
-from scheduler.profiles import PrefillProfile
-from scheduler.queue_order import OrderConfig
+from scheduler.planning.lengths import EmpiricalLengths
+from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 from scheduler.replay.caching import ReplayCache
 from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
 from scheduler.replay.jobs import Job
@@ -22,7 +20,9 @@ from scheduler.replay.live_views import FromNow
 from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.watching import DirectLink, ForeseenLink, MonitoredLink
 from scheduler.replay.workload import Phase, Workload, drawn, traced
-from scheduler.views import LinkCondition
+from scheduler.routing.profiles import PrefillProfile
+from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.views import LinkCondition
 
 # ---- schedules
 

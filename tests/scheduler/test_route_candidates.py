@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
 
-from scheduler.profiles import KvProfile, PrefillProfile
-from scheduler.route_candidates import (
+from scheduler.routing.candidates import (
     Candidate,
     RouteConfig,
     has_landing_room,
@@ -16,8 +15,9 @@ from scheduler.route_candidates import (
     remote_candidate,
     wire_bytes,
 )
-from scheduler.routing import HAND_OFF, ONE_ENGINE, Reason, RequestShape
-from scheduler.views import ClusterView, DecodeView, LinkCondition, LinkView, RegionSnapshot
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
+from scheduler.routing.profiles import KvProfile, PrefillProfile
+from scheduler.routing.views import ClusterView, DecodeView, LinkCondition, LinkView, RegionSnapshot
 
 KV = KvProfile(fixed_bytes=1000.0, token_bytes=100.0)
 BY_TOKEN = PrefillProfile((0.0,), ((0.0, 0.0078125, 0.0),))  # 128 tokens/s, exact in binary

@@ -7,10 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.curves import Curve
-from scheduler.lengths import EmpiricalLengths, LogNormalLengths
-from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
-from scheduler.route_search import NoRouteError, RouteSearch, _divisions_near, search_routes
+from scheduler.planning.curves import Curve
+from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
+from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.route_search import (
+    NoRouteError,
+    RouteSearch,
+    _divisions_near,
+    search_routes,
+)
 
 NEAR = PdCluster("near", 4, Curve.quadratic(1.0), batch_size=2, step_s=0.1)
 """A prefill takes 1 s of an instance, a decode of 10 tokens half a second of one."""

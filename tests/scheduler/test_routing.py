@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.routing import (
+from scheduler.routing.decision import (
     ONE_ENGINE,
     Decision,
     Reason,

@@ -20,9 +20,9 @@ from scheduling_cases import (
     untimed,
 )
 
-from scheduler.routing import HAND_OFF, ONE_ENGINE, Reason, RequestShape
-from scheduler.short_term import RouteConfig, RouteDecision, choose, route
-from scheduler.views import (
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
+from scheduler.routing.short_term import RouteConfig, RouteDecision, choose, route
+from scheduler.routing.views import (
     ClusterView,
     DecodeView,
     LinkCondition,

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
 
-from scheduler.profiles import KvProfile, PrefillProfile
-from scheduler.route_candidates import RouteConfig
-from scheduler.routing import HAND_OFF, Reason
-from scheduler.short_term import RouteDecision, route
-from scheduler.views import ClusterView, DecodeView, LinkCondition, RegionSnapshot
+from scheduler.routing.candidates import RouteConfig
+from scheduler.routing.decision import HAND_OFF, Reason
+from scheduler.routing.profiles import KvProfile, PrefillProfile
+from scheduler.routing.short_term import RouteDecision, route
+from scheduler.routing.views import ClusterView, DecodeView, LinkCondition, RegionSnapshot
 
 FULL_QUEUE = far("queue", num_queued=1, max_queued=1)
 BUSY = far("busy", link=replace(GOOD_LINK, backlog_bytes=1e12))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.tenants import TenantLedger, TenantLimit
+from scheduler.live.tenants import TenantLedger, TenantLimit
 
 
 def test_idle_tenants_are_forgotten() -> None:

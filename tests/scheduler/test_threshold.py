@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import links, untimed
 
-from scheduler.threshold import ThresholdConfig, ThresholdController, ThresholdReason
-from scheduler.views import LinkCondition, LinkView
+from scheduler.routing.threshold import ThresholdConfig, ThresholdController, ThresholdReason
+from scheduler.routing.views import LinkCondition, LinkView
 
 CLEAR = LinkView(available_bytes_per_s=1e9)
 HALF = LinkView(available_bytes_per_s=5e8)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from scheduler.curves import Curve
-from scheduler.lengths import EmpiricalLengths
-from scheduler.throughput import (
+from scheduler.planning.curves import Curve
+from scheduler.planning.lengths import EmpiricalLengths
+from scheduler.planning.throughput import (
     Mode,
     Split,
     cluster_egress_bytes_per_s,

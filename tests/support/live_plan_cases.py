@@ -12,11 +12,19 @@ from deploy.gateway.scheduling.region_model import LinkPair
 from deploy.gateway.scheduling.snapshots import Reported
 from deploy.gateway.scheduling.thresholds import Thresholds
 from prfaas.jobs import ClusterReport, InstanceReport, Role
-from scheduler.conversion import Conversion, ConversionWish, Drain, Ended, Outcome, Phase, Start
-from scheduler.profiles import PrefillProfile
-from scheduler.routing import HAND_OFF
-from scheduler.threshold import ThresholdConfig
-from scheduler.views import LinkView
+from scheduler.live.conversion import (
+    Conversion,
+    ConversionWish,
+    Drain,
+    Ended,
+    Outcome,
+    Phase,
+    Start,
+)
+from scheduler.routing.decision import HAND_OFF
+from scheduler.routing.profiles import PrefillProfile
+from scheduler.routing.threshold import ThresholdConfig
+from scheduler.routing.views import LinkView
 
 MODEL = "tiny"
 FAST = PrefillProfile((0.0,), ((0.39180, 4.2061e-5, 9.937e-11),))

@@ -8,7 +8,7 @@ from deploy.gateway.scheduling.config import RoutingSection
 from deploy.gateway.scheduling.router import RegionScheduler
 from deploy.gateway.scheduling.snapshots import Reported
 from prfaas.jobs import ClusterReport, InstanceReport, JobReport
-from scheduler.views import LinkView
+from scheduler.routing.views import LinkView
 
 MODEL = "tiny"
 FAST_LINK = LinkView(available_bytes_per_s=1e9, rtt_s=0.02)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.queueing import (
+from scheduler.planning.load.queueing import (
     DecodePool,
     Link,
     Requests,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from local_pd.errors import RoleRefused, UnknownInstance
 from prfaas.jobs import ClusterReport, InstanceReport, Role
-from scheduler.conversion import RoleChange, RoleStatus, applied
+from scheduler.live.conversion import RoleChange, RoleStatus, applied
 
 
 @dataclass(slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from scheduler.profiles import KvProfile, PrefillProfile
-from scheduler.route_candidates import RouteConfig
-from scheduler.routing import RequestShape
-from scheduler.views import (
+from scheduler.routing.candidates import RouteConfig
+from scheduler.routing.decision import RequestShape
+from scheduler.routing.profiles import KvProfile, PrefillProfile
+from scheduler.routing.views import (
     ClusterView,
     DecodeView,
     InstanceView,

@@ -1,6 +1,6 @@
 """Requests let in or answered with 429 before anything is reserved for them.
 
-The shell around `scheduler.admission` and `scheduler.tenants`: keeps what each tenant has in flight
+The shell around `scheduler.live.admission` and `scheduler.live.tenants`: keeps what each tenant has in flight
 and turns a refusal into an OpenAI error that says what was predicted, what may be, and when to come
 back. Does not know routes, engines or how a load was measured; both come as values.
 
@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from deploy.gateway.config import is_named
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.config import AdmissionSection
-from scheduler.admission import (
+from scheduler.live.admission import (
     AdmissionConfig,
     AdmissionReason,
     AdmissionRequest,
@@ -31,9 +31,9 @@ from scheduler.admission import (
     decode_load_at,
     tenant_refusal,
 )
-from scheduler.prediction import Prediction
-from scheduler.tenants import TenantLedger
-from scheduler.views import DecodeView
+from scheduler.live.tenants import TenantLedger
+from scheduler.routing.prediction import Prediction
+from scheduler.routing.views import DecodeView
 
 UNNAMED: Final = "(unnamed)"
 """The label of all tenants without a name together. No name can be this."""

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from prfaas.front_config import QueueSection
-from scheduler.admission import AdmissionConfig, AdmissionPolicy
-from scheduler.conversion import ConversionConfig
-from scheduler.long_term import LongTermConfig
-from scheduler.tenants import TenantLimit
-from scheduler.threshold import ThresholdConfig
+from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
+from scheduler.live.conversion import ConversionConfig
+from scheduler.live.long_term import LongTermConfig
+from scheduler.live.tenants import TenantLimit
+from scheduler.routing.threshold import ThresholdConfig
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]

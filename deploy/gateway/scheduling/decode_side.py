@@ -13,7 +13,7 @@ from typing import Final
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import Ledger
 from prfaas.jobs import InstanceReport
-from scheduler.views import DecodeView
+from scheduler.routing.views import DecodeView
 
 UNTOLD_SLOTS: Final = 1 << 20
 """Of an instance whose front does not say how many requests it decodes at a time."""

@@ -1,6 +1,6 @@
 """What the region's requests have taught of one model: how long things take and how big they are.
 
-Places are a prefill cluster's name, `HAND_OFF` and `ONE_ENGINE` (`scheduler.routing`). A place of
+Places are a prefill cluster's name, `HAND_OFF` and `ONE_ENGINE` (`scheduler.routing.decision`). A place of
 which too little was seen borrows the profile of the place that was seen most: the model is the
 same, and a route must compare sides before both were tried. Its own first prefills set the level of
 what it borrows. Pure; time is an argument. Does not
@@ -16,10 +16,10 @@ from statistics import median
 from typing import Final
 
 from deploy.gateway.scheduling.prompt_length import LengthEstimator
-from scheduler.learned_profile import MIN_SEEN, LearnedProfile
-from scheduler.measured_traffic import TrafficMeter
-from scheduler.prediction import OverheadMeter, Prediction
-from scheduler.profiles import KvProfile, PrefillProfile
+from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
+from scheduler.live.measured_traffic import TrafficMeter
+from scheduler.routing.prediction import OverheadMeter, Prediction
+from scheduler.routing.profiles import KvProfile, PrefillProfile
 
 MEAN_GAIN: Final = 0.05
 NUM_ERRORS: Final = 64

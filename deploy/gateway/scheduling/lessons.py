@@ -18,8 +18,8 @@ from deploy.gateway.scheduling.prompt_length import PromptContent
 from deploy.gateway.scheduling.router import RegionScheduler
 from prfaas.engines.service_time import LEAST_SERVICE_S
 from prfaas.jobs import Landing, PrefillResult
-from scheduler.prediction import Prediction
-from scheduler.routing import ONE_ENGINE, RequestShape, one_engine_reason
+from scheduler.routing.decision import ONE_ENGINE, RequestShape, one_engine_reason
+from scheduler.routing.prediction import Prediction
 
 SAME_PASS_S: Final = 5e-3
 """First tokens of one engine that are this close came from one forward pass."""

@@ -1,6 +1,6 @@
 """The long-term loop, live: every few minutes a new plan from what was measured, and its execution.
 
-The shell of `scheduler.long_term`. It looks at reports and links every few seconds, models the
+The shell of `scheduler.live.long_term`. It looks at reports and links every few seconds, models the
 region once a period, lets the loop decide off the event loop, sets thresholds and asks for
 conversions. t for the new division is set when the conversion has ended well. Whatever is not done
 is reported with its reason. Does not know requests, nor how an instance is converted.
@@ -41,12 +41,12 @@ from deploy.gateway.scheduling.region_model import (
 )
 from deploy.gateway.scheduling.router import Reports
 from deploy.gateway.scheduling.thresholds import Thresholds
-from scheduler.conversion import Conversion, ConversionWish, Drain, Ended, Outcome, Start
-from scheduler.long_term import LongTermDecision, LongTermLoop, StepReason
-from scheduler.measured_traffic import MeasuredTraffic
-from scheduler.plan import Plan
-from scheduler.throughput import Mode
-from scheduler.views import LinkView
+from scheduler.live.conversion import Conversion, ConversionWish, Drain, Ended, Outcome, Start
+from scheduler.live.long_term import LongTermDecision, LongTermLoop, StepReason
+from scheduler.live.measured_traffic import MeasuredTraffic
+from scheduler.planning.plan import Plan
+from scheduler.planning.throughput import Mode
+from scheduler.routing.views import LinkView
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

@@ -10,8 +10,8 @@ import msgspec
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.router import RegionScheduler
 from deploy.gateway.scheduling.thresholds import ThresholdNow
-from scheduler.profiles import KvProfile
-from scheduler.views import LinkView
+from scheduler.routing.profiles import KvProfile
+from scheduler.routing.views import LinkView
 
 
 class LearnedPlace(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,12 +12,12 @@ import msgspec
 
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.region_model import pd_profile
-from scheduler.division_search import thresholds_of
-from scheduler.long_term import LongTermDecision
-from scheduler.measured_traffic import MeasuredTraffic
-from scheduler.plan import Plan
-from scheduler.region_model import Cluster, PdCluster, Region
-from scheduler.throughput import Mode
+from scheduler.live.long_term import LongTermDecision
+from scheduler.live.measured_traffic import MeasuredTraffic
+from scheduler.planning.division_search import thresholds_of
+from scheduler.planning.plan import Plan
+from scheduler.planning.region_model import Cluster, PdCluster, Region
+from scheduler.planning.throughput import Mode
 
 _SHOWN_TOKENS = (1024, 8192, 32_768, 131_072)
 

@@ -14,14 +14,14 @@ from typing import Final
 from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.snapshots import Reported
 from prfaas.jobs import InstanceReport, Role
-from scheduler.allocation import Allocation
-from scheduler.conversion import Conversion
-from scheduler.curves import Curve
-from scheduler.learned_profile import MIN_SEEN, LearnedProfile
-from scheduler.profiles import KvProfile
-from scheduler.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
-from scheduler.routing import HAND_OFF, ONE_ENGINE
-from scheduler.views import LinkCondition, LinkView
+from scheduler.live.conversion import Conversion
+from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
+from scheduler.planning.allocation import Allocation
+from scheduler.planning.curves import Curve
+from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
+from scheduler.routing.profiles import KvProfile
+from scheduler.routing.views import LinkCondition, LinkView
 
 HEALTHY_SHARE: Final = 0.5
 """Of a period, from which on an instance counts."""

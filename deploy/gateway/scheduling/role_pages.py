@@ -22,7 +22,7 @@ from deploy.gateway.scheduling.roles import RoleKeeper, drained_by_others, is_us
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, UnknownInstance
 from prfaas.jobs import ClusterReport, InstanceReport, Role
-from scheduler.conversion import Conversion, ConversionWish, Ended, Outcome, PdRole, Phase
+from scheduler.live.conversion import Conversion, ConversionWish, Ended, Outcome, PdRole, Phase
 from transport.rpc import RpcError
 
 _BODY: Final = (

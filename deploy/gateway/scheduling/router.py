@@ -1,6 +1,6 @@
 """Routes requests by the short-term core, on snapshots of the region as it is now.
 
-The shell around `scheduler.short_term`: it keeps what was learnt of each model, what is under way
+The shell around `scheduler.routing.short_term`: it keeps what was learnt of each model, what is under way
 and the thresholds, and asks the watcher for reports and the links for their state. Does not know
 HTTP, and performs nothing.
 """
@@ -19,11 +19,11 @@ from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.ledger import Ledger
 from deploy.gateway.scheduling.snapshots import NO_LINK_KNOWN, Newcomer, Reported, SnapshotMaker
 from deploy.gateway.scheduling.thresholds import ThresholdNow, Thresholds
-from scheduler.profiles import KvProfile
-from scheduler.queue_order import OrderConfig
-from scheduler.routing import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
-from scheduler.short_term import RouteConfig, RouteDecision, route
-from scheduler.views import LinkCondition, LinkView, RegionSnapshot
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
+from scheduler.routing.profiles import KvProfile
+from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.short_term import RouteConfig, RouteDecision, route
+from scheduler.routing.views import LinkCondition, LinkView, RegionSnapshot
 
 _NO_KV: Final = KvProfile(0.0, 0.0)
 RETRY_S: Final = 120.0

@@ -18,10 +18,10 @@ from deploy.gateway.scheduling.ledger import DirectPrompt, Ledger, PrefillLeg
 from deploy.gateway.scheduling.thresholds import Thresholds
 from prfaas.jobs import ClusterReport, InstanceReport, JobReport
 from prfaas.queue_values import priority_class
-from scheduler.profiles import PrefillProfile
-from scheduler.queue_order import OrderConfig, QueueOrder, WaitingJob
-from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
-from scheduler.views import ClusterView, InstanceView, LinkView, RegionSnapshot
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
+from scheduler.routing.profiles import PrefillProfile
+from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing.views import ClusterView, InstanceView, LinkView, RegionSnapshot
 
 ON_THE_WAY_S: Final = 1.0
 """A job that no report has had counts for so long, and a round trip, before a report is asked for:

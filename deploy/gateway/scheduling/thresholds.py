@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from scheduler.routing import Number
-from scheduler.threshold import Threshold, ThresholdConfig, ThresholdController
-from scheduler.views import LinkView
+from scheduler.routing.decision import Number
+from scheduler.routing.threshold import Threshold, ThresholdConfig, ThresholdController
+from scheduler.routing.views import LinkView
 
 
 class ThresholdNow(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from kvmanager.agent.messages import (
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState
 from kvmanager.token_ids import TokenIds
-from scheduler.routing import Decision, Reason, RequestShape, one_engine
+from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
 
 A1, B1, B2 = NodeName("far", "a1"), NodeName("home", "b1"), NodeName("home", "b2")
 MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0), (1, 6400, 128), (2, 5000, 0)])

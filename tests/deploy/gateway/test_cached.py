@@ -10,7 +10,7 @@ from kvmanager.directory.messages import Hit, NodeCoverage
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.token_ids import TokenIds
 from prfaas.jobs import ClusterReport, InstanceReport
-from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 
 NAMESPACE = "ab" * 16
 MODEL = CacheModel(NAMESPACE, 64, [(0, 6400, 0), (1, 999, 128), (2, 5000, 0)])

@@ -17,7 +17,7 @@ from deploy.gateway.file import (
     load_gateway_file,
 )
 from prfaas import EmbeddedPrefillCluster, QueueConfig
-from scheduler.queue_order import LengthBucket, OrderConfig
+from scheduler.routing.queue_order import LengthBucket, OrderConfig
 
 
 def test_configuration_errors_name_the_key() -> None:

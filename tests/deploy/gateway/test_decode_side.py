@@ -14,8 +14,8 @@ from deploy.gateway.scheduling.config import AdmissionSection
 from deploy.gateway.scheduling.decode_side import UNTOLD_SLOTS
 from deploy.gateway.scheduling.ledger import PrefillLeg
 from deploy.gateway.scheduling.router import RegionScheduler
-from scheduler.routing import Reason, RequestShape
-from scheduler.views import DecodeView
+from scheduler.routing.decision import Reason, RequestShape
+from scheduler.routing.views import DecodeView
 
 GB = 10**9
 FULL: dict[str, Any] = {

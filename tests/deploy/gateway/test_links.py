@@ -14,7 +14,7 @@ from kvmanager.agent.links.messages import LinkFeed, LinkView, SendLinkProbeRepl
 from kvmanager.agent.messages import ProbeLandingReply
 from netmon.estimate import LinkEstimate
 from prfaas.jobs import ClusterReport, InstanceReport
-from scheduler.views import LinkCondition
+from scheduler.routing.views import LinkCondition
 from transport.rpc import RpcError
 
 MB = 1_000_000

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.admission import UNNAMED, Admission, TenantNow
 from deploy.gateway.scheduling.config import AdmissionSection
-from scheduler.prediction import Prediction
-from scheduler.views import DecodeView
+from scheduler.routing.prediction import Prediction
+from scheduler.routing.views import DecodeView
 
 IDLE = DecodeView(slots_total=4, decode_s=10.0)
 FULL = DecodeView(slots_total=4, slots_used=4, decode_s=10.0, left_s=(6.0, 7.0, 8.0, 9.0))

@@ -16,8 +16,8 @@ from deploy.gateway.scheduling.long_term import (
     PlanMetrics,
 )
 from deploy.gateway.scheduling.plan_overview import PlanOverview
-from scheduler.conversion import ConversionWish, Outcome
-from scheduler.views import LinkCondition, LinkView
+from scheduler.live.conversion import ConversionWish, Outcome
+from scheduler.routing.views import LinkCondition, LinkView
 
 Make = Callable[..., LongTermService]
 

@@ -15,7 +15,7 @@ from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
 from prfaas.jobs import ClusterReport, InstanceReport
-from scheduler.cache_moves import NodeLoad, ReplicationLimits
+from scheduler.routing.cache_moves import NodeLoad, ReplicationLimits
 from transport.rpc import RpcError
 
 MODEL = CacheModel("ab" * 16, 512, [(0, 1_000_000, 0), (2, 5_000_000, 0)])

@@ -7,7 +7,7 @@ import pytest
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.records import RecordRing, RequestRecord
 from prfaas.jobs import PrefillResult
-from scheduler.routing import Decision, Reason
+from scheduler.routing.decision import Decision, Reason
 
 
 def record(request_id: str = "r") -> RequestRecord:

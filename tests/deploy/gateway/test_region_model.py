@@ -27,11 +27,11 @@ from deploy.gateway.scheduling.region_model import (
     model_region,
 )
 from prfaas.jobs import InstanceReport
-from scheduler.conversion import Conversion, ConversionWish, Phase
-from scheduler.lengths import EmpiricalLengths
-from scheduler.region_model import Traffic
-from scheduler.routing import HAND_OFF, ONE_ENGINE
-from scheduler.views import LinkCondition, LinkView
+from scheduler.live.conversion import Conversion, ConversionWish, Phase
+from scheduler.planning.lengths import EmpiricalLengths
+from scheduler.planning.region_model import Traffic
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
+from scheduler.routing.views import LinkCondition, LinkView
 
 TRAFFIC = Traffic(EmpiricalLengths.of([1000.0, 30_000.0]), 500.0, 20_000.0)
 

@@ -12,7 +12,7 @@ from role_cluster import FakeCluster, drained
 
 from deploy.gateway.scheduling.roles import RoleKeeper
 from local_pd.errors import FrontUnreachable, NoInstance, RoleRefused
-from scheduler.conversion import (
+from scheduler.live.conversion import (
     ConversionConfig,
     ConversionWish,
     Ended,

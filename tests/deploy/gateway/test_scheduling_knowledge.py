@@ -11,9 +11,9 @@ from deploy.gateway.scheduling.knowledge import (
     Mean,
     ModelKnowledge,
 )
-from scheduler.learned_profile import GUESS, MIN_SEEN
-from scheduler.prediction import Prediction
-from scheduler.routing import ONE_ENGINE
+from scheduler.live.learned_profile import GUESS, MIN_SEEN
+from scheduler.routing.decision import ONE_ENGINE
+from scheduler.routing.prediction import Prediction
 
 
 def taught(place: str = "far", per_token_s: float = 2e-4, num: int = 8) -> ModelKnowledge:

@@ -17,10 +17,10 @@ from deploy.gateway.scheduling.prompt_length import PromptContent
 from deploy.gateway.scheduling.thresholds import Thresholds
 from kvmanager.token_ids import at_once
 from prfaas.jobs import Landing, PrefillResult
-from scheduler.prediction import Prediction
-from scheduler.routing import ONE_ENGINE, RequestShape
-from scheduler.threshold import ThresholdConfig
-from scheduler.views import LinkCondition, LinkView
+from scheduler.routing.decision import ONE_ENGINE, RequestShape
+from scheduler.routing.prediction import Prediction
+from scheduler.routing.threshold import ThresholdConfig
+from scheduler.routing.views import LinkCondition, LinkView
 
 
 class School:

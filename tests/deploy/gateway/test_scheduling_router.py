@@ -11,8 +11,8 @@ from live_region_cases import FAST_LINK, MODEL, Region, instance, job, report, t
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.gateway.scheduling.ledger import PrefillLeg
 from deploy.gateway.scheduling.router import RegionScheduler
-from scheduler.routing import HAND_OFF, ONE_ENGINE, Reason, RequestShape
-from scheduler.views import LinkCondition, LinkView
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
+from scheduler.routing.views import LinkCondition, LinkView
 
 LONG = RequestShape(num_prompt_tokens=4000)
 SHORT = RequestShape(num_prompt_tokens=900)

@@ -14,9 +14,9 @@ from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.region_link import LinkNow
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.overview import scheduling_overview
-from scheduler.prediction import Prediction
-from scheduler.routing import RequestShape
-from scheduler.views import LinkCondition, LinkView
+from scheduler.routing.decision import RequestShape
+from scheduler.routing.prediction import Prediction
+from scheduler.routing.views import LinkCondition, LinkView
 
 WAN = LinkNow(
     source="far",

@@ -13,9 +13,9 @@ from deploy.gateway.scheduling.decode_side import UNTOLD_SLOTS
 from deploy.gateway.scheduling.ledger import DirectPrompt, PrefillLeg
 from deploy.gateway.scheduling.router import RegionScheduler
 from deploy.gateway.scheduling.snapshots import Newcomer
-from scheduler.prediction import PrefillTask, predict
-from scheduler.routing import HAND_OFF, ONE_ENGINE, RequestShape
-from scheduler.views import LinkView, RegionSnapshot
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
+from scheduler.routing.prediction import PrefillTask, predict
+from scheduler.routing.views import LinkView, RegionSnapshot
 
 S_PER_TOKEN = 1e-3
 

@@ -3,8 +3,8 @@
 import pytest
 
 from deploy.gateway.scheduling.thresholds import Thresholds
-from scheduler.threshold import ThresholdConfig
-from scheduler.views import LinkCondition, LinkView
+from scheduler.routing.threshold import ThresholdConfig
+from scheduler.routing.views import LinkCondition, LinkView
 
 CLEAR = LinkView(available_bytes_per_s=1e9)
 CONGESTED = LinkView(state=LinkCondition.CONGESTED, available_bytes_per_s=1e8)

@@ -31,7 +31,7 @@ from prfaas.jobs import (
     PrefillResult,
     consumer_params,
 )
-from scheduler.conversion import RoleChange, RoleStatus
+from scheduler.live.conversion import RoleChange, RoleStatus
 
 Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 

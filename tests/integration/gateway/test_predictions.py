@@ -11,7 +11,7 @@ from deploy.cache.client import CannotAsk
 from deploy.explain.client import find_records
 from deploy.explain.view import ttft_error
 from deploy.gateway.scheduling.router import RegionScheduler
-from scheduler.routing import ONE_ENGINE
+from scheduler.routing.decision import ONE_ENGINE
 
 STREAM = {"stream": True, "max_tokens": 4}
 

@@ -1,0 +1,1 @@
+"""What the region knows of itself while it runs, and what follows from it."""

@@ -1,0 +1,284 @@
+"""Whether a request is let in: refused before it costs anything, or served.
+
+What counts as load (Mooncake 7.1): of the prefill side the predicted time to first token over its
+objective; of the decode side occupied over available slots, or KVCache over memory where that is
+more. A slot is a place in a batch that keeps the time per token within its objective.
+
+Three policies, which differ in the moment whose decode load counts:
+
+- `predicted` (Mooncake 7.4): the moment when the request would begin to decode. Every decode takes
+  the same time `decode_s`; before any answer has ended that is unknown, and no decode counts as
+  ended by then. Requests in prefill that land by then are added, decodes that end by
+  then are taken away. Early rejection on the present load lags by the length of a prefill and makes
+  prefill and decode load swing against each other; this does not.
+- `present` (7.2): now, before prefill begins. To compare with.
+- `at_decode`: not at all; `admit_decode` asks once the prefill is over, and what it refuses was
+  prefilled in vain. To compare with.
+
+Nothing is refused while nothing is decoded, waits for it or is under way, unless no slot exists.
+Tenants have limits of their own (`scheduler.live.tenants`), which hold at any load. A refusal says when
+to try again: when, by the same prediction, there is room.
+
+Pure; knows no HTTP and no clock. The numbers of a verdict are what it rests on.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from scheduler.live.tenants import TenantLedger
+from scheduler.routing.prediction import Prediction, release_s
+from scheduler.routing.views import DecodeView
+
+
+class AdmissionPolicy(StrEnum):
+    """Which moment's decode load counts. See the module text."""
+
+    PREDICTED = "predicted"
+    PRESENT = "present"
+    AT_DECODE = "at_decode"
+
+
+class AdmissionReason(StrEnum):
+    """Why a request was let in or not. Values are stable: they are metric labels."""
+
+    ADMITTED = "admitted"
+    EMPTY = "empty"
+    """Nothing else is there: load cannot be a reason."""
+    PREFILL_LOAD = "prefill_load"
+    DECODE_LOAD = "decode_load"
+    DECODE_MEMORY = "decode_memory"
+    NO_DECODE_SLOTS = "no_decode_slots"
+    TENANT_REQUESTS = "tenant_requests"
+    TENANT_TOKENS = "tenant_tokens"
+    TENANT_RATE = "tenant_rate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    """Bounds of load. `ttft_slo_s` None: the prefill side refuses nothing.
+
+    `max_prefill_load` below 1 leaves room for what a prediction cannot know: shorter prompts that
+    come later and overtake. `max_decode_load` is a share of the slots, rounded up to whole ones. A
+    little below 1 leaves room for what a prediction misses, above 1 lets requests wait: 1.1 for a
+    tenth of all slots.
+    """
+
+    policy: AdmissionPolicy = AdmissionPolicy.PREDICTED
+    ttft_slo_s: float | None = None
+    max_prefill_load: float = 0.85
+    max_decode_load: float = 0.97
+    min_retry_s: float = 1.0
+    max_retry_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_slo_s", "max_prefill_load", "max_decode_load", "min_retry_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value!r}; it must be above 0")
+        if self.max_retry_s < self.min_retry_s:
+            raise ValueError(
+                f"max_retry_s {self.max_retry_s!r} is below min_retry_s {self.min_retry_s!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRequest:
+    """A request as admission sees it: the prediction of the route it would take, its KVCache while
+    it decodes, and for its tenant the length of its prompt.
+    """
+
+    prediction: Prediction
+    kv_bytes: float = 0.0
+    num_tokens: int = 0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Let in or refused, why, and after how many whole seconds to try again (0: let in)."""
+
+    admitted: bool
+    reason: AdmissionReason
+    retry_after_s: int = 0
+    numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __str__(self) -> str:
+        return str(self.reason) + "".join(f"; {key}={value}" for key, value in self.numbers.items())
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """A decode pool at one moment: requests that decode or want to, and the KVCache they take."""
+
+    occupied: int
+    kv_bytes: float
+
+
+def decode_load_at(decode: DecodeView, at_s: float) -> DecodeLoad:
+    """The load in `at_s` from now if nothing else is let in (0: the present load).
+
+    KVCache of what decodes and of what is under way counts in equal parts for each request.
+    """
+    ended = _num_ended(decode, at_s)
+    landed = bisect_right(decode.landing_s, at_s)
+    over = 0
+    if at_s > 0 and decode.decode_s is not None:
+        # What lands and ends before the moment in question is gone again.
+        over = bisect_right(decode.landing_s, at_s - decode.decode_s)
+    held = decode.slots_used + decode.num_waiting
+    left_share = (held - ended) / held if held else 0.0
+    landed_share = (landed - over) / len(decode.landing_s) if decode.landing_s else 0.0
+    return DecodeLoad(
+        held - ended + landed - over,
+        decode.kv_bytes * left_share + decode.landing_kv_bytes * landed_share,
+    )
+
+
+def admit(
+    request: AdmissionRequest,
+    decode: DecodeView,
+    config: AdmissionConfig,
+    now_s: float,
+    tenants: TenantLedger | None = None,
+) -> Verdict:
+    """Decide before prefill. Changes nothing: the shell tells `tenants` what was let in."""
+    verdict = tenant_refusal(request, decode, config, now_s, tenants)
+    if verdict is not None:
+        return verdict
+    if decode.slots_total <= 0:
+        return _refused(AdmissionReason.NO_DECODE_SLOTS, config.max_retry_s, config, {})
+    if decode.is_empty and not request.prediction.queue_s:
+        return Verdict(True, AdmissionReason.EMPTY)
+    verdict = _prefill_verdict(request, config)
+    if verdict is not None or config.policy is AdmissionPolicy.AT_DECODE:
+        return verdict or Verdict(True, AdmissionReason.ADMITTED)
+    is_predicted = config.policy is AdmissionPolicy.PREDICTED
+    at_s = request.prediction.landed_s if is_predicted else 0.0
+    return _decode_verdict(request.kv_bytes, decode, config, at_s)
+
+
+def tenant_refusal(
+    request: AdmissionRequest,
+    decode: DecodeView,
+    config: AdmissionConfig,
+    now_s: float,
+    tenants: TenantLedger | None,
+) -> Verdict | None:
+    """The refusal of a request that would break a limit of its tenant, or None. Asks nothing of the
+    load, and of `config` only the bounds of a wait.
+    """
+    if tenants is None:
+        return None
+    refusal = tenants.refusal(request.tenant, request.num_tokens, now_s)
+    if refusal is None:
+        return None
+    retry_s = refusal.retry_after_s
+    if retry_s is None:
+        # One of its own must end: they are spread over the time that a request takes. There is one,
+        # or no limit of what is in flight would be reached.
+        requests, _ = tenants.in_flight(request.tenant)
+        retry_s = (request.prediction.landed_s + (decode.decode_s or 0.0)) / requests
+    return _refused(AdmissionReason(refusal.reason.value), retry_s, config, dict(refusal.numbers))
+
+
+def admit_decode(kv_bytes: float, decode: DecodeView, config: AdmissionConfig) -> Verdict:
+    """Decide when the prefill is over, on the present load. `decode` does not count this request
+    among those that wait. For policy `at_decode`, and as a last check for the others.
+    """
+    if decode.slots_total <= 0:
+        return _refused(AdmissionReason.NO_DECODE_SLOTS, config.max_retry_s, config, {})
+    if not decode.slots_used and not decode.num_waiting:
+        return Verdict(True, AdmissionReason.EMPTY)
+    return _decode_verdict(kv_bytes, decode, config, 0.0)
+
+
+def _prefill_verdict(request: AdmissionRequest, config: AdmissionConfig) -> Verdict | None:
+    """A refusal when waiting makes the first token too late.
+
+    A prompt that would be too late without any waiting is not refused for that, as trying again is
+    of no use: it may wait for as long as the objective.
+    """
+    if config.ttft_slo_s is None:
+        return None
+    queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s = prediction = request.prediction
+    limit_s = config.ttft_slo_s * config.max_prefill_load
+    # What a transfer goes on after the prefill is nearly all wait for what others send.
+    wait_s = queue_s + tail_s + slot_s
+    spare_s = limit_s - (move_s + prefill_s + step_s + overhead_s)
+    over_s = wait_s - (spare_s if spare_s > 0 else limit_s)
+    if over_s <= 0:
+        return None
+    numbers = {
+        "ttft_s": prediction.ttft_s,
+        "ttft_slo_s": config.ttft_slo_s,
+        "prefill_load": prediction.ttft_s / config.ttft_slo_s,
+        "queue_s": queue_s,
+    }
+    return _refused(AdmissionReason.PREFILL_LOAD, over_s, config, numbers)
+
+
+def _decode_verdict(
+    kv_bytes: float, decode: DecodeView, config: AdmissionConfig, at_s: float
+) -> Verdict:
+    load = decode_load_at(decode, at_s)
+    limit = math.ceil(config.max_decode_load * decode.slots_total)
+    numbers: dict[str, int | float] = {
+        "at_s": at_s,
+        "decode_load": (load.occupied + 1) / decode.slots_total,
+        "occupied": load.occupied,
+        "slots": decode.slots_total,
+    }
+    too_many = load.occupied + 1 - limit
+    if too_many > 0:
+        retry_s = release_s(decode, too_many)
+        return _refused(AdmissionReason.DECODE_LOAD, retry_s, config, numbers)
+    if decode.kv_total_bytes is not None and load.kv_bytes > 0:
+        numbers |= {"kv_bytes": load.kv_bytes + kv_bytes, "kv_total_bytes": decode.kv_total_bytes}
+        too_much = load.kv_bytes + kv_bytes - decode.kv_total_bytes * config.max_decode_load
+        if too_much > 0:
+            # Who holds memory is counted: `occupied` is not 0 here.
+            each = load.kv_bytes / load.occupied
+            retry_s = release_s(decode, math.ceil(too_much / each))
+            return _refused(AdmissionReason.DECODE_MEMORY, retry_s, config, numbers)
+    return Verdict(True, AdmissionReason.ADMITTED, numbers=MappingProxyType(numbers))
+
+
+def _num_ended(decode: DecodeView, at_s: float) -> int:
+    """Of the requests that decode or wait now, those that are over at a later moment.
+
+    What waits begins when a slot falls free, so nothing of it ends within one decode time, and all
+    together end at most as fast as full batches allow. While nobody knows how long a decode takes,
+    none is known to end.
+    """
+    if at_s <= 0:
+        return 0
+    rounds = _num_rounds(decode.decode_s, at_s)
+    if decode.left_s is not None:
+        of_running = bisect_right(decode.left_s, at_s)
+    else:
+        of_running = int(decode.slots_used * min(1.0, rounds))
+    of_waiting = int(min(decode.num_waiting, decode.slots_total * max(0.0, rounds - 1)))
+    return of_running + of_waiting
+
+
+def _num_rounds(decode_s: float | None, at_s: float) -> float:
+    """How many decodes one slot gets done until `at_s`, one after the other."""
+    if decode_s is None:
+        return 0.0
+    return at_s / decode_s if decode_s > 0 else math.inf
+
+
+def _refused(
+    reason: AdmissionReason,
+    retry_s: float,
+    config: AdmissionConfig,
+    numbers: dict[str, int | float],
+) -> Verdict:
+    bounded_s = min(max(retry_s, config.min_retry_s), config.max_retry_s)
+    return Verdict(False, reason, math.ceil(bounded_s), MappingProxyType(numbers))

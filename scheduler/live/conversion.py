@@ -1,0 +1,274 @@
+"""Turning one instance of a PD cluster from prefill to decode or back, step by step.
+
+A role is a routing fact: every instance can do both, and which it does is what the cluster front
+sends it. So a conversion is drain and relabel, without a restart:
+
+    (none) --start--> DRAINING --drained--> RELABELLING --relabelled--> DWELLING --time--> (none)
+                         |                       |
+                  failed, too slow        failed, too slow
+                         |                       |
+                      Resume          SetRole(old role, next epoch), Resume
+
+Rules:
+
+- One `Converter` a cluster, one conversion at a time; one that dwells counts. The others of its
+  role keep serving, and there is always one: the last usable instance of a role is never taken.
+- The least loaded instance is taken, because it is drained first.
+- Every label carries an epoch, one more than the instance's last. An instance refuses an epoch that
+  is not above its own, so a late or repeated order cannot undo a newer one. When nobody knows
+  whether a relabelling came through, the old role is ordered with a still later epoch.
+- Whatever ends early gives the instance back to the role it had.
+
+The same events give the same effects; an event about an instance that is not in that phase does
+nothing. No I/O, no clock: the shell performs effects, in order, and reports events. Why an instance
+should be converted is `scheduler.live.long_term`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final, Literal
+
+from prfaas.jobs import Role
+
+PdRole = Literal["prefill", "decode"]
+"""What an instance can be converted from and to; `both` is never converted."""
+
+DWELL_S: Final = 240.0
+MAX_DRAIN_S: Final = 900.0
+"""No drain may take longer: so long a front in another process is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleStatus:
+    """The answer to `GET /v1/pd_role`: the role an instance has, since which order of it, and
+    whether it is ready for work of that role (False while it drains or changes).
+    """
+
+    role: Role
+    epoch: int
+    ready: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """The body of `POST /v1/pd_role`. Refused (409) unless `epoch` is above the instance's."""
+
+    role: PdRole
+    epoch: int
+
+
+def applied(status: RoleStatus, change: RoleChange) -> RoleStatus | None:
+    """The status after a change; None where the order is too old and must be refused.
+
+    The same order again is no error: its answer may have been lost.
+    """
+    if change.epoch == status.epoch and change.role == status.role:
+        return status
+    if change.epoch <= status.epoch:
+        return None
+    return RoleStatus(change.role, change.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionWish:
+    """One instance of `cluster` should change its role."""
+
+    cluster: str
+    from_role: PdRole
+    to_role: PdRole
+
+
+@dataclass(frozen=True, slots=True)
+class RoleView:
+    """An instance as a candidate. `num_tokens` is the work it has left, by prompt and output."""
+
+    name: str
+    role: Role
+    epoch: int = 0
+    is_usable: bool = True
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Give the instance no new work; report `drained` when it has none left."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """`POST /v1/pd_role` to the instance, and route by it; report `relabelled` or `failed`."""
+
+    instance: str
+    change: RoleChange
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Give the instance work again, by the role it has."""
+
+    instance: str
+
+
+class Outcome(StrEnum):
+    """How a conversion ended. Values are stable: they are metric labels."""
+
+    CONVERTED = "converted"
+    FAILED = "failed"
+    TOO_SLOW = "too_slow"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The instance has the new role, or was given back; nothing is left to do but to say so."""
+
+    instance: str
+    wish: ConversionWish
+    outcome: Outcome
+    detail: str
+
+
+Effect = Drain | SetRole | Resume | Ended
+
+
+class Phase(StrEnum):
+    DRAINING = "draining"
+    RELABELLING = "relabelling"
+    DWELLING = "dwelling"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One conversion now. `epoch` is that of its order."""
+
+    instance: str
+    wish: ConversionWish
+    epoch: int
+    phase: Phase
+    since_s: float
+    """When the phase began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionConfig:
+    drain_limit_s: float = 600.0
+    """A drain that takes longer is given up: the longest decodes must fit. At most `MAX_DRAIN_S`.
+    """
+    relabel_limit_s: float = 30.0
+    dwell_s: float = DWELL_S
+    """From the new label until the cluster may convert again."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.drain_limit_s <= MAX_DRAIN_S:
+            raise ValueError(
+                f"drain_limit_s {self.drain_limit_s:g} must be above 0 and at most {MAX_DRAIN_S:g}"
+            )
+        if not (self.relabel_limit_s > 0 and self.dwell_s >= 0):
+            raise ValueError(
+                f"relabel_limit_s {self.relabel_limit_s:g} must be above 0, dwell_s "
+                f"{self.dwell_s:g} not below"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What became of a wish: effects, or none and the reason."""
+
+    effects: tuple[Effect, ...]
+    reason: str
+
+
+class Converter:
+    """The conversions of one PD cluster, one after the other."""
+
+    def __init__(self, config: ConversionConfig | None = None) -> None:
+        self._config = config or ConversionConfig()
+        self._current: Conversion | None = None
+
+    @property
+    def current(self) -> Conversion | None:
+        """What is going on, dwelling included; None: a wish would be taken."""
+        return self._current
+
+    def start(
+        self,
+        wish: ConversionWish,
+        instances: Sequence[RoleView],
+        now_s: float,
+        *,
+        only: str = "",
+    ) -> Start:
+        """Begin with the cluster's least loaded instance, or with `only`; or say why not."""
+        if self._current is not None:
+            return Start((), f"{self._current.instance} is {self._current.phase}")
+        usable = [view for view in instances if view.role == wish.from_role and view.is_usable]
+        if len(usable) < 2:
+            count = f"{len(usable)} usable {wish.from_role} instances"
+            return Start((), f"{wish.cluster} has {count}; one must stay")
+        asked_for = [view for view in usable if only in ("", view.name)]
+        if not asked_for:
+            return Start((), f"{only} is no usable {wish.from_role} instance of {wish.cluster}")
+        chosen = min(asked_for, key=lambda view: (view.num_requests, view.num_tokens, view.name))
+        self._current = Conversion(chosen.name, wish, chosen.epoch + 1, Phase.DRAINING, now_s)
+        said = f"has the fewest requests ({chosen.num_requests}) of {len(usable)}"
+        return Start((Drain(chosen.name),), f"{chosen.name} {'was asked for' if only else said}")
+
+    def drained(self, instance: str, now_s: float) -> tuple[Effect, ...]:
+        """It has no work left."""
+        found = self._at(instance, Phase.DRAINING)
+        if found is None:
+            return ()
+        self._current = replace(found, phase=Phase.RELABELLING, since_s=now_s)
+        return (SetRole(instance, RoleChange(found.wish.to_role, found.epoch)),)
+
+    def relabelled(self, instance: str, epoch: int, now_s: float) -> tuple[Effect, ...]:
+        """It confirmed the role of this epoch."""
+        found = self._at(instance, Phase.RELABELLING)
+        if found is None or epoch != found.epoch:
+            return ()
+        self._current = replace(found, phase=Phase.DWELLING, since_s=now_s)
+        detail = f"now {found.wish.to_role}, epoch {epoch}"
+        return (Resume(instance), Ended(instance, found.wish, Outcome.CONVERTED, detail))
+
+    def failed(self, instance: str, detail: str) -> tuple[Effect, ...]:
+        """It died, or an effect could not be performed. Once converted this means nothing."""
+        found = self._at(instance, Phase.DRAINING) or self._at(instance, Phase.RELABELLING)
+        return () if found is None else self._give_back(found, Outcome.FAILED, detail)
+
+    def tick(self, now_s: float) -> tuple[Effect, ...]:
+        """Time passed: what took too long is given up, what dwelt long enough is over."""
+        found = self._current
+        if found is None:
+            return ()
+        spent_s, limit_s = now_s - found.since_s, self._limit_s(found.phase)
+        if spent_s < limit_s:
+            return ()
+        if found.phase is Phase.DWELLING:
+            self._current = None
+            return ()
+        detail = f"{found.phase} for {spent_s:.0f} s; at most {limit_s:g} s"
+        return self._give_back(found, Outcome.TOO_SLOW, detail)
+
+    def _limit_s(self, phase: Phase) -> float:
+        if phase is Phase.DRAINING:
+            return self._config.drain_limit_s
+        if phase is Phase.RELABELLING:
+            return self._config.relabel_limit_s
+        return self._config.dwell_s
+
+    def _give_back(self, found: Conversion, outcome: Outcome, detail: str) -> tuple[Effect, ...]:
+        self._current = None
+        ended = Ended(found.instance, found.wish, outcome, detail)
+        if found.phase is Phase.DRAINING:
+            return (Resume(found.instance), ended)
+        undo = SetRole(found.instance, RoleChange(found.wish.from_role, found.epoch + 1))
+        return (undo, Resume(found.instance), ended)
+
+    def _at(self, instance: str, phase: Phase) -> Conversion | None:
+        found = self._current
+        return found if found and (found.instance, found.phase) == (instance, phase) else None

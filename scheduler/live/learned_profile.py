@@ -1,0 +1,236 @@
+"""Prefill time of one place, learnt from the prefills that ran there.
+
+    seconds(n, c) = a + b (n - c) + q (n^2 - c^2) + s P(n, c)        a, b, q, s >= 0
+
+for a prompt of n tokens of which c were cached. P is the time by the prior profile, or by a guess
+where there is none; so `s` alone carries what one length teaches over to all others, and a, b, q
+bend the curve as far as the data ask for it.
+
+- The least squares are those of log(measured / predicted): half and double weigh the same, and a
+  noisy place is not taken for a slow one. A residual beyond `_MOST_ERROR` counts as that, so that a
+  stall teaches little.
+- Older prefills weigh less, by a half-life in prefills. Long prompts are rare, so it is long.
+- Speed may change faster than that forgets. When the last prefills clearly disagree with the curve,
+  all of them together, their median scales it until the curve has followed.
+- The bend is held back as much as the prefills scatter: the ridge is their variance over that which
+  is expected of the bend.
+
+Pure; knows neither queues nor why a prefill took as long as it did.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import deque
+from typing import Final
+
+import numpy as np
+
+from scheduler.planning.lengths import Floats
+from scheduler.routing.profiles import PrefillProfile
+
+GUESS: Final = PrefillProfile((0.0,), ((0.0, 1e-3, 0.0),))
+"""1 ms for each token: what is believed of a place of which nothing is known. The first prefill
+replaces the level."""
+MIN_SEEN: Final = 3
+"""Prefills that make a place known."""
+_POSSIBLE_S: Final = (1e-6, 1e6)
+_HALF_LIFE: Final = 100.0
+_MOST_ERROR: Final = 0.4
+_LEAST_SCATTER: Final = 0.005
+_BEND: Final = 0.4
+"""Share of the time by which the bend is expected to differ from the prior."""
+_PRIOR_ERROR: Final = 2.0
+"""By how much of itself a prior may be off as a whole: rather that than a bend."""
+_LEAST_RIDGE: Final = 1e-9
+_EARLY_VARIANCE: Final = 0.3
+"""Over the square of the number of prefills: two or three lie on some curve however they scatter,
+so that what is left of their errors says nothing yet."""
+_NUM_LATEST: Final = 24
+_NUM_ERRORS: Final = 32
+_CLEAR: Final = 3.5
+"""Standard errors of the latest median that are no chance."""
+_PASSES: Final = 3
+_CONVERGED: Final = 1e-3
+
+_ACTIVE: Final = np.array([m for m in itertools.product((0.0, 1.0), repeat=4) if any(m)])
+"""Which of the coefficients (s, a, b, q) are above 0: every way."""
+_KEPT: Final = _ACTIVE[:, :, None] * _ACTIVE[:, None, :]
+_OTHERS: Final = np.eye(4) * (1 - _ACTIVE)[:, None, :]
+
+
+class LearnedProfile:
+    """T(n) of one place. See the module text."""
+
+    def __init__(self, prior: PrefillProfile | None = None, *, memory: int = 256) -> None:
+        """`memory`: prefills that are remembered. Raises ValueError below 1."""
+        if memory < 1:
+            raise ValueError(f"memory {memory} must be at least 1")
+        self._prior = prior
+        self._profile = prior or GUESS
+        self._shape = _plain(self._profile)
+        self._memory = memory
+        self._rows = np.empty((2 * memory, 4))
+        self._seconds = np.empty(2 * memory)
+        self._weights = np.exp2(np.arange(1 - memory, 1) / _HALF_LIFE)
+        self._end = 0
+        self._num_seen = 0
+        self._found = np.array([1.0, 0.0, 0.0, 0.0])
+        self._first: list[tuple[int, int, float]] = []
+        self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
+
+    @property
+    def profile(self) -> PrefillProfile:
+        """The best belief now; the prior, or `GUESS`, before anything was seen."""
+        return self._profile
+
+    @property
+    def num_seen(self) -> int:
+        """Prefills that taught something."""
+        return self._num_seen
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the belief rests on something: a prior, or enough prefills."""
+        return self._prior is not None or self._num_seen >= MIN_SEEN
+
+    @property
+    def error(self) -> float | None:
+        """Median of |predicted / measured - 1| of the latest prefills, each predicted from those
+        before it; None before there was one.
+        """
+        return statistics.median(self._errors) if self._errors else None
+
+    def observe(self, num_tokens: int, cached_tokens: int, seconds: float) -> None:
+        """A prefill took so long by itself. What cannot be is passed over. At least one token is
+        computed, however much is cached.
+        """
+        if not (0 < num_tokens < math.inf and 0 <= cached_tokens <= num_tokens):
+            return
+        if not _POSSIBLE_S[0] <= seconds <= _POSSIBLE_S[1]:
+            return
+        cached = min(cached_tokens, num_tokens - 1)
+        if self.is_known:
+            predicted_s = self._profile.prefill_s(num_tokens, cached)
+            self._errors.append(abs(predicted_s / seconds - 1))
+        self._remember(self._row(num_tokens, cached), seconds)
+        if self._num_seen < MIN_SEEN:
+            self._first.append((num_tokens, cached, seconds))
+        self._num_seen += 1
+        self._learn()
+
+    def scaled(self, shape: PrefillProfile) -> PrefillProfile:
+        """`shape`, the profile of another place, at the level of the first few prefills here; as
+        it is before there were any.
+
+        Whatever goes wrong makes a prefill slower, never faster. So a single one that was slower
+        than `shape` is believed by half, in logarithms; of two the faster one counts.
+        """
+        ratios = [
+            seconds / shape.prefill_s(num_tokens, cached)
+            for num_tokens, cached, seconds in self._first
+        ]
+        if not ratios:
+            return shape
+        level = statistics.median_low(ratios)
+        if len(ratios) == 1:
+            level = min(level, math.sqrt(level))
+        return shape.corrected(shape.factor * level, shape.overhead_s * level)
+
+    def _row(self, num_tokens: int, cached: int) -> tuple[float, float, float, float]:
+        num_uncached = num_tokens - cached
+        shape_s = max(self._shape.prefill_s(num_tokens, cached), 1e-12)
+        return shape_s, 1.0, float(num_uncached), float(num_uncached * (num_tokens + cached))
+
+    def _remember(self, row: tuple[float, ...], seconds: float) -> None:
+        if self._end == len(self._seconds):
+            self._rows[: self._memory] = self._rows[self._memory :]
+            self._seconds[: self._memory] = self._seconds[self._memory :]
+            self._end = self._memory
+        self._rows[self._end] = row
+        self._seconds[self._end] = seconds
+        self._end += 1
+
+    def _learn(self) -> None:
+        start = max(0, self._end - self._memory)
+        rows, seconds = self._rows[start : self._end], self._seconds[start : self._end]
+        weights = self._weights[len(self._weights) - len(seconds) :]
+        if self._prior is None and self._num_seen <= MIN_SEEN:
+            # A guess may be off by any factor, and the first prefill of an engine often is a stall:
+            # of two the faster one is believed.
+            scale = statistics.median_low((seconds / rows[:, 0]).tolist())
+            self._found = np.array([scale, 0.0, 0.0, 0.0])
+        for _ in range(_PASSES):
+            step = self._pass(rows, seconds, weights)
+            if step < _CONVERGED:
+                break
+        self._profile = self._fitted(self._level(rows, seconds))
+
+    def _pass(self, rows: Floats, seconds: Floats, weights: Floats) -> float:
+        """One Gauss-Newton step. Returns how far the predictions have moved at most."""
+        predicted = rows @ self._found
+        errors = np.log(seconds / predicted).clip(-_MOST_ERROR, _MOST_ERROR)
+        relative = rows / predicted[:, None]
+        weighted = relative.T * weights
+        matrix, wanted = weighted @ relative, weighted @ (1 + errors)
+        total = float(weights.sum())
+        variance = max(_LEAST_SCATTER**2, float(weights @ errors**2) / total)
+        variance += _EARLY_VARIANCE / total**2
+        ridge = self._ridge(variance) * matrix.diagonal() / total
+        matrix[np.diag_indices(4)] += ridge
+        if self._prior is not None:
+            wanted[0] += ridge[0]
+        self._found = _least(matrix, wanted)
+        return float(np.abs(rows @ self._found / predicted - 1).max())
+
+    def _ridge(self, variance: float) -> Floats:
+        """Of each coefficient, as a share of its own weight in one prefill."""
+        bend = max(_LEAST_RIDGE, variance / _BEND**2)
+        scale = _LEAST_RIDGE if self._prior is None else variance / _PRIOR_ERROR**2
+        return np.array([scale, bend, bend, bend])
+
+    def _level(self, rows: Floats, seconds: Floats) -> float:
+        """The factor that the latest prefills ask for; 1 unless they are clear about it."""
+        if len(seconds) < _NUM_LATEST:
+            return 1.0
+        latest = slice(-_NUM_LATEST, None)
+        ratios = np.log(seconds[latest] / (rows[latest] @ self._found)).tolist()
+        low, median, high = statistics.quantiles(ratios, n=4)
+        # 1.35 quartile ranges are a normal distribution's deviation, and 1.25 is its median's.
+        chance = 1.25 * max(_LEAST_SCATTER, (high - low) / 1.35) / math.sqrt(_NUM_LATEST)
+        return math.exp(median) if abs(median) > _CLEAR * chance else 1.0
+
+    def _fitted(self, level: float) -> PrefillProfile:
+        scale, *bend = (float(value) * level for value in self._found)
+        a, b, q = bend
+        return PrefillProfile(
+            self._shape.starts,
+            tuple(
+                (scale * constant + a, scale * linear + b, scale * square + q)
+                for constant, linear, square in self._shape.coefficients
+            ),
+        )
+
+
+def _plain(profile: PrefillProfile) -> PrefillProfile:
+    """The same times with factor and overhead worked into the coefficients."""
+    return PrefillProfile(
+        profile.starts,
+        tuple(
+            (a * profile.factor + profile.overhead_s, b * profile.factor, c * profile.factor)
+            for a, b, c in profile.coefficients
+        ),
+    )
+
+
+def _least(matrix: Floats, wanted: Floats) -> Floats:
+    """The x >= 0 with the least x'Mx - 2 w'x: the best of all choices of what is above 0."""
+    scale = np.sqrt(matrix.diagonal())
+    normal = matrix / np.outer(scale, scale)
+    target = wanted / scale
+    found = np.linalg.solve(normal * _KEPT + _OTHERS, (_ACTIVE * target)[:, :, None])[:, :, 0]
+    gains = np.where((found >= 0).all(axis=1), found @ target, -math.inf)
+    best: Floats = found[int(gains.argmax())] / scale
+    return best

@@ -1,0 +1,351 @@
+"""The long timescale: every few minutes, t and the division of instances that the traffic asks for.
+
+State: when each PD cluster last had a conversion, and which way. Measured traffic, the
+region's profiles and links, and the present t and division go in; a `LongTermDecision` comes out:
+t to use now, t to use once conversions are done, the conversions, the plan they lead to, and the
+reason, also for doing nothing. The same calls give the same answers.
+
+Rules:
+
+1. Solve the best division for the measured traffic (paper, 3.4.3), where no cluster gives up the
+   last instance of a role. t is free to change, so what a conversion gains is counted against the
+   present division with *its* best t, not with the present t.
+2. Convert when the way to the best division gains `min_gain` or more, and when the next step is no
+   loss even if the measured means are off by `num_errors` standard errors the unlucky way: noise of
+   few samples does not convert, and needs no other threshold.
+3. One instance a cluster and step, towards the best division. Throughput is concave in the
+   division, so every step gains and a wrong one is cheap. A change that asks for more instances
+   takes as many steps.
+4. A cluster waits `dwell_s` before the next conversion, `reverse_dwell_s` before one the other way.
+   None is asked of a cluster whose last one still runs. One that failed counts as the other way:
+   an instance that cannot be drained must not be taken from its work every few minutes.
+5. t follows at every step where that gains `min_threshold_gain`. A step moves at most
+   `max_moved_share` of the requests to the other side.
+
+While an instance drains it is lost to both roles. So t counts on the fewer prefill instances until
+then: at once when one stops to prefill, afterwards when one will begin to.
+
+A step costs tens of milliseconds for one pair of clusters and seconds for several: call it off the
+event loop. No I/O, no clock. How an instance is converted is `scheduler.live.conversion`'s; congestion
+of seconds is `scheduler.routing.threshold`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+import numpy as np
+
+from scheduler.live.conversion import DWELL_S, ConversionWish
+from scheduler.live.measured_traffic import MeasuredTraffic
+from scheduler.planning.allocation import UNCORRECTED, Allocation, Corrections, measured_region
+from scheduler.planning.division_search import Bounds, Division, best_at, best_within, thresholds_of
+from scheduler.planning.lengths import Lengths
+from scheduler.planning.plan import Plan, is_pair, threshold_plan
+from scheduler.planning.region_model import Region
+from scheduler.planning.route_search import NoRouteError
+from scheduler.planning.throughput import Mode
+
+_ROUNDING = 1e-9
+_MAX_ERROR = 0.5
+"""A mean is not taken to be off by more than this share of it."""
+
+
+class StepReason(StrEnum):
+    """Why instances are converted, or why not. Values are stable: they are metric labels."""
+
+    CONVERT = "convert"
+    BEST_ALREADY = "best_already"
+    SMALL_GAIN = "small_gain"
+    UNSURE = "unsure"
+    DWELLING = "dwelling"
+    CONVERTING = "converting"
+    TOO_FEW_REQUESTS = "too_few_requests"
+    NO_ROUTE = "no_route"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongTermConfig:
+    """How eager the loop is."""
+
+    period_s: float = 300.0
+    min_requests: int = 200
+    min_gain: float = 0.03
+    """Throughput that conversions must gain altogether, as a share of the present."""
+    num_errors: float = 4.0
+    """Standard errors of the measured means by which they may be off. Many steps look at the same
+    traffic, so 3 are met by chance within weeks.
+    """
+    dwell_s: float = DWELL_S
+    """Less than a period, so that a shift that asks for several instances gets one each period."""
+    reverse_dwell_s: float = 1800.0
+    min_threshold_gain: float = 0.005
+    max_moved_share: float = 0.5
+    """Of requests, that a step of t may move to the other side."""
+
+    def __post_init__(self) -> None:
+        if not (self.period_s > 0 and self.min_requests >= 1):
+            raise ValueError(
+                f"period_s {self.period_s:g} must be above 0, min_requests {self.min_requests} "
+                "at least 1"
+            )
+        if not 0 <= self.dwell_s <= self.reverse_dwell_s:
+            raise ValueError(
+                f"dwell_s {self.dwell_s:g} must be at most reverse_dwell_s "
+                f"{self.reverse_dwell_s:g}, neither negative"
+            )
+        if not (self.min_gain > 0 and self.num_errors >= 0 and self.min_threshold_gain >= 0):
+            raise ValueError(
+                f"min_gain {self.min_gain:g} must be above 0, num_errors {self.num_errors:g} and "
+                f"min_threshold_gain {self.min_threshold_gain:g} not below"
+            )
+        if not 0 < self.max_moved_share <= 1:
+            raise ValueError(f"max_moved_share {self.max_moved_share:g} must be in (0, 1]")
+
+
+@dataclass(frozen=True)
+class LongTermDecision:
+    """What to do until the next step. `numbers` hold what `reason` rests on; rates are requests/s.
+
+    kept_rps       with the present t and division
+    present_rps    with the present division and its best t
+    next_rps       after the conversions of this step
+    best_rps       with the best division
+    gain           best over present, less 1
+    """
+
+    reason: StepReason
+    thresholds: Mapping[str, float]
+    """t of each prefill cluster from now on."""
+    thresholds_after: Mapping[str, float]
+    """t once the conversions are done."""
+    conversions: tuple[ConversionWish, ...] = ()
+    plan: Plan | None = None
+    """The best plan, that the loop works towards; None when none was made."""
+    numbers: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __str__(self) -> str:
+        told = "".join(f"; {key}={value:.4g}" for key, value in self.numbers.items())
+        if self.reason is not StepReason.CONVERT:
+            return f"no conversion because {self.reason}{told}"
+        wishes = ", ".join(f"{w.cluster}: {w.from_role} to {w.to_role}" for w in self.conversions)
+        return f"convert {wishes}{told}"
+
+
+class LongTermLoop:
+    """Re-solves (t, N_p, N_d) of one region."""
+
+    def __init__(self, config: LongTermConfig | None = None) -> None:
+        self._config = config or LongTermConfig()
+        self._asked: dict[str, tuple[float, int]] = {}
+        """When a conversion was last asked of a cluster or ended, and by how much it changed N_p: 0
+        if it failed."""
+        self._adopted: Plan | None = None
+        """The routing that the present thresholds stand for, where one t does not describe it."""
+
+    def step(
+        self,
+        region: Region,
+        measured: MeasuredTraffic | None,
+        current: Allocation,
+        now_s: float,
+        *,
+        corrections: Corrections = UNCORRECTED,
+    ) -> LongTermDecision:
+        """Decide for the next period. `region` holds the uncorrected profiles.
+
+        Raises KeyError when `current` lacks one of its PD clusters.
+        """
+        num_requests = 0.0 if measured is None else measured.num_requests
+        if measured is None or num_requests < self._config.min_requests:
+            numbers = {"requests": num_requests, "min_requests": self._config.min_requests}
+            return _unchanged(current, StepReason.TOO_FEW_REQUESTS, numbers)
+
+        traffic = _Scaled(region, measured, current, corrections)
+        try:
+            return self._decide(traffic, current, now_s)
+        except NoRouteError:
+            return _unchanged(current, StepReason.NO_ROUTE, {"requests": num_requests})
+
+    def ended(self, wish: ConversionWish, now_s: float, *, is_converted: bool) -> None:
+        """A conversion ended, whoever asked for it: rule 4 counts from now."""
+        way = 1 if wish.to_role == "prefill" else -1
+        self._asked[wish.cluster] = now_s, way if is_converted else 0
+
+    def _decide(self, traffic: _Scaled, current: Allocation, now_s: float) -> LongTermDecision:
+        model = traffic.region()
+        present = best_at(model, [current.num_prefill])
+        best = best_within(model, _bounds(current))
+        kept = self._kept(model, current) or present
+        division = self._next(best, current, now_s)
+        after = best_at(model, [division]) if division != current.num_prefill else present
+        reason = self._reason(traffic, current, (present, after, best))
+        numbers = {
+            "requests": traffic.measured.num_requests,
+            "rate_rps": traffic.measured.rate_rps,
+            "kept_rps": _rps(kept),
+            "present_rps": _rps(present),
+            "next_rps": _rps(after),
+            "best_rps": _rps(best),
+            "gain": _gain(best, present),
+        }
+        if reason is not StepReason.CONVERT:
+            is_worth_it = _gain(present, kept) >= self._config.min_threshold_gain
+            tokens = self._adopt(present, current) if is_worth_it else dict(current.thresholds)
+            return LongTermDecision(reason, tokens, tokens, (), best, MappingProxyType(numbers))
+        fewer = {name: min(n, division[name]) for name, n in current.num_prefill.items()}
+        meanwhile = self._adopt(best_at(model, [fewer]), current)
+        wishes = self._ask(division, current, now_s)
+        return LongTermDecision(
+            reason,
+            meanwhile,
+            self._adopt(after, current),
+            wishes,
+            best,
+            MappingProxyType(numbers),
+        )
+
+    def _reason(
+        self, traffic: _Scaled, current: Allocation, plans: tuple[Plan, Plan, Plan]
+    ) -> StepReason:
+        """Of going from the first of the plans to the second, on the way to the third."""
+        present, after, best = plans
+        steps = _steps(current.num_prefill, best)
+        gain = _gain(best, present)
+        if not any(steps.values()) or gain < _ROUNDING:
+            return StepReason.BEST_ALREADY
+        if gain < self._config.min_gain:
+            return StepReason.SMALL_GAIN
+        if after is present:
+            running = any(steps[name] for name in current.converting)
+            return StepReason.CONVERTING if running else StepReason.DWELLING
+        num_steps = max(map(abs, steps.values()))
+        if _gain(after, present) < self._config.min_gain / num_steps:
+            return StepReason.SMALL_GAIN
+        ways = {int(np.sign(n)) for n in _steps(current.num_prefill, after).values() if n}
+        if all(self._holds(traffic, way, present, after) for way in ways):
+            return StepReason.CONVERT
+        return StepReason.UNSURE
+
+    def _holds(self, traffic: _Scaled, way: int, present: Plan, after: Plan) -> bool:
+        """Whether the step is no loss with the means off against it; `way` 1: more prefill."""
+        uncached, output = (
+            min(_MAX_ERROR, self._config.num_errors * sample.relative_error)
+            for sample in (traffic.measured.uncached, traffic.measured.output)
+        )
+        unlucky = traffic.region(1 - way * uncached, 1 + way * output)
+        stay, go = (best_at(unlucky, [_division(plan)]) for plan in (present, after))
+        return _rps(go) >= _rps(stay)
+
+    def _next(self, best: Plan, current: Allocation, now_s: float) -> dict[str, int]:
+        """N_p a step further towards the best plan, where a cluster may change now."""
+        division = dict(current.num_prefill)
+        for name, wanted in _steps(current.num_prefill, best).items():
+            if wanted and name not in current.converting:
+                step = 1 if wanted > 0 else -1
+                asked_s, last = self._asked.get(name, (-math.inf, step))
+                same = last == step
+                dwell_s = self._config.dwell_s if same else self._config.reverse_dwell_s
+                if now_s - asked_s >= dwell_s:
+                    division[name] += step
+        return division
+
+    def _ask(
+        self, division: Division, current: Allocation, now_s: float
+    ) -> tuple[ConversionWish, ...]:
+        wishes = []
+        for name, n in division.items():
+            step = n - current.num_prefill[name]
+            if step > 0:
+                wishes.append(ConversionWish(name, "decode", "prefill"))
+            elif step < 0:
+                wishes.append(ConversionWish(name, "prefill", "decode"))
+            if step:
+                self._asked[name] = now_s, step
+        return tuple(wishes)
+
+    def _adopt(self, plan: Plan, current: Allocation) -> dict[str, float]:
+        """The plan's thresholds, as far towards them as one step may go."""
+        self._adopted = plan
+        lengths = plan.region.traffic.lengths
+        return {
+            name: self._towards(tokens, current.thresholds.get(name), lengths)
+            for name, tokens in thresholds_of(plan).items()
+        }
+
+    def _towards(self, wanted: float, present: float | None, lengths: Lengths) -> float:
+        if present is None:
+            return wanted
+        start, end = lengths.moments_to([present, wanted])[0]
+        most = self._config.max_moved_share
+        if abs(end - start) <= most:
+            return wanted
+        return float(lengths.quantile([start + math.copysign(most, end - start)])[0])
+
+    def _kept(self, model: Region, current: Allocation) -> Plan | None:
+        """The present t and division in this traffic; None: nothing says what they mean."""
+        if is_pair(model):
+            if not model.prefill_clusters or not current.thresholds:
+                return None
+            tokens = current.thresholds[model.prefill_clusters[0].name]
+            return threshold_plan(model, tokens, current.num_prefill[model.pd_clusters[0].name])
+        try:
+            kept = self._adopted and self._adopted.kept_in(model)
+        except ValueError:
+            return None
+        return kept and replace(kept, num_prefill=dict(current.num_prefill))
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """The region as it is, and as it would be if the measured means were off."""
+
+    configured: Region
+    measured: MeasuredTraffic
+    current: Allocation
+    corrections: Corrections
+
+    def region(self, uncached_scale: float = 1.0, output_scale: float = 1.0) -> Region:
+        traffic = self.measured.traffic(uncached_scale=uncached_scale, output_scale=output_scale)
+        return measured_region(self.configured, traffic, self.current, self.corrections)
+
+
+def _bounds(current: Allocation) -> Bounds:
+    """Every cluster keeps one instance of each role that it has."""
+    found = {}
+    for name, num_prefill in current.num_prefill.items():
+        num_decode = current.num_decode[name]
+        found[name] = (min(1, num_prefill), num_prefill + max(0, num_decode - 1))
+    return found
+
+
+def _division(plan: Plan) -> dict[str, int]:
+    return {name: round(n) for name, n in plan.num_prefill.items()}
+
+
+def _steps(num_prefill: Division, plan: Plan) -> dict[str, int]:
+    """By how much N_p of each cluster would have to change."""
+    return {name: n - num_prefill[name] for name, n in _division(plan).items()}
+
+
+def _rps(plan: Plan) -> float:
+    return plan.system_rps(Mode.EXACT)
+
+
+def _gain(new: Plan, old: Plan) -> float:
+    """Of throughput, as a share of the old."""
+    before, after = _rps(old), _rps(new)
+    if before > 0:
+        return after / before - 1
+    return math.inf if after > 0 else 0.0
+
+
+def _unchanged(
+    current: Allocation, reason: StepReason, numbers: Mapping[str, float]
+) -> LongTermDecision:
+    tokens = dict(current.thresholds)
+    return LongTermDecision(reason, tokens, tokens, numbers=MappingProxyType(dict(numbers)))

@@ -1,0 +1,245 @@
+"""What arrived lately, in bounded memory, as the traffic that the planner takes.
+
+Lengths are counted in narrow logarithmic bins, a row of them per slice of time. Older slices weigh
+less, by a half-life. Where the distribution clearly changed (two-sample Kolmogorov-Smirnov test at
+the best cut between old and new) everything before the cut is dropped: traffic that stays as it is
+gets long windows and so little noise, traffic that shifts is seen as it is now within minutes.
+
+Prompts and outputs are followed apart, because an output's length is known only at its end and
+either may change alone. Time is an argument; if it goes back, it stands still. Knows no clusters,
+no queues and no plan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.planning.lengths import EmpiricalLengths, Floats
+from scheduler.planning.region_model import Traffic
+
+BINS_PER_OCTAVE = 32
+NUM_BINS = 24 * BINS_PER_OCTAVE
+"""Up to 16M tokens; what is longer is counted in the last bin."""
+POINTS_PER_BIN = 4
+"""A bin becomes so many lengths, spread evenly over it."""
+CHANGE_ODDS = 1e-6
+"""How often two samples of one distribution may be taken for different, per cut that is tried."""
+_KS_SCALE = math.sqrt(-math.log(CHANGE_ODDS / 2) / 2)
+_EDGES: Floats = np.exp2(np.arange(NUM_BINS + 1) / BINS_PER_OCTAVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeterConfig:
+    """How long traffic is remembered."""
+
+    slice_s: float = 60.0
+    half_life_s: float = 3600.0
+    """Age at which a request counts half."""
+    memory_s: float = 7200.0
+    """Nothing older is kept. Memory is memory_s / slice_s rows of 6 KiB, twice."""
+    min_recent: int = 100
+    """Requests on either side of a cut that is tried."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.slice_s <= self.memory_s:
+            raise ValueError(
+                f"slice_s {self.slice_s:g} must be above 0 and at most memory_s {self.memory_s:g}"
+            )
+        if not self.half_life_s > 0:
+            raise ValueError(f"half_life_s {self.half_life_s:g} must be above 0")
+        if self.min_recent < 1:
+            raise ValueError(f"min_recent {self.min_recent} must be at least 1")
+
+    @property
+    def num_slices(self) -> int:
+        return math.ceil(self.memory_s / self.slice_s)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A weighted sample of token counts."""
+
+    lengths: EmpiricalLengths
+    mean_tokens: float
+    num: float
+    """How many equally weighted values it is worth (Kish's effective sample size)."""
+    relative_error: float
+    """Standard error of the mean over the mean."""
+    window_s: float
+    """How far back it reaches; at least 1 s."""
+
+
+@dataclass(frozen=True)
+class MeasuredTraffic:
+    """Traffic as it was measured, and how far to trust it."""
+
+    uncached: Sample
+    """The parts of prompts that had to be prefilled."""
+    output: Sample
+    input_tokens: float
+    """Mean length of whole prompts."""
+    hit_ratio: float
+    """Share of all prompt tokens that were cached."""
+    rate_rps: float
+    """Arrivals per second over the window of `uncached`."""
+
+    @property
+    def num_requests(self) -> float:
+        """What it rests on: the fewer of the prompts and the outputs."""
+        return min(self.uncached.num, self.output.num)
+
+    def traffic(self, *, uncached_scale: float = 1.0, output_scale: float = 1.0) -> Traffic:
+        """For the planner; scales say what if the means were off by a factor."""
+        lengths = self.uncached.lengths
+        return Traffic(
+            lengths if uncached_scale == 1 else lengths.scaled(uncached_scale),
+            self.output.mean_tokens * output_scale,
+            self.input_tokens,
+        )
+
+
+class TrafficMeter:
+    """Counts requests as they come and go."""
+
+    def __init__(self, config: MeterConfig | None = None) -> None:
+        self._config = config or MeterConfig()
+        self._uncached = _Channel(self._config, num_extra=1)
+        self._output = _Channel(self._config, num_extra=0)
+
+    def arrived(self, prompt_tokens: int, cached_tokens: int, now_s: float) -> None:
+        """A request came. At least one token of it is always computed."""
+        if not 0 <= cached_tokens <= prompt_tokens:
+            raise ValueError(
+                f"{cached_tokens} of {prompt_tokens} tokens cached; give 0 <= cached <= prompt"
+            )
+        self._uncached.add(max(1, prompt_tokens - cached_tokens), now_s, max(1, prompt_tokens))
+
+    def finished(self, output_tokens: int, now_s: float) -> None:
+        """A request ended after so many tokens. One that produced none says nothing of decode."""
+        if output_tokens > 0:
+            self._output.add(output_tokens, now_s)
+
+    def measured(self, now_s: float) -> MeasuredTraffic | None:
+        """What is known now; None before a request came and one ended."""
+        uncached, prompts = self._uncached.sample(now_s)
+        output, _ = self._output.sample(now_s)
+        if uncached is None or output is None:
+            return None
+        arrivals = self._uncached.num_in_window
+        return MeasuredTraffic(
+            uncached=uncached,
+            output=output,
+            input_tokens=prompts,
+            hit_ratio=max(0.0, 1 - uncached.mean_tokens / prompts),
+            rate_rps=arrivals / uncached.window_s,
+        )
+
+
+class _Channel:
+    """Counts of one quantity by slice of time: a ring of rows, the newest at `_newest`."""
+
+    def __init__(self, config: MeterConfig, num_extra: int) -> None:
+        self._config = config
+        num = config.num_slices
+        self._counts = np.zeros((num, NUM_BINS), np.int64)
+        self._sums = np.zeros((num, 2 + num_extra))
+        """Of the values, of their squares, and of what came with them."""
+        self._num_used = 0
+        """Slices from the newest back that belong to the window."""
+        self._newest: int | None = None
+        """Number of the newest slice since time 0."""
+        self._began_s = 0.0
+
+    @property
+    def num_in_window(self) -> int:
+        return int(self._counts[self._rows()].sum())
+
+    def add(self, value: int, now_s: float, extra: int = 0) -> None:
+        self._advance(now_s)
+        row = (self._newest or 0) % len(self._sums)
+        at = min(int(math.log2(value) * BINS_PER_OCTAVE), NUM_BINS - 1)
+        self._counts[row, at] += 1
+        sums = self._sums[row]
+        sums[0] += value
+        sums[1] += value * value
+        if len(sums) > 2:
+            sums[2] += extra
+
+    def sample(self, now_s: float) -> tuple[Sample | None, float]:
+        """The window as one sample, and the mean of what came with the values."""
+        self._advance(now_s)
+        self._drop_before_change()
+        rows = self._rows()
+        if not self._counts[rows].any():
+            return None, 0.0
+        ages_s = np.arange(len(rows)) * self._config.slice_s
+        weights = np.exp2(-ages_s / self._config.half_life_s)
+        counts = weights @ self._counts[rows]
+        total = counts.sum()
+        mean, square, *extra = weights @ self._sums[rows] / total
+        num = total**2 / float(weights**2 @ self._counts[rows].sum(axis=1))
+        spread = math.sqrt(max(0.0, square - mean**2))
+        found = Sample(
+            _lengths_of(counts, float(mean)),
+            float(mean),
+            float(num),
+            spread / (mean * math.sqrt(num)),
+            self._window_s(now_s),
+        )
+        return found, float(extra[0]) if extra else 0.0
+
+    def _window_s(self, now_s: float) -> float:
+        oldest = (self._newest or 0) - self._num_used + 1
+        return max(1.0, now_s - max(self._began_s, oldest * self._config.slice_s))
+
+    def _advance(self, now_s: float) -> None:
+        """Open the slice that `now_s` lies in; slices in between stay empty."""
+        current = int(now_s // self._config.slice_s)
+        if self._newest is None:
+            self._newest, self._num_used, self._began_s = current, 1, now_s
+            return
+        steps = current - self._newest
+        if steps <= 0:
+            return
+        num = self._config.num_slices
+        opened = np.arange(self._newest + 1, current + 1)[-num:] % num
+        self._counts[opened] = 0
+        self._sums[opened] = 0
+        self._newest = current
+        self._num_used = min(num, self._num_used + steps)
+
+    def _rows(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Rows of the window, newest first."""
+        newest = 0 if self._newest is None else self._newest
+        return (newest - np.arange(self._num_used)) % self._config.num_slices
+
+    def _drop_before_change(self) -> None:
+        """Forget what is older than the clearest change, if there is one."""
+        upto = np.cumsum(self._counts[self._rows()], axis=0)
+        newer = upto[:-1].sum(axis=1, dtype=np.float64)
+        older = upto[-1].sum() - newer
+        tried = np.flatnonzero(
+            (newer >= self._config.min_recent) & (older >= self._config.min_recent)
+        )
+        if not len(tried):
+            return
+        new = np.cumsum(upto[tried], axis=1) / newer[tried, None]
+        old = np.cumsum(upto[-1] - upto[tried], axis=1) / older[tried, None]
+        distance = np.abs(new - old).max(axis=1)
+        chance = _KS_SCALE * np.sqrt(1 / newer[tried] + 1 / older[tried])
+        clearest = int(np.argmax(distance / chance))
+        if distance[clearest] > chance[clearest]:
+            self._num_used = int(tried[clearest]) + 1
+
+
+def _lengths_of(counts: Floats, mean: float) -> EmpiricalLengths:
+    """Bins as lengths spread over them, moved so that the mean is exact."""
+    full = np.flatnonzero(counts)
+    inside = (np.arange(POINTS_PER_BIN) + 0.5) / POINTS_PER_BIN
+    low, high = _EDGES[full, None], _EDGES[full + 1, None]
+    tokens = (low + (high - low) * inside).ravel()
+    weights = np.repeat(counts[full], POINTS_PER_BIN)
+    return EmpiricalLengths(tokens * (mean / float(np.average(tokens, weights=weights))), weights)

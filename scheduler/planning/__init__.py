@@ -1,0 +1,1 @@
+"""The throughput model, and the search for the best plan."""

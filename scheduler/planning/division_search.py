@@ -1,0 +1,74 @@
+"""The best routing for given divisions of the PD clusters, and the best division within bounds.
+
+The planner's own searches (`pair_search`, `route_search`) with the division held or bounded, for a
+running region: its instances have roles already, and each role keeps at least one of those it has.
+Always in `exact` mode: a running system needs what hardware really sustains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from scheduler.planning.pair_search import best_of_pair
+from scheduler.planning.plan import Plan, is_pair, threshold_plan
+from scheduler.planning.region_model import Region
+from scheduler.planning.route_search import NoRouteError, search_routes
+from scheduler.planning.throughput import Mode
+
+Division = Mapping[str, int]
+"""N_p of each PD cluster by name; its other instances decode."""
+Bounds = Mapping[str, tuple[int, int]]
+"""The least and the most N_p of each PD cluster."""
+
+
+def best_at(region: Region, divisions: Sequence[Division]) -> Plan:
+    """The plan with the highest throughput among these divisions. Raises `NoRouteError`."""
+    if is_pair(region):
+        pd = region.pd_clusters[0]
+        if pd.num_instances < 1:
+            raise NoRouteError(f"{pd.name} has no instance: decode needs at least one")
+        counts = [division[pd.name] for division in divisions]
+        threshold, num_prefill, _ = best_of_pair(region, Mode.EXACT, num_prefill=counts)
+        return threshold_plan(region, threshold, num_prefill)
+    as_floats = [{name: float(n) for name, n in division.items()} for division in divisions]
+    found = search_routes(region, divisions=as_floats)
+    return Plan(region, found.assignment, found.num_prefill, None)
+
+
+def best_within(region: Region, bounds: Bounds) -> Plan:
+    """The plan with the highest throughput of any division within bounds. Raises `NoRouteError`.
+
+    One pair of clusters is searched exhaustively. Of several clusters, divisions next to the best
+    fractional one are tried: each N_p rounded to the nearest, and one at a time the other way.
+    """
+    if is_pair(region):
+        name = region.pd_clusters[0].name
+        low, high = bounds[name]
+        return best_at(region, [{name: n} for n in range(low, high + 1)])
+    relaxed = search_routes(region, whole=False).num_prefill
+    nearest = {name: round(n) for name, n in relaxed.items()}
+    tried = [nearest]
+    for name, n in relaxed.items():
+        other = math.floor(n) if nearest[name] > n else math.ceil(n)
+        tried.append({**nearest, name: other})
+    inside = [{name: int(np.clip(n, *bounds[name])) for name, n in d.items()} for d in tried]
+    return best_at(region, [d for i, d in enumerate(inside) if d not in inside[:i]])
+
+
+def thresholds_of(plan: Plan) -> dict[str, float]:
+    """t of each prefill cluster: the longest prompts that the plan keeps from it.
+
+    Where the plan sends it nothing, the longest prompt that there is.
+    """
+    sources = [cluster.name for cluster in plan.region.prefill_clusters]
+    if plan.threshold_tokens is not None:
+        return dict.fromkeys(sources, plan.threshold_tokens)
+    found = dict.fromkeys(sources, plan.region.traffic.lengths.max_tokens)
+    for index, route in enumerate(plan.assignment.routes):
+        ranges = plan.lengths_of(index) if route.link is not None else []
+        if ranges:
+            found[route.source.name] = min(found[route.source.name], ranges[0][0])
+    return found

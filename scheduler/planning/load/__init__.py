@@ -1,0 +1,1 @@
+"""TTFT of a plan under load: the queueing model."""

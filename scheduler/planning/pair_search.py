@@ -1,0 +1,122 @@
+"""The best threshold and split for one prefill cluster and one PD cluster, by exhaustive search.
+
+The paper's search (section 4.2): every threshold of a grid with every division of the PD cluster's
+instances, all at once with numpy; then a finer grid of thresholds around the best. The corners are
+part of it: N_p = 0 with t = 0 is the naive deployment that offloads everything, t = longest prompt
+is a PD cluster on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from scheduler.planning.lengths import Floats
+from scheduler.planning.region_model import Link, PdCluster, PrefillCluster, Region
+from scheduler.planning.throughput import (
+    Mode,
+    Split,
+    local_mean,
+    offloaded_mean,
+    pd_decode_rps,
+    pd_prefill_rps,
+    prefill_cluster_rps,
+    system_rps,
+)
+
+NUM_THRESHOLDS = 1000
+_REFINEMENTS = 2
+
+
+@dataclass(frozen=True)
+class PairSearch:
+    """Throughput at every threshold (rows) and number of local prefill instances (columns)."""
+
+    mode: Mode
+    split: Split
+    num_prefill: Floats
+    prefill_cluster_rps: Floats
+    """Theta_prfaas, shape (num_thresholds,)."""
+    pd_prefill_rps: Floats
+    """Theta_pd-p, shape (num_thresholds, num_splits)."""
+    pd_decode_rps: Floats
+    """Theta_pd-d, shape (num_splits,)."""
+    system_rps: Floats
+    """Lambda_max, shape (num_thresholds, num_splits)."""
+
+    @property
+    def best(self) -> tuple[int, int]:
+        """Row and column of the highest throughput; the highest threshold among equals.
+
+        Among equals because what need not cross the link should not.
+        """
+        top = self.system_rps.max()
+        rows, columns = np.nonzero(self.system_rps >= top * (1 - 1e-9))
+        return int(rows[-1]), int(columns[-1])
+
+
+def pair_of(region: Region) -> tuple[PrefillCluster | None, PdCluster, Link | None]:
+    """The region's only clusters; ValueError when it has more than one of a kind."""
+    if len(region.pd_clusters) != 1 or len(region.prefill_clusters) > 1:
+        raise ValueError("not one prefill cluster and one PD cluster")
+    pd = region.pd_clusters[0]
+    if not region.prefill_clusters:
+        return None, pd, None
+    source = region.prefill_clusters[0]
+    return source, pd, region.link(source.name, pd.name)
+
+
+def search_pair(
+    region: Region, mode: Mode, thresholds: ArrayLike, num_prefill: ArrayLike
+) -> PairSearch:
+    """Throughput over a grid: `thresholds` in tokens, ascending; `num_prefill` instances."""
+    source, pd, link = pair_of(region)
+    lengths = region.traffic.lengths
+    split = Split.at(lengths, thresholds)
+    columns = np.atleast_1d(np.asarray(num_prefill, float))
+    remote = prefill_cluster_rps(
+        source.num_instances if source and link else 0,
+        offloaded_mean(mode, source.prefill if source else pd.prefill, lengths, split),
+        link.bytes_per_s if link else 0,
+        offloaded_mean(mode, region.kv.size, lengths, split),
+    )
+    local = pd_prefill_rps(columns[None, :], local_mean(mode, pd.prefill, lengths, split)[:, None])
+    decode = pd_decode_rps(
+        pd.num_instances - columns, pd.batch_size, pd.step_s, region.traffic.output_tokens
+    )
+    total = system_rps(remote[:, None], local, decode[None, :], split.offload_fraction[:, None])
+    return PairSearch(mode, split, columns, remote, local, decode, total)
+
+
+def threshold_grid(region: Region, num: int = NUM_THRESHOLDS) -> Floats:
+    """0, the longest prompt, and lengths between them at equal shares of requests."""
+    lengths = region.traffic.lengths
+    inner = lengths.quantile(np.arange(1, num - 1) / (num - 1))
+    return np.unique(np.concatenate([[0.0], inner, [lengths.max_tokens]]))
+
+
+def best_of_pair(
+    region: Region,
+    mode: Mode,
+    *,
+    thresholds: ArrayLike | None = None,
+    num_prefill: ArrayLike | None = None,
+) -> tuple[float, float, float]:
+    """(threshold in tokens, N_p, requests/s) of the best plan; what is given is not searched.
+
+    N_p runs over whole numbers from 0, and one instance at least decodes.
+    """
+    _, pd, _ = pair_of(region)
+    splits = np.arange(pd.num_instances) if num_prefill is None else np.atleast_1d(num_prefill)
+    grid = threshold_grid(region) if thresholds is None else np.atleast_1d(thresholds)
+    found = search_pair(region, mode, grid, splits)
+    row, column = found.best
+    for _ in range(_REFINEMENTS if thresholds is None else 0):
+        finer = np.linspace(grid[max(row - 1, 0)], grid[min(row + 1, len(grid) - 1)], 101)
+        grid = np.unique(finer)
+        found = search_pair(region, mode, grid, found.num_prefill[column : column + 1])
+        row, column = found.best
+    threshold = 0.0 if found.split.offload_fraction[row] >= 1 else float(grid[row])
+    return threshold, float(found.num_prefill[column]), float(found.system_rps[row, column])

@@ -1,0 +1,97 @@
+"""What a plan is made for: clusters with their profiles, the links between them, the traffic.
+
+Values only. Prices are in any one currency. Knows no files, no engines and no search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.planning.curves import Curve
+from scheduler.planning.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class PrefillCluster:
+    """A stand-alone prefill cluster of equal instances."""
+
+    name: str
+    num_instances: int
+    prefill: Curve
+    """Prefill time over the prompt length, s."""
+    price_per_instance_hour: float = 0.0
+
+
+@dataclass(frozen=True)
+class PdCluster:
+    """A local PD cluster: its instances are divided between prefill and decode."""
+
+    name: str
+    num_instances: int
+    prefill: Curve
+    """Prefill time over the prompt length, s."""
+    batch_size: int
+    """Decode slots of an instance: requests that decode at once within the SLO."""
+    step_s: float
+    """One decode step of a full batch."""
+    price_per_instance_hour: float = 0.0
+    decode_memory_bytes: float | None = None
+    """KVCache that one decode instance has room for, landings included; None: no limit."""
+
+
+Cluster = PrefillCluster | PdCluster
+
+
+@dataclass(frozen=True)
+class Link:
+    """From a prefill cluster to a PD cluster."""
+
+    source: str
+    target: str
+    bytes_per_s: float
+    rtt_s: float = 0.0
+    price_per_gb: float = 0.0
+    """Of 10^9 bytes."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.source} to {self.target}"
+
+
+@dataclass(frozen=True)
+class KvSize:
+    """KVCache of a prompt, bytes."""
+
+    size: Curve
+    fixed_bytes: float
+    """The part that is emitted when the prefill ends: recurrent states."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What arrives. `lengths` are those of the uncached part of prompts."""
+
+    lengths: Lengths
+    output_tokens: float
+    input_tokens: float
+    """Mean length of whole prompts, cached part included; only prices need it."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Everything a plan depends on."""
+
+    prefill_clusters: tuple[PrefillCluster, ...]
+    pd_clusters: tuple[PdCluster, ...]
+    links: tuple[Link, ...]
+    kv: KvSize
+    traffic: Traffic
+
+    @property
+    def clusters(self) -> tuple[Cluster, ...]:
+        """Everything that can prefill: prefill clusters first."""
+        return (*self.prefill_clusters, *self.pd_clusters)
+
+    def link(self, source: str, target: str) -> Link | None:
+        """The link between two clusters, None where there is none."""
+        return next((k for k in self.links if (k.source, k.target) == (source, target)), None)

@@ -1,0 +1,1 @@
+"""Where one request is prefilled, and what decides it."""

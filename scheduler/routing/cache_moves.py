@@ -1,0 +1,351 @@
+"""When cached KVCache is worth sending to another node: for one request, and ahead of need.
+
+Two decisions, both pure. `worth_moving`: shall a request wait until the longer prefix of another
+node has come, rather than compute it again? Only when measured rates say that it clearly pays; a
+rate that nobody has measured is never made up. `plan_replication`: which prefixes that many
+requests resume from get another copy in their cluster, and which copies have had their time.
+
+Everything has a reason, also doing nothing. Does not know how bytes move, nor clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from kvmanager.pool.shape import CacheShape
+from scheduler.routing.prefix_demand import CachedPrefix, Demand
+
+BlockPart = tuple[int, int]
+
+ROUND_TRIPS: Final = 4
+"""Before and after the bytes: memory at the destination, the order to the source, opening the
+transfer, its last acknowledgement."""
+
+NodeName = tuple[str, str]
+"""(cluster, node)."""
+
+
+class RateMeter:
+    """A rate as it was measured: amounts and the time they took, older ones counting less.
+
+    Single-threaded; time is an argument.
+    """
+
+    def __init__(self, half_life_s: float = 60.0, keep_s: float = 600.0) -> None:
+        self._half_life_s = half_life_s
+        self._keep_s = keep_s
+        self._amount = 0.0
+        self._seconds = 0.0
+        self._at_s = -math.inf
+
+    def observe(self, amount: float, seconds: float, now_s: float) -> None:
+        """`amount` took `seconds`; nothing that took no time is counted."""
+        if amount <= 0 or seconds <= 0:
+            return
+        faded = 0.5 ** ((now_s - self._at_s) / self._half_life_s)
+        self._amount = self._amount * faded + amount
+        self._seconds = self._seconds * faded + seconds
+        self._at_s = now_s
+
+    def per_s(self, now_s: float) -> float | None:
+        """None when nothing was measured within `keep_s`."""
+        if now_s - self._at_s > self._keep_s:
+            return None
+        return self._amount / self._seconds
+
+
+class MoveReason(StrEnum):
+    """Why a request waits for a move, or does not."""
+
+    PAYS = "pays"
+    NOTHING_SAVED = "nothing_saved"
+    PREFILL_RATE_UNKNOWN = "prefill_rate_unknown"
+    LINK_RATE_UNKNOWN = "link_rate_unknown"
+    TOO_SLOW = "too_slow"
+    TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveCase:
+    """What one request would gain and pay. A rate of None has not been measured."""
+
+    saved_tokens: int
+    nbytes: int
+    prefill_tokens_per_s: float | None
+    link_bytes_per_s: float | None
+    rtt_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoveVerdict:
+    """Whether to move first. `numbers` hold what the reason rests on."""
+
+    moves: bool
+    reason: MoveReason
+    numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __str__(self) -> str:
+        return str(self.reason) + "".join(f"; {key}={value}" for key, value in self.numbers.items())
+
+
+def worth_moving(
+    case: MoveCase, *, margin: float = 0.5, max_wait_s: float = math.inf
+) -> MoveVerdict:
+    """Move when that takes less than `margin` times the recomputation, and at most `max_wait_s`."""
+    if case.saved_tokens <= 0:
+        return MoveVerdict(False, MoveReason.NOTHING_SAVED)
+    numbers: dict[str, int | float] = {"saved_tokens": case.saved_tokens, "nbytes": case.nbytes}
+    if not case.prefill_tokens_per_s:
+        return MoveVerdict(False, MoveReason.PREFILL_RATE_UNKNOWN, MappingProxyType(numbers))
+    if not case.link_bytes_per_s:
+        return MoveVerdict(False, MoveReason.LINK_RATE_UNKNOWN, MappingProxyType(numbers))
+    recompute_s = case.saved_tokens / case.prefill_tokens_per_s
+    transfer_s = ROUND_TRIPS * case.rtt_s + case.nbytes / case.link_bytes_per_s
+    numbers |= {"recompute_s": recompute_s, "transfer_s": transfer_s, "margin": margin}
+    if transfer_s >= margin * recompute_s:
+        reason = MoveReason.TOO_SLOW
+    elif transfer_s > max_wait_s:
+        reason = MoveReason.TOO_LONG
+    else:
+        reason = MoveReason.PAYS
+    return MoveVerdict(reason is MoveReason.PAYS, reason, MappingProxyType(numbers))
+
+
+class ByteBudget:
+    """Bytes that may be sent ahead of need: `per_s` of them, saved up to `burst_bytes`."""
+
+    def __init__(self, per_s: float, burst_bytes: float) -> None:
+        if per_s <= 0 or burst_bytes <= 0:
+            raise ValueError(f"a budget of {per_s} bytes/s, at most {burst_bytes} bytes")
+        self._per_s = per_s
+        self._burst_bytes = burst_bytes
+        self._bytes = burst_bytes
+        self._at_s: float | None = None
+
+    def available_bytes(self, now_s: float) -> int:
+        """May be negative after a `spend` of more than there was."""
+        if self._at_s is not None:
+            self._bytes = min(self._burst_bytes, self._bytes + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        return math.floor(self._bytes)
+
+    def spend(self, nbytes: int) -> None:
+        """These bytes are sent."""
+        self._bytes -= nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLoad:
+    """A node that may get a copy. `load` is comparable between the nodes of a cluster."""
+
+    cluster: str
+    node: str
+    load: float
+    is_healthy: bool = True
+
+    @property
+    def name(self) -> NodeName:
+        return self.cluster, self.node
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrefix:
+    """A prefix in demand, what its blocks consist of, and how many of its blocks each node can
+    resume from its own pool.
+    """
+
+    demand: Demand
+    shape: CacheShape
+    usable_blocks: Mapping[NodeName, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationLimits:
+    """`per_copy_per_s`: one more copy for each so many requests a second beyond the first."""
+
+    min_per_s: float = 0.05
+    per_copy_per_s: float = 0.5
+    max_copies: int = 3
+    max_moves: int = 2
+    keep_share: float = 0.25
+    """A copy is kept while its prefix is asked for at this share of `min_per_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationState:
+    """What is under way and remembered: `moving` and `barred` (failed lately) are (key of the
+    prefix, destination), `replicas` are copies that were made by plan, `budget_bytes` what may be
+    sent now.
+    """
+
+    budget_bytes: int
+    moving: Collection[tuple[bytes, NodeName]] = ()
+    barred: Collection[tuple[bytes, NodeName]] = ()
+    replicas: Collection[tuple[CachedPrefix, NodeName]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Send these parts from one node of a cluster to another; `nbytes` if it has none of them."""
+
+    prefix: CachedPrefix
+    cluster: str
+    source: str
+    destination: str
+    parts: tuple[BlockPart, ...]
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """Drop a copy, but for the first blocks, which another prefix in demand shares."""
+
+    prefix: CachedPrefix
+    cluster: str
+    node: str
+    keep_blocks: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationPlan:
+    """What to do now; `notes` say why not more."""
+
+    replicate: tuple[Replicate, ...] = ()
+    demote: tuple[Demote, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plan_replication(
+    hot: Sequence[HotPrefix],
+    nodes: Sequence[NodeLoad],
+    state: ReplicationState,
+    limits: ReplicationLimits,
+) -> ReplicationPlan:
+    """Copies to make for the prefixes in `hot` (hottest first), and replicas of these to drop.
+
+    Only inside a cluster: between clusters a prefix moves when a request makes it pay.
+    """
+    planner = _Planner(state, limits)
+    for prefix in hot:
+        for cluster in sorted({node.cluster for node in nodes}):
+            planner.consider(prefix, [node for node in nodes if node.cluster == cluster])
+    demote = tuple(_demotions(hot, state, limits))
+    notes = planner.notes or ([] if hot else ["nothing is in demand"])
+    return ReplicationPlan(tuple(planner.replicate), demote, tuple(notes))
+
+
+class _Planner:
+    """Collects what fits the limits."""
+
+    def __init__(self, state: ReplicationState, limits: ReplicationLimits) -> None:
+        self.replicate: list[Replicate] = []
+        self.notes: list[str] = []
+        self._state = state
+        self._limits = limits
+        self._left_bytes = state.budget_bytes
+        self._load: dict[NodeName, int] = {}
+
+    def consider(self, hot: HotPrefix, nodes: Sequence[NodeLoad]) -> None:
+        """One more copy of this prefix in one cluster, or a note why not."""
+        prefix, per_s = hot.demand.prefix, hot.demand.per_s
+        cluster = nodes[0].cluster
+        holders = [node for node in nodes if self._holds(hot, node)]
+        coming = [node for node in nodes if (prefix.key, node.name) in self._state.moving]
+        wanted = self._num_copies(per_s, len(nodes))
+        why_not = ""
+        if per_s < self._limits.min_per_s:
+            why_not = f"{per_s:.3g} requests/s are fewer than {self._limits.min_per_s:.3g}"
+        elif not holders:
+            why_not = "no node there has it"
+        elif len(holders) + len(coming) >= wanted:
+            why_not = f"{len(holders)} copies, {len(coming)} coming, {wanted} wanted"
+        if why_not:
+            self._note(prefix, cluster, why_not)
+            return
+        self._place(hot, holders, [node for node in nodes if node not in holders + coming])
+
+    def _place(
+        self, hot: HotPrefix, holders: Sequence[NodeLoad], others: Iterable[NodeLoad]
+    ) -> None:
+        prefix, cluster = hot.demand.prefix, holders[0].cluster
+        takers = [node for node in others if node.is_healthy and not self._is_barred(prefix, node)]
+        sources = [node for node in holders if node.is_healthy]
+        parts = tuple(hot.shape.resume_parts(prefix.num_blocks))
+        nbytes = sum(hot.shape.parts[part].nbytes for _, part in parts)
+        if not takers or not sources:
+            self._note(prefix, cluster, "no healthy node to send it from or to")
+        elif len(self._state.moving) + len(self.replicate) >= self._limits.max_moves:
+            self._note(prefix, cluster, f"{self._limits.max_moves} moves run already")
+        elif nbytes > self._left_bytes:
+            self._note(prefix, cluster, f"{nbytes} bytes, {max(0, self._left_bytes)} may be sent")
+        else:
+            source, taker = min(sources, key=self._busy), min(takers, key=self._busy)
+            self._left_bytes -= nbytes
+            for node in (source, taker):
+                self._load[node.name] = self._load.get(node.name, 0) + 1
+            reason = f"{hot.demand.per_s:.3g} requests/s, {len(holders)} of {len(holders) + 1}"
+            self.replicate.append(
+                Replicate(prefix, cluster, source.node, taker.node, parts, nbytes, reason)
+            )
+
+    def _busy(self, node: NodeLoad) -> tuple[float, str]:
+        """A move that was just planned counts as a request."""
+        return node.load + self._load.get(node.name, 0), node.node
+
+    def _num_copies(self, per_s: float, num_nodes: int) -> int:
+        more = math.ceil(per_s / self._limits.per_copy_per_s)
+        return max(1, min(1 + more, num_nodes, self._limits.max_copies))
+
+    def _holds(self, hot: HotPrefix, node: NodeLoad) -> bool:
+        return hot.usable_blocks.get(node.name, 0) >= hot.demand.prefix.num_blocks
+
+    def _is_barred(self, prefix: CachedPrefix, node: NodeLoad) -> bool:
+        return (prefix.key, node.name) in self._state.barred
+
+    def _note(self, prefix: CachedPrefix, cluster: str, why_not: str) -> None:
+        self.notes.append(f"{prefix.key.hex()[:12]} in {cluster}: {why_not}")
+
+
+def _demotions(
+    hot: Sequence[HotPrefix], state: ReplicationState, limits: ReplicationLimits
+) -> Iterable[Demote]:
+    """Copies whose prefix is asked for no more; one that another node has not is kept."""
+    by_key = {prefix.demand.prefix.key: prefix for prefix in hot}
+    for prefix, (cluster, node) in state.replicas:
+        known = by_key.get(prefix.key)
+        if known is None or known.demand.per_s >= limits.keep_share * limits.min_per_s:
+            continue
+        others = [
+            other
+            for other, usable in known.usable_blocks.items()
+            if other[0] == cluster and other[1] != node and usable >= prefix.num_blocks
+        ]
+        if others:
+            reason = f"{known.demand.per_s:.3g} requests/s, {len(others)} other copies"
+            yield Demote(prefix, cluster, node, _shared_blocks(prefix, hot, limits), reason)
+
+
+def _shared_blocks(
+    prefix: CachedPrefix, hot: Sequence[HotPrefix], limits: ReplicationLimits
+) -> int:
+    """How many leading blocks another prefix has that is still asked for."""
+    wanted = [
+        other.demand.prefix
+        for other in hot
+        if other.demand.per_s >= limits.keep_share * limits.min_per_s
+        and other.demand.prefix.root == prefix.root
+    ]
+    return max((_num_common(prefix.block_keys, other.block_keys) for other in wanted), default=0)
+
+
+def _num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    pairs = zip(one, other, strict=False)
+    differs = (index for index, (mine, theirs) in enumerate(pairs) if mine != theirs)
+    return next(differs, min(len(one), len(other)))

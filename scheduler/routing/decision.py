@@ -1,0 +1,173 @@
+"""Words of routing: what a request is like, where it can go and why, and what a decision says.
+
+Some requests must be served whole by one engine whatever the region looks like (several prompts or
+choices, prompt logprobs, echo, beam search, multimodal parts, embeddings, nothing to hand over):
+they go `direct`. Of all others `scheduler.routing.short_term` decides. Pure. This file does not know HTTP,
+engines, token ids, clocks or what a landing is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final, Literal
+
+Route = Literal["prefill_cluster", "local", "direct"]
+Number = int | float
+
+ONE_ENGINE: Final = "one_engine"
+"""Target: one instance of the PD cluster prefills and decodes."""
+
+HAND_OFF: Final = "hand_off"
+"""Target: a prefill instance of the PD cluster prefills, a decode instance decodes."""
+
+MIN_HAND_OFF_TOKENS: Final = 2
+"""The last prompt token is always recomputed where decoding happens: one token leaves nothing."""
+
+
+class Reason(StrEnum):
+    """Why a route was taken. Values are stable: they are metric labels and header values."""
+
+    ABOVE_THRESHOLD = "above_threshold"
+    BELOW_THRESHOLD = "below_threshold"
+    # Against the threshold: the other side is predicted to be clearly sooner.
+    REMOTE_SOONER = "remote_sooner"
+    LOCAL_SOONER = "local_sooner"
+    # One engine must serve it whole.
+    SEVERAL_PROMPTS = "several_prompts"
+    SEVERAL_CHOICES = "several_choices"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    ECHO = "echo"
+    BEAM_SEARCH = "beam_search"
+    MULTIMODAL = "multimodal"
+    PROMPT_EMBEDS = "prompt_embeds"
+    NOTHING_TO_HAND_OVER = "nothing_to_hand_over"
+    UNUSUAL_BODY = "unusual_body"
+    RENDER_REFUSED = "render_refused"
+    RENDER_UNAVAILABLE = "render_unavailable"
+    # Long enough, but not now.
+    NO_PREFILL_CLUSTER = "no_prefill_cluster"
+    PREFILL_UNHEALTHY = "prefill_cluster_unhealthy"
+    PREFILL_QUEUE_FULL = "prefill_queue_full"
+    NO_LANDING_ROOM = "no_landing_room"
+    LINK_BUSY = "link_busy"
+    LINK_CONGESTED = "link_congested"
+    LINK_DOWN = "link_down"
+    LINK_STALE = "link_stale"
+    # Tried, and it did not work.
+    RESERVE_FAILED = "reserve_failed"
+    PREFILL_FAILED = "prefill_failed"
+    DECODE_FAILED = "decode_engine_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestShape:
+    """What routing needs to know of a request.
+
+    `num_prompt_tokens` is exact when `is_exact`, otherwise what is likely before rendering; then
+    `bound_tokens` is an upper bound of it, None where none is known (media).
+    `transfer_bytes` is what its KVCache takes on the wire, None when the size is not known.
+    `local_cached_tokens` is the longest prefix that one node of the PD cluster can resume,
+    `prefill_cached_tokens` the same by prefill cluster, both 0 where nothing is known.
+    `landing_cached_tokens` need not be sent, because the node that decodes has their KVCache.
+    """
+
+    num_prompt_tokens: int
+    is_exact: bool = True
+    bound_tokens: int | None = None
+    num_prompts: int = 1
+    num_choices: int = 1
+    has_prompt_logprobs: bool = False
+    has_echo: bool = False
+    has_beam_search: bool = False
+    is_multimodal: bool = False
+    has_prompt_embeds: bool = False
+    is_unusual: bool = False
+    transfer_bytes: int | None = None
+    local_cached_tokens: int = 0
+    prefill_cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    landing_cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_prompt_tokens < 0:
+            raise ValueError(f"num_prompt_tokens must not be negative: {self.num_prompt_tokens}")
+
+    @property
+    def at_most_tokens(self) -> float:
+        """The most that the prompt can hold; infinite where no bound is known."""
+        if self.is_exact:
+            return self.num_prompt_tokens
+        return math.inf if self.bound_tokens is None else self.bound_tokens
+
+    @property
+    def local_uncached_tokens(self) -> int:
+        """What the PD cluster would have to compute."""
+        return max(0, self.num_prompt_tokens - self.local_cached_tokens)
+
+    def prefill_uncached_tokens(self, cluster: str) -> int:
+        """What that prefill cluster would have to compute."""
+        return max(0, self.num_prompt_tokens - self.prefill_cached_tokens.get(cluster, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One routing result.
+
+    `target` is the prefill cluster's name, `ONE_ENGINE` or `HAND_OFF`. `numbers` hold what the
+    reason rests on, for the log, the response header and the request's record.
+    """
+
+    route: Route
+    target: str
+    reason: Reason
+    numbers: Mapping[str, Number] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def needs_landing(self) -> bool:
+        """Whether KVCache will be moved, so that memory must be reserved for it first."""
+        return self.target != ONE_ENGINE
+
+    def __str__(self) -> str:
+        numbers = "".join(f"; {key}={value}" for key, value in self.numbers.items())
+        return f"{self.reason}{numbers}"
+
+
+def fall_back(failed: Decision, reason: Reason) -> Decision:
+    """The route after `failed` did not work out: one engine of the PD cluster does all the work.
+
+    Also the name for a request whose KVCache did not arrive and whose decode engine prefilled it.
+    """
+    return Decision("local", ONE_ENGINE, reason, failed.numbers)
+
+
+def one_engine(shape: RequestShape, reason: Reason) -> Decision:
+    """Serve it whole on one engine for a `reason` found outside of routing (no rendering)."""
+    return Decision("direct", ONE_ENGINE, reason, _prompt_numbers(shape))
+
+
+def one_engine_reason(shape: RequestShape) -> Reason | None:
+    """Why one engine must serve the request whole, or None when it need not."""
+    checks: tuple[tuple[bool, Reason], ...] = (
+        (shape.has_prompt_embeds, Reason.PROMPT_EMBEDS),
+        (shape.is_multimodal, Reason.MULTIMODAL),
+        (shape.num_prompts != 1, Reason.SEVERAL_PROMPTS),
+        (shape.num_choices != 1, Reason.SEVERAL_CHOICES),
+        (shape.has_beam_search, Reason.BEAM_SEARCH),
+        (shape.has_prompt_logprobs, Reason.PROMPT_LOGPROBS),
+        (shape.has_echo, Reason.ECHO),
+        (shape.is_unusual, Reason.UNUSUAL_BODY),
+        (shape.at_most_tokens < MIN_HAND_OFF_TOKENS, Reason.NOTHING_TO_HAND_OVER),
+    )
+    return next((reason for applies, reason in checks if applies), None)
+
+
+def _prompt_numbers(shape: RequestShape) -> dict[str, Number]:
+    return {length_name(shape): shape.num_prompt_tokens}
+
+
+def length_name(shape: RequestShape) -> str:
+    """Under which a decision's numbers give the length of the prompt."""
+    return "prompt_tokens" if shape.is_exact else "prompt_tokens_about"

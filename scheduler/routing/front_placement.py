@@ -1,0 +1,85 @@
+"""Where a front starts a prefill: `instance_choice` with work counted in uncached tokens.
+
+A front knows how many tokens it gave to each instance, and no prefill rates. Tokens may stand for
+time here: only loads and lengths of one cluster are compared, and its instances are alike, so that
+all of them take the same time for a token and it cancels out. The score keeps its meaning: match
+weight x hit share - uncached tokens ahead / tokens of the prompt.
+
+Pure. Knows no queue, no health and no bounds: who is asked about has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from scheduler.routing.instance_choice import choose_instance
+from scheduler.routing.views import InstanceView
+
+_SAID: Final = {
+    "cached_tokens": "cached_tokens",
+    "wait_s": "tokens_ahead",
+    "holder_cached_tokens": "holder_cached_tokens",
+    "holder_wait_s": "holder_tokens_ahead",
+    "instances": "instances",
+}
+"""What a reason says of a choice's numbers. Its seconds are tokens here."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoad:
+    """An instance with room for one more prefill: `uncached_tokens` and `num_jobs` it has now.
+
+    `node` is another name that cached prefixes may be known by.
+    """
+
+    name: str
+    node: str = ""
+    uncached_tokens: int = 0
+    num_jobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The instance, what it has to compute of the prompt, and why it was chosen."""
+
+    instance: str
+    uncached_tokens: int
+    reason: str
+
+
+def place_prefill(
+    candidates: Sequence[TokenLoad], num_tokens: int, cached_tokens: Mapping[str, int]
+) -> Placement:
+    """Choose among `candidates`, of which there must be one, for a prompt of `num_tokens`.
+
+    `cached_tokens` is by instance or node name. Of candidates that are alike in everything the
+    first given is taken, so that a caller can let them take turns.
+    """
+    views = [
+        InstanceView(
+            name=item.name,
+            node=item.node,
+            running_tokens=item.uncached_tokens,
+            running_s=item.uncached_tokens,
+            num_requests=item.num_jobs,
+        )
+        for item in candidates
+    ]
+    choice = choose_instance(views, num_tokens, num_tokens, cached_tokens)
+    if choice.instance is None:
+        raise ValueError("no candidates; place a prefill only where an instance has room")
+    likes = {item.name: _likeness(item, num_tokens, cached_tokens) for item in candidates}
+    name = next(item.name for item in candidates if likes[item.name] == likes[choice.instance])
+    said = (
+        f"{word}={choice.numbers[key]:.0f}" for key, word in _SAID.items() if key in choice.numbers
+    )
+    return Placement(name, num_tokens - choice.cached_tokens, "; ".join((choice.reason, *said)))
+
+
+def _likeness(
+    item: TokenLoad, num_tokens: int, cached_tokens: Mapping[str, int]
+) -> tuple[int, int, int]:
+    hits = cached_tokens.get(item.name, 0), cached_tokens.get(item.node, 0)
+    return item.uncached_tokens, item.num_jobs, min(num_tokens, max(0, *hits))

@@ -1,0 +1,144 @@
+"""The routing threshold t of one link between two solutions of the plan.
+
+The plan gives a base t. What the link does now multiplies it by a factor of 1 or more:
+
+- The target factor is the greater of what the link's state asks for and of planned over available
+  rate, where that was measured: a link that carries half of what the plan sends over it shall carry
+  half. That nobody asked for more than was carried says nothing.
+- Upwards at once: queues build up within seconds. Downwards slowly, exponentially in the logarithm
+  with a time constant, so that a link which has just recovered is not filled again at once.
+- Never above `max_factor`. A link that is down has it. A view that is too old asks for nothing and
+  lets nothing fall: t stays where it was.
+
+A slower link or a worse state never lowers t, whatever came before (PrfaaS 3.4.3: "bandwidth- and
+cache-aware routing"). Pure; time is an argument. Knows no requests and no queues.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from scheduler.routing.views import LinkCondition, LinkView
+
+
+class ThresholdReason(StrEnum):
+    """What t rests on. Values are stable: they are metric labels."""
+
+    PLAN = "plan"
+    STATE = "link_state"
+    RATE = "link_rate"
+    RETURNING = "returning"
+    LINK_DOWN = "link_down"
+    LINK_STALE = "link_stale"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdConfig:
+    """How t follows a link. Factors multiply the plan's t."""
+
+    rising_factor: float = 1.1
+    congested_factor: float = 1.5
+    max_factor: float = 16.0
+    return_s: float = 10.0
+    """Time constant of the way back."""
+    max_age_s: float = 5.0
+    """An older view of the link says nothing."""
+
+    def __post_init__(self) -> None:
+        factors = (1.0, self.rising_factor, self.congested_factor, self.max_factor)
+        if list(factors) != sorted(factors) or not factors[-1] < math.inf:
+            raise ValueError(
+                f"rising_factor {self.rising_factor:g}, congested_factor "
+                f"{self.congested_factor:g} and max_factor {self.max_factor:g} must ascend from 1"
+            )
+        if not (self.return_s > 0 and self.max_age_s > 0):
+            raise ValueError(f"return_s {self.return_s:g} and max_age_s must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """t now, and why. `numbers` hold what the reason rests on."""
+
+    tokens: float
+    reason: ThresholdReason
+    numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __str__(self) -> str:
+        return str(self.reason) + "".join(f"; {key}={value}" for key, value in self.numbers.items())
+
+
+class ThresholdController:
+    """t of one link. Single-threaded; time must not go back (if it does, it stands still)."""
+
+    def __init__(self, config: ThresholdConfig | None = None) -> None:
+        self._config = config or ThresholdConfig()
+        self._factor = 1.0
+        self._at_s: float | None = None
+
+    @property
+    def factor(self) -> float:
+        """What the plan's t is multiplied by, as of the last update."""
+        return self._factor
+
+    def update(
+        self, base_tokens: float, link: LinkView, planned_bytes_per_s: float, now_s: float
+    ) -> Threshold:
+        """t for a link as it is seen now.
+
+        `base_tokens` is the plan's t, `planned_bytes_per_s` what the plan sends over the link at
+        the load it is meant for (0: not known, then only the state counts).
+        """
+        elapsed_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
+        self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)
+        if link.age_s > self._config.max_age_s:
+            return self._threshold(base_tokens, ThresholdReason.LINK_STALE, link)
+        target, reason = self._target(link, planned_bytes_per_s)
+        left = math.exp(-elapsed_s / self._config.return_s)
+        returning = target * (self._factor / target) ** left if self._factor > target else target
+        if returning > target * 1.001:
+            reason = ThresholdReason.RETURNING
+        else:
+            returning = target
+        self._factor = returning
+        return self._threshold(base_tokens, reason, link, target, planned_bytes_per_s)
+
+    def _target(self, link: LinkView, planned_bytes_per_s: float) -> tuple[float, ThresholdReason]:
+        """The factor that the link asks for by itself."""
+        config = self._config
+        available = link.available_bytes_per_s
+        if link.state is LinkCondition.DOWN or available == 0:
+            return config.max_factor, ThresholdReason.LINK_DOWN
+        by_state = {
+            LinkCondition.RISING: config.rising_factor,
+            LinkCondition.CONGESTED: config.congested_factor,
+        }.get(link.state, 1.0)
+        # A floor says what was asked of the link, which is little just when t is high.
+        by_rate = 1.0
+        if available and not link.is_floor:
+            by_rate = planned_bytes_per_s / available
+        if max(by_state, by_rate) <= 1:
+            return 1.0, ThresholdReason.PLAN
+        reason = ThresholdReason.RATE if by_rate > by_state else ThresholdReason.STATE
+        return min(max(by_state, by_rate), config.max_factor), reason
+
+    def _threshold(
+        self,
+        base_tokens: float,
+        reason: ThresholdReason,
+        link: LinkView,
+        target: float | None = None,
+        planned_bytes_per_s: float | None = None,
+    ) -> Threshold:
+        numbers: dict[str, int | float] = {"plan_tokens": base_tokens, "factor": self._factor}
+        seen = (
+            ("target_factor", target),
+            ("planned_bytes_per_s", planned_bytes_per_s),
+            ("available_bytes_per_s", link.available_bytes_per_s),
+            ("link_age_s", link.age_s),
+        )
+        numbers |= {name: value for name, value in seen if value is not None}
+        return Threshold(base_tokens * self._factor, reason, MappingProxyType(numbers))

@@ -1,0 +1,188 @@
+"""A region at one moment as the scheduler's decisions see it: links, instances, clusters.
+
+Values that shells fill from reports and measurements. Work is given twice, in uncached tokens and
+in predicted seconds of one instance, because an order needs the first and a prediction the second.
+Knows neither how anything was measured nor what is decided from it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from scheduler.routing.profiles import PrefillProfile
+
+
+class LinkCondition(StrEnum):
+    """What the congestion detector says of a link. Values are stable: they are metric labels."""
+
+    CLEAR = "clear"
+    RISING = "rising"
+    CONGESTED = "congested"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkView:
+    """One direction between two clusters.
+
+    `available_bytes_per_s` is what its transfers get together when they ask for more, None before
+    anything was measured. `backlog_bytes` wait at the sender and go first. `inflow_bytes_per_s` is
+    the KVCache that prefills now running will go on to emit into it. `age_s` is the time since the
+    link was last looked at; what was seen long ago says nothing about its state. `is_floor`: nobody
+    asked for more than was carried, so it may well be faster.
+    """
+
+    state: LinkCondition = LinkCondition.CLEAR
+    available_bytes_per_s: float | None = None
+    rtt_s: float = 0.0
+    backlog_bytes: float = 0.0
+    inflow_bytes_per_s: float = 0.0
+    age_s: float = 0.0
+    is_floor: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rtt_s", "backlog_bytes", "inflow_bytes_per_s", "age_s"):
+            _check(name, getattr(self, name))
+        if self.available_bytes_per_s is not None:
+            _check("available_bytes_per_s", self.available_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceView:
+    """One engine. `node` is another name that cached prefixes may be known by.
+
+    `queued_*` wait for this instance alone (not in the cluster's common queue), `running_s` is what
+    remains of the prefills it runs.
+    """
+
+    name: str
+    node: str = ""
+    is_usable: bool = True
+    queued_tokens: int = 0
+    queued_s: float = 0.0
+    running_tokens: int = 0
+    running_s: float = 0.0
+    num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        work = self.queued_tokens, self.queued_s, self.running_tokens, self.running_s
+        values = (*work, self.num_requests)
+        # One look at all of them, since every route makes many of these. A sum keeps nan and inf.
+        if min(values) >= 0 and sum(values) < math.inf:
+            return
+        for name in ("queued_tokens", "queued_s", "running_tokens", "running_s", "num_requests"):
+            _check(name, getattr(self, name))
+
+    @property
+    def wait_s(self) -> float:
+        """Until a new prefill given to it would begin."""
+        return self.queued_s + self.running_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeView:
+    """The decode side of a PD cluster as one pool of slots.
+
+    A slot is a place in a batch that keeps the time per token within its objective. `decode_s` is
+    how long a request decodes on average (None: no answer has ended yet, so nobody knows) and
+    `step_s` one step. `left_s` are the predicted times until each running decode ends, ascending,
+    where output lengths are known. None where they are not: then slots fall free evenly, one per
+    `decode_s` / slots, which holds whatever the lengths are like, while "average less what it has
+    had" would say 0 for all that last longer. `landing_s` are the predicted times until each
+    request now in prefill can decode, ascending; `landing_kv_bytes` is what they take together.
+    """
+
+    slots_total: int
+    slots_used: int = 0
+    num_waiting: int = 0
+    decode_s: float | None = None
+    step_s: float = 0.0
+    left_s: tuple[float, ...] | None = None
+    landing_s: tuple[float, ...] = ()
+    kv_bytes: float = 0.0
+    kv_total_bytes: float | None = None
+    landing_kv_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("slots_total", "slots_used", "num_waiting", "step_s"):
+            _check(name, getattr(self, name))
+        _check("decode_s", self.decode_s or 0.0)
+        for name in ("kv_bytes", "landing_kv_bytes"):
+            _check(name, getattr(self, name))
+        if self.left_s is not None and len(self.left_s) != self.slots_used:
+            raise ValueError(
+                f"left_s has {len(self.left_s)} times for {self.slots_used} used slots; "
+                "give one for each, or None"
+            )
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing decodes, waits for it, or is on its way."""
+        return not (self.slots_used or self.num_waiting or self.landing_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """A prefill cluster, or the prefill side of the PD cluster.
+
+    `queued_tokens` and `queued_s` wait in the common queue, ahead of a new request. `link` leads to
+    the PD cluster, None inside of it; `link_back` from there, None where no cache can be moved that
+    way. `threshold_tokens`: prompts with more uncached are meant for this cluster.
+    `plan_threshold_tokens`: the same if its link were well; None where that is not told apart.
+    """
+
+    name: str
+    prefill: PrefillProfile
+    instances: tuple[InstanceView, ...]
+    is_healthy: bool = True
+    num_queued: int = 0
+    max_queued: int | None = None
+    queued_tokens: int = 0
+    queued_s: float = 0.0
+    link: LinkView | None = None
+    link_back: LinkView | None = None
+    threshold_tokens: float = 0.0
+    plan_threshold_tokens: float | None = None
+    free_s: tuple[float, ...] = field(init=False, repr=False)
+    """From now until each usable instance is done with what it has, ascending. Worked out once,
+    because every route asks for it."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_queued", "queued_tokens", "queued_s", "threshold_tokens"):
+            _check(name, getattr(self, name))
+        free_s = sorted(instance.wait_s for instance in self.instances if instance.is_usable)
+        object.__setattr__(self, "free_s", tuple(free_s))
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether one more job fits its queue."""
+        return self.max_queued is None or self.num_queued < self.max_queued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionSnapshot:
+    """All that a route may depend on besides the request, as it was at `taken_s`.
+
+    `local` are the prefill instances of the PD cluster (none: its decode engines prefill),
+    `engines` those that can serve a request whole. `landing_cap_bytes` is the most that
+    a landing can ever take; whether so much is free turns out when it is reserved. None: not known.
+    """
+
+    taken_s: float
+    local: ClusterView
+    decode: DecodeView
+    prefill_clusters: tuple[ClusterView, ...] = ()
+    engines: ClusterView | None = None
+    landing_cap_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [cluster.name for cluster in self.prefill_clusters]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two prefill clusters have one name: {', '.join(names)}")
+
+
+def _check(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be finite and not negative")
