@@ -38,7 +38,6 @@ from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.long_term import LongTermService, LongTermSources, PlanMetrics
 from deploy.gateway.scheduling.role_pages import RolePages
 from deploy.gateway.scheduling.roles import RoleKeeper
-from deploy.gateway.scheduling.router import RegionScheduler
 from deploy.gateway.services import Services
 from deploy.gateway.serving import Serving
 from deploy.gateway.tracing import usable_request_id
@@ -46,6 +45,7 @@ from deploy.gateway.watcher import RegionWatcher
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.jobs import ClusterReport
+from scheduler.live.router import RegionScheduler
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

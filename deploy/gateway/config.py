@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from deploy.gateway.scheduling.config import SchedulingConfig
-from deploy.gateway.scheduling.ledger import KEEP_ENDED_S
+from scheduler.live.ledger import KEEP_ENDED_S
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

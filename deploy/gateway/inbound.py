@@ -18,8 +18,8 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from deploy.gateway.errors import ApiError
-from deploy.gateway.scheduling.prompt_length import LengthEstimator, Media, PromptContent
 from kvmanager.token_ids import Steps, TokenIds, parsing
+from scheduler.live.prompt_length import LengthEstimator, Media, PromptContent
 from scheduler.routing.decision import RequestShape
 
 Kind = Literal["completion", "chat"]

@@ -30,8 +30,8 @@ from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.long_term import LongTermService
 from deploy.gateway.scheduling.overview import scheduling_overview
 from deploy.gateway.scheduling.role_pages import RolePages
-from deploy.gateway.scheduling.router import RegionScheduler
 from deploy.gateway.watcher import RegionWatcher
+from scheduler.live.router import RegionScheduler
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Page: TypeAlias = Callable[[web.Request], Awaitable[object]]

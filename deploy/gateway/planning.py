@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from deploy.gateway.cached import CachedPrompt, CachePlaces
 from deploy.gateway.exchange import Exchange
 from deploy.gateway.rendering import NotRendered, render
-from deploy.gateway.scheduling.snapshots import Newcomer
 from deploy.gateway.services import Services
 from kvmanager.token_ids import TokenIds
 from local_pd.messages import DirectTarget
+from scheduler.live.snapshots import Newcomer
 from scheduler.routing.decision import Decision, RequestShape, one_engine
 from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.views import DecodeView

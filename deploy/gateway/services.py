@@ -12,9 +12,9 @@ from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.proxy.engine import EngineDoor
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.lessons import Lessons
-from deploy.gateway.scheduling.router import RegionScheduler
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
+from scheduler.live.router import RegionScheduler
 
 
 @dataclass(frozen=True, slots=True)

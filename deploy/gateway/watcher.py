@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from deploy.gateway.cached import CachePlaces, places_of
 from deploy.gateway.config import GatewayConfig
-from deploy.gateway.scheduling.snapshots import Reported
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.jobs import ClusterReport
+from scheduler.live.snapshots import Reported
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

@@ -7,10 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from deploy.gateway.scheduling.knowledge import ModelKnowledge
-from deploy.gateway.scheduling.region_model import LinkPair
-from deploy.gateway.scheduling.snapshots import Reported
-from deploy.gateway.scheduling.thresholds import Thresholds
 from prfaas.jobs import ClusterReport, InstanceReport, Role
 from scheduler.live.conversion import (
     Conversion,
@@ -21,6 +17,10 @@ from scheduler.live.conversion import (
     Phase,
     Start,
 )
+from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.running_region import LinkPair
+from scheduler.live.snapshots import Reported
+from scheduler.live.thresholds import Thresholds
 from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.threshold import ThresholdConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.gateway.scheduling.config import RoutingSection
-from deploy.gateway.scheduling.router import RegionScheduler
-from deploy.gateway.scheduling.snapshots import Reported
 from prfaas.jobs import ClusterReport, InstanceReport, JobReport
+from scheduler.live.router import RegionScheduler
+from scheduler.live.snapshots import Reported
 from scheduler.routing.views import LinkView
 
 MODEL = "tiny"

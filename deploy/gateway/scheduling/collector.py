@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from deploy.gateway.region_link import LinkNow
-from deploy.gateway.scheduling.router import RegionScheduler
+from scheduler.live.router import RegionScheduler
 from scheduler.routing.views import LinkCondition
 
 _PREFIX: Final = "prfaas_gateway_"

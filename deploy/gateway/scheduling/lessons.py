@@ -12,12 +12,12 @@ from typing import Final
 import msgspec
 
 from deploy.gateway.records import RequestRecord
-from deploy.gateway.scheduling.knowledge import ModelKnowledge
-from deploy.gateway.scheduling.ledger import DirectPrompt, PrefillLeg
-from deploy.gateway.scheduling.prompt_length import PromptContent
-from deploy.gateway.scheduling.router import RegionScheduler
 from prfaas.engines.service_time import LEAST_SERVICE_S
 from prfaas.jobs import Landing, PrefillResult
+from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.ledger import DirectPrompt, PrefillLeg
+from scheduler.live.prompt_length import PromptContent
+from scheduler.live.router import RegionScheduler
 from scheduler.routing.decision import ONE_ENGINE, RequestShape, one_engine_reason
 from scheduler.routing.prediction import Prediction
 

@@ -20,7 +20,6 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deploy.gateway.scheduling.config import LongTermSection
-from deploy.gateway.scheduling.knowledge import ModelKnowledge
 from deploy.gateway.scheduling.plan_overview import (
     PlanDecision,
     PlanOverview,
@@ -29,7 +28,12 @@ from deploy.gateway.scheduling.plan_overview import (
     region_now,
     traffic_now,
 )
-from deploy.gateway.scheduling.region_model import (
+from scheduler.live.conversion import Conversion, ConversionWish, Drain, Ended, Outcome, Start
+from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.long_term import LongTermDecision, LongTermLoop, StepReason
+from scheduler.live.measured_traffic import MeasuredTraffic
+from scheduler.live.router import Reports
+from scheduler.live.running_region import (
     LinkPair,
     Modelled,
     NotModelled,
@@ -39,11 +43,7 @@ from deploy.gateway.scheduling.region_model import (
     division,
     model_region,
 )
-from deploy.gateway.scheduling.router import Reports
-from deploy.gateway.scheduling.thresholds import Thresholds
-from scheduler.live.conversion import Conversion, ConversionWish, Drain, Ended, Outcome, Start
-from scheduler.live.long_term import LongTermDecision, LongTermLoop, StepReason
-from scheduler.live.measured_traffic import MeasuredTraffic
+from scheduler.live.thresholds import Thresholds
 from scheduler.planning.plan import Plan
 from scheduler.planning.throughput import Mode
 from scheduler.routing.views import LinkView

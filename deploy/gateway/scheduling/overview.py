@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from deploy.gateway.scheduling.knowledge import ModelKnowledge
-from deploy.gateway.scheduling.router import RegionScheduler
-from deploy.gateway.scheduling.thresholds import ThresholdNow
+from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.router import RegionScheduler
+from scheduler.live.thresholds import ThresholdNow
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.views import LinkView
 

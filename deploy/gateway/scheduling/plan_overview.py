@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from deploy.gateway.scheduling.knowledge import ModelKnowledge
-from deploy.gateway.scheduling.region_model import pd_profile
+from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.long_term import LongTermDecision
 from scheduler.live.measured_traffic import MeasuredTraffic
+from scheduler.live.running_region import pd_profile
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Cluster, PdCluster, Region

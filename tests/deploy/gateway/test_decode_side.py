@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.config import AdmissionSection
-from deploy.gateway.scheduling.decode_side import UNTOLD_SLOTS
-from deploy.gateway.scheduling.ledger import PrefillLeg
-from deploy.gateway.scheduling.router import RegionScheduler
+from scheduler.live.decode_side import UNTOLD_SLOTS
+from scheduler.live.ledger import PrefillLeg
+from scheduler.live.router import RegionScheduler
 from scheduler.routing.decision import Reason, RequestShape
 from scheduler.routing.views import DecodeView
 

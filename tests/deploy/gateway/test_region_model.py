@@ -17,8 +17,10 @@ from live_plan_cases import (
     teach,
 )
 
-from deploy.gateway.scheduling.knowledge import ModelKnowledge
-from deploy.gateway.scheduling.region_model import (
+from prfaas.jobs import InstanceReport
+from scheduler.live.conversion import Conversion, ConversionWish, Phase
+from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.running_region import (
     UNFILLED_BYTES_PER_S,
     Modelled,
     NotModelled,
@@ -26,8 +28,6 @@ from deploy.gateway.scheduling.region_model import (
     RegionFacts,
     model_region,
 )
-from prfaas.jobs import InstanceReport
-from scheduler.live.conversion import Conversion, ConversionWish, Phase
 from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.region_model import Traffic
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE

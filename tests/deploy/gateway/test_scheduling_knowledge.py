@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from deploy.gateway.scheduling.knowledge import (
+from scheduler.live.knowledge import (
     NUM_SIZES,
     OVERHEAD_KEPT_S,
     KvMeter,

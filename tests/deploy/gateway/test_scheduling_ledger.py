@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deploy.gateway.scheduling.ledger import KEEP_ENDED_S, DirectPrompt, Ledger, PrefillLeg
+from scheduler.live.ledger import KEEP_ENDED_S, DirectPrompt, Ledger, PrefillLeg
 
 
 def leg(begun_s: float = 0.0, place: str = "far", **fields: Any) -> PrefillLeg:

@@ -13,10 +13,10 @@ from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
 from deploy.gateway.inbound import InboundRequest, parsing_request
 from deploy.gateway.records import RequestRecord
 from deploy.gateway.scheduling.lessons import Lessons, Usage, usage_of
-from deploy.gateway.scheduling.prompt_length import PromptContent
-from deploy.gateway.scheduling.thresholds import Thresholds
 from kvmanager.token_ids import at_once
 from prfaas.jobs import Landing, PrefillResult
+from scheduler.live.prompt_length import PromptContent
+from scheduler.live.thresholds import Thresholds
 from scheduler.routing.decision import ONE_ENGINE, RequestShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.threshold import ThresholdConfig

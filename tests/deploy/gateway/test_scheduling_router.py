@@ -9,8 +9,8 @@ import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, job, report, teach
 
 from deploy.gateway.scheduling.config import RoutingSection
-from deploy.gateway.scheduling.ledger import PrefillLeg
-from deploy.gateway.scheduling.router import RegionScheduler
+from scheduler.live.ledger import PrefillLeg
+from scheduler.live.router import RegionScheduler
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
 from scheduler.routing.views import LinkCondition, LinkView
 

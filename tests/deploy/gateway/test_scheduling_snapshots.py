@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_region_cases import MODEL, Region, instance, job, report, teach
 
-from deploy.gateway.scheduling.decode_side import UNTOLD_SLOTS
-from deploy.gateway.scheduling.ledger import DirectPrompt, PrefillLeg
-from deploy.gateway.scheduling.router import RegionScheduler
-from deploy.gateway.scheduling.snapshots import Newcomer
+from scheduler.live.decode_side import UNTOLD_SLOTS
+from scheduler.live.ledger import DirectPrompt, PrefillLeg
+from scheduler.live.router import RegionScheduler
+from scheduler.live.snapshots import Newcomer
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.prediction import PrefillTask, predict
 from scheduler.routing.views import LinkView, RegionSnapshot

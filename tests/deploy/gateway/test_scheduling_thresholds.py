@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.gateway.scheduling.thresholds import Thresholds
+from scheduler.live.thresholds import Thresholds
 from scheduler.routing.threshold import ThresholdConfig
 from scheduler.routing.views import LinkCondition, LinkView
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from deploy.cache.client import CannotAsk
 from deploy.explain.client import find_records
 from deploy.explain.view import ttft_error
-from deploy.gateway.scheduling.router import RegionScheduler
+from scheduler.live.router import RegionScheduler
 from scheduler.routing.decision import ONE_ENGINE
 
 STREAM = {"stream": True, "max_tokens": 4}

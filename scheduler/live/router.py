@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from deploy.gateway.scheduling.config import RoutingSection
-from deploy.gateway.scheduling.decode_side import is_full
-from deploy.gateway.scheduling.knowledge import ModelKnowledge
-from deploy.gateway.scheduling.ledger import Ledger
-from deploy.gateway.scheduling.snapshots import NO_LINK_KNOWN, Newcomer, Reported, SnapshotMaker
-from deploy.gateway.scheduling.thresholds import ThresholdNow, Thresholds
+from scheduler.live.decode_side import is_full
+from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.ledger import Ledger
+from scheduler.live.snapshots import NO_LINK_KNOWN, Newcomer, Reported, SnapshotMaker
+from scheduler.live.thresholds import ThresholdNow, Thresholds
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.queue_order import OrderConfig

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from deploy.gateway.cached import serves
-from deploy.gateway.scheduling.decode_side import decode_view, landing_cap_bytes
-from deploy.gateway.scheduling.knowledge import ModelKnowledge
-from deploy.gateway.scheduling.ledger import DirectPrompt, Ledger, PrefillLeg
-from deploy.gateway.scheduling.thresholds import Thresholds
 from prfaas.jobs import ClusterReport, InstanceReport, JobReport
 from prfaas.queue_values import priority_class
+from scheduler.live.decode_side import decode_view, landing_cap_bytes
+from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
+from scheduler.live.thresholds import Thresholds
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob

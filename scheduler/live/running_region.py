@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from deploy.gateway.scheduling.knowledge import ModelKnowledge
-from deploy.gateway.scheduling.snapshots import Reported
 from prfaas.jobs import InstanceReport, Role
 from scheduler.live.conversion import Conversion
+from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
+from scheduler.live.snapshots import Reported
 from scheduler.planning.allocation import Allocation
 from scheduler.planning.curves import Curve
 from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
