@@ -55,7 +55,7 @@ def ls_command(
     prfaas cache ls --gateway http://10.0.0.5:8000 --json | jq '.nodes[].hit_share'
     """
     from deploy.cache.view import print_nodes
-    from deploy.gateway.cache_api import CacheOverview
+    from deploy.gateway.cache.api import CacheOverview
 
     overview = _ask(gateway, "/prfaas/cache", CacheOverview, api_key)
     if as_json:
@@ -82,7 +82,7 @@ def top_command(
     prfaas cache top --order size --limit 5
     """
     from deploy.cache.view import print_prefixes
-    from deploy.gateway.cache_api import TopPrefixes
+    from deploy.gateway.cache.api import TopPrefixes
 
     path = f"/prfaas/cache/top?limit={limit}&order={order.value}"
     top = _ask(gateway, path, TopPrefixes, api_key)
@@ -116,7 +116,7 @@ def explain_command(
     """
     from deploy.cache.client import WrongPrompt, request_body
     from deploy.cache.view import print_explanation
-    from deploy.gateway.cache_api import Explanation
+    from deploy.gateway.cache.api import Explanation
 
     try:
         body = request_body(prompt, model=model, is_chat=chat)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from deploy.gateway.cache_api import (
+from deploy.gateway.cache.api import (
     CacheOverview,
     Explanation,
     HotPrefix,

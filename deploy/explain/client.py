@@ -8,7 +8,7 @@ from urllib.parse import quote
 import msgspec
 
 from deploy.cache.client import CannotAsk, ask
-from deploy.gateway.records import RequestRecord
+from deploy.gateway.serving.records import RequestRecord
 
 _NUM_NEWEST: Final = 10
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from deploy.gateway.records import Outcome
+from deploy.gateway.serving.records import Outcome
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason
 from scheduler.routing.instance_choice import ChoiceReason
 

@@ -15,33 +15,33 @@ from typing import Final
 
 from aiohttp import web
 
-from deploy.gateway.auth import KeyRing
-from deploy.gateway.background import Background
-from deploy.gateway.cache_pages import CachePages
-from deploy.gateway.cache_upkeep import CacheUpkeep
-from deploy.gateway.caches import RegionCaches
+from deploy.gateway.cache.caches import RegionCaches
+from deploy.gateway.cache.pages import CachePages
+from deploy.gateway.cache.upkeep import CacheUpkeep
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.exchange import PATHS
-from deploy.gateway.inbound import Kind
-from deploy.gateway.intake import Intake
-from deploy.gateway.limits import Limits
-from deploy.gateway.links import RegionLinks
+from deploy.gateway.intake.accept import Intake
+from deploy.gateway.intake.auth import KeyRing
+from deploy.gateway.intake.inbound import Kind
+from deploy.gateway.intake.limits import Limits
+from deploy.gateway.intake.models import ServedModels
+from deploy.gateway.intake.tracing import usable_request_id
+from deploy.gateway.links.region_links import RegionLinks
+from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.models import ServedModels
 from deploy.gateway.pages import Handler, Pages, PageSources
-from deploy.gateway.planning import Planner
 from deploy.gateway.proxy.engine import EngineDoor
-from deploy.gateway.records import RecordRing
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.long_term import LongTermService, LongTermSources, PlanMetrics
 from deploy.gateway.scheduling.role_pages import RolePages
 from deploy.gateway.scheduling.roles import RoleKeeper
-from deploy.gateway.services import Services
-from deploy.gateway.serving import Serving
-from deploy.gateway.tracing import usable_request_id
-from deploy.gateway.watcher import RegionWatcher
+from deploy.gateway.serving.background import Background
+from deploy.gateway.serving.exchange import PATHS
+from deploy.gateway.serving.planning import Planner
+from deploy.gateway.serving.records import RecordRing
+from deploy.gateway.serving.request import Serving
+from deploy.gateway.serving.services import Services
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.jobs import ClusterReport

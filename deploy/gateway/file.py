@@ -15,7 +15,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from deploy.gateway.caches import Follow, RegionCaches
+from deploy.gateway.cache.caches import Follow, RegionCaches
 from deploy.gateway.config import (
     ApiKey,
     GatewayConfig,
@@ -23,7 +23,7 @@ from deploy.gateway.config import (
     parse_api_keys,
     with_api_keys,
 )
-from deploy.gateway.links import RegionLinks
+from deploy.gateway.links.region_links import RegionLinks
 from deploy.region.links import LinkedPrefillCluster
 from kvmanager.agent.clients.cache import CacheControl
 from kvmanager.agent.clients.control import AgentControl

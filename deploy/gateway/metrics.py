@@ -13,7 +13,7 @@ from typing import Any, Final
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from deploy.gateway.records import RequestRecord
+from deploy.gateway.serving.records import RequestRecord
 from scheduler.routing.decision import Decision, RequestShape
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST

@@ -14,23 +14,23 @@ from typing import Final, TypeAlias
 import msgspec
 from aiohttp import web
 
-from deploy.gateway.auth import KeyRing
-from deploy.gateway.background import Background
-from deploy.gateway.cache_pages import CachePages
+from deploy.gateway.cache.pages import CachePages
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.intake import Intake
-from deploy.gateway.limits import Limits
-from deploy.gateway.links import RegionLinks
+from deploy.gateway.intake.accept import Intake
+from deploy.gateway.intake.auth import KeyRing
+from deploy.gateway.intake.limits import Limits
+from deploy.gateway.intake.models import ServedModels
+from deploy.gateway.links.region_links import RegionLinks
+from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.metrics import CONTENT_TYPE, GatewayMetrics
-from deploy.gateway.models import ServedModels
-from deploy.gateway.planning import Planner
-from deploy.gateway.records import RecordRing
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.long_term import LongTermService
 from deploy.gateway.scheduling.overview import scheduling_overview
 from deploy.gateway.scheduling.role_pages import RolePages
-from deploy.gateway.watcher import RegionWatcher
+from deploy.gateway.serving.background import Background
+from deploy.gateway.serving.planning import Planner
+from deploy.gateway.serving.records import RecordRing
 from scheduler.live.router import RegionScheduler
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -16,7 +16,7 @@ import typer
 from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
 
 if TYPE_CHECKING:
-    from deploy.gateway.links import LinksOverview
+    from deploy.gateway.links.region_links import LinksOverview
 
 link_app = typer.Typer(
     no_args_is_help=True,
@@ -58,7 +58,7 @@ def top_command(
     prfaas link top --json --interval 5 | jq -c '.links[] | [.name, .condition]'
     """
     from deploy.cache.client import CannotAsk, ask, find_gateway
-    from deploy.gateway.links import LinksOverview
+    from deploy.gateway.links.region_links import LinksOverview
     from deploy.region.rundir import RunDirectoryError
 
     try:

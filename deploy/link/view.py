@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.gateway.links import LinkPath, LinksOverview
-from deploy.gateway.region_link import LinkNow, LinkStep
+from deploy.gateway.links.region_links import LinkPath, LinksOverview
 from deploy.table_style import TABLE_STYLE
 from deploy.units import format_age, format_bytes, format_duration, format_rate
+from scheduler.live.region_link import LinkNow, LinkStep
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _NUM_BARS: Final = 16

@@ -31,7 +31,7 @@ RETRY_S: Final = 120.0
 
 
 class Reports(Protocol):
-    """The latest report of each cluster; `deploy.gateway.watcher.RegionWatcher` is one."""
+    """The latest report of each cluster; `deploy.gateway.links.watcher.RegionWatcher` is one."""
 
     def reported_pd(self) -> Reported: ...
 

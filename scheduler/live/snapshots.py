@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from deploy.gateway.cached import serves
+from deploy.gateway.cache.cached import serves
 from prfaas.jobs import ClusterReport, InstanceReport, JobReport
 from prfaas.queue_values import priority_class
 from scheduler.live.decode_side import decode_view, landing_cap_bytes

@@ -17,7 +17,7 @@ from deploy.explain import client
 from deploy.explain.client import Records
 from deploy.explain.view import print_records, ttft_error
 from deploy.explain.words import OUTCOMES, REASONS, placement_words, reason_words
-from deploy.gateway.records import Outcome, RequestRecord, TtftParts
+from deploy.gateway.serving.records import Outcome, RequestRecord, TtftParts
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason
 from scheduler.routing.prediction import Prediction

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from deploy.cache import client
 from deploy.cli import app
-from deploy.gateway.links import LinkPath, LinksOverview
-from deploy.gateway.region_link import LinkNow, LinkStep
+from deploy.gateway.links.region_links import LinkPath, LinksOverview
 from deploy.link.view import overview, sparkline
 from kvmanager.agent.links.messages import LinkView
 from netmon.estimate import LinkEstimate
+from scheduler.live.region_link import LinkNow, LinkStep
 
 run = CliRunner().invoke
 MBIT = 125_000.0

@@ -16,8 +16,7 @@ from deploy.cache.client import ask
 from deploy.emulator import RelayProcess
 from deploy.gateway.app import Gateway
 from deploy.gateway.file import GatewayFile, build_clusters, build_links
-from deploy.gateway.links import LinksOverview
-from deploy.gateway.region_link import LinkNow
+from deploy.gateway.links.region_links import LinksOverview
 from deploy.gateway.server import start_server
 from kvmanager.agent.clients.links import LinkClient, probe_link
 from kvmanager.agent.links.messages import LinkFeed, LinkView, WatchLinks
@@ -30,6 +29,7 @@ from kvmanager.agent.messages import (
     ProbeSendReply,
 )
 from kvmanager.agent.testing import AgentProcess, wait_until
+from scheduler.live.region_link import LinkNow
 from transport.rpc import RpcError
 
 GIB = 1 << 30

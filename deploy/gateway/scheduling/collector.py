@@ -12,7 +12,7 @@ from typing import Final
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from deploy.gateway.region_link import LinkNow
+from scheduler.live.region_link import LinkNow
 from scheduler.live.router import RegionScheduler
 from scheduler.routing.views import LinkCondition
 

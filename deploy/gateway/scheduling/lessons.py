@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from deploy.gateway.records import RequestRecord
+from deploy.gateway.serving.records import RequestRecord
 from prfaas.engines.service_time import LEAST_SERVICE_S
 from prfaas.jobs import Landing, PrefillResult
 from scheduler.live.knowledge import ModelKnowledge

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from deploy.gateway.auth import KeyRing
 from deploy.gateway.config import (
     ApiKey,
     GatewayConfig,
@@ -17,6 +16,7 @@ from deploy.gateway.config import (
     with_api_keys,
 )
 from deploy.gateway.errors import ApiError
+from deploy.gateway.intake.auth import KeyRing
 
 CONFIG = GatewayConfig.model_validate({"models": [{"name": "tiny"}]})
 

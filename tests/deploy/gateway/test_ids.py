@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.gateway.tracing import (
+from deploy.gateway.intake.tracing import (
     new_request_id,
     new_traceparent,
     usable_request_id,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.gateway.errors import ApiError
-from deploy.gateway.inbound import Kind, parsing_request, with_kv_transfer_params
+from deploy.gateway.intake.inbound import Kind, parsing_request, with_kv_transfer_params
 from kvmanager.token_ids import TokenIds, at_once
 from scheduler.live.prompt_length import Media, PromptContent
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from deploy.gateway.config import GatewayConfig, TimeoutConfig
 from deploy.gateway.errors import ApiError
-from deploy.gateway.limits import SMALL_BODY_BYTES, Limits
+from deploy.gateway.intake.limits import SMALL_BODY_BYTES, Limits
 
 
 class Body:
@@ -206,7 +206,7 @@ async def test_requests_that_no_engine_was_given_do_not_shorten_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = [0.0]
-    monkeypatch.setattr("deploy.gateway.limits.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("deploy.gateway.intake.limits.time.monotonic", lambda: now_s[0])
     held = limits(max_in_flight=1)
 
     def whole() -> Request:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deploy.gateway.background import Background
-from deploy.gateway.cache_moves import CacheMoves, MoveMetrics, MoveSettings
-from deploy.gateway.cached import CachedPrompt, CachePlaces, PromptKeys
-from deploy.gateway.rebalancing import Rebalancer, RebalancingSettings, node_loads
+from deploy.gateway.cache.cached import CachedPrompt, CachePlaces, PromptKeys
+from deploy.gateway.cache.moves import CacheMoves, MoveMetrics, MoveSettings
+from deploy.gateway.cache.rebalancing import Rebalancer, RebalancingSettings, node_loads
+from deploy.gateway.serving.background import Background
 from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
 from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply

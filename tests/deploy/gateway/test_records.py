@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.records import RecordRing, RequestRecord
+from deploy.gateway.serving.records import RecordRing, RequestRecord
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
 
-from deploy.gateway.inbound import InboundRequest, parsing_request
-from deploy.gateway.records import RequestRecord
+from deploy.gateway.intake.inbound import InboundRequest, parsing_request
 from deploy.gateway.scheduling.lessons import Lessons, Usage, usage_of
+from deploy.gateway.serving.records import RequestRecord
 from kvmanager.token_ids import at_once
 from prfaas.jobs import Landing, PrefillResult
 from scheduler.live.prompt_length import PromptContent

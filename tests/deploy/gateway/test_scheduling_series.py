@@ -11,9 +11,9 @@ from live_region_cases import MODEL, Region, teach
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.region_link import LinkNow
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.overview import scheduling_overview
+from scheduler.live.region_link import LinkNow
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.views import LinkCondition, LinkView

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.gateway.turnstile import Turnstile
+from deploy.gateway.intake.turnstile import Turnstile
 
 
 def test_before_anything_ended_the_least_is_said() -> None:

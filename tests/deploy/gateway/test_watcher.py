@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any
 
-from deploy.gateway.background import Background
 from deploy.gateway.config import GatewayConfig, ModelConfig
-from deploy.gateway.watcher import RegionWatcher
+from deploy.gateway.links.watcher import RegionWatcher
+from deploy.gateway.serving.background import Background
 from prfaas.jobs import ClusterReport, InstanceReport
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.gateway.cached import CachedPrompt
-from deploy.gateway.caches import RegionCaches
-from deploy.gateway.rebalancing import Rebalancer
+from deploy.gateway.cache.cached import CachedPrompt
+from deploy.gateway.cache.caches import RegionCaches
+from deploy.gateway.cache.rebalancing import Rebalancer
 from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
 from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus

@@ -17,8 +17,8 @@ from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
 
-from deploy.gateway.background import Background
-from deploy.gateway.cached import CachedPrompt
+from deploy.gateway.cache.cached import CachedPrompt
+from deploy.gateway.serving.background import Background
 from kvmanager.agent.clients.cache import (
     CacheControl,
     CacheMoveOrder,

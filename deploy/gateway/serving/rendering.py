@@ -11,8 +11,8 @@ import logging
 import msgspec
 
 from deploy.gateway.errors import EngineLost
-from deploy.gateway.exchange import Exchange
 from deploy.gateway.proxy.engine import EngineDoor
+from deploy.gateway.serving.exchange import Exchange
 from kvmanager.token_ids import TokenIds, in_turns, parsing
 from scheduler.routing.decision import Reason
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from deploy.gateway.cache_api import (
+from deploy.gateway.cache.api import (
     ORDERS,
     CacheOverview,
     Explanation,
@@ -17,11 +17,11 @@ from deploy.gateway.cache_api import (
     hot_prefixes,
     node_caches,
 )
-from deploy.gateway.caches import Order, RegionCaches
+from deploy.gateway.cache.caches import Order, RegionCaches
 from deploy.gateway.errors import ApiError
-from deploy.gateway.exchange import Exchange
-from deploy.gateway.planning import Planner
-from deploy.gateway.rendering import NotRendered
+from deploy.gateway.serving.exchange import Exchange
+from deploy.gateway.serving.planning import Planner
+from deploy.gateway.serving.rendering import NotRendered
 from scheduler.routing.decision import Reason
 
 _MAX_PREFIXES = 1000

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deploy.gateway.background import Background
-from deploy.gateway.cache_upkeep import CacheUpkeep
-from deploy.gateway.caches import RegionCaches
+from deploy.gateway.cache.caches import RegionCaches
+from deploy.gateway.cache.upkeep import CacheUpkeep
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.proxy.engine import EngineDoor
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.lessons import Lessons
+from deploy.gateway.serving.background import Background
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from scheduler.live.router import RegionScheduler

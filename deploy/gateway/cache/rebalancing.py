@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from deploy.gateway.cache_moves import CacheMoves, Prefix, cache_shape
-from deploy.gateway.cached import CachedPrompt
+from deploy.gateway.cache.cached import CachedPrompt
+from deploy.gateway.cache.moves import CacheMoves, Prefix, cache_shape
 from kvmanager.agent.clients.cache import CacheMoveResult
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, ResumeRule

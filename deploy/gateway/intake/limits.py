@@ -21,7 +21,7 @@ from aiohttp import web
 
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.turnstile import Turnstile
+from deploy.gateway.intake.turnstile import Turnstile
 
 SMALL_BODY_BYTES: Final = 64 << 10
 """An order to the gateway itself is far shorter. No more than a connection buffers anyway."""

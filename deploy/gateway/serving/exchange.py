@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from deploy.gateway.inbound import InboundRequest, Kind
-from deploy.gateway.records import RequestRecord
-from deploy.gateway.tracing import (
+from deploy.gateway.intake.inbound import InboundRequest, Kind
+from deploy.gateway.intake.tracing import (
     new_request_id,
     new_traceparent,
     usable_request_id,
     usable_traceparent,
 )
+from deploy.gateway.serving.records import RequestRecord
 from scheduler.routing.decision import Decision
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 
-from deploy.gateway.cached import CachedPrompt, CachePlaces
-from deploy.gateway.exchange import Exchange
-from deploy.gateway.rendering import NotRendered, render
-from deploy.gateway.services import Services
+from deploy.gateway.cache.cached import CachedPrompt, CachePlaces
+from deploy.gateway.serving.exchange import Exchange
+from deploy.gateway.serving.rendering import NotRendered, render
+from deploy.gateway.serving.services import Services
 from kvmanager.token_ids import TokenIds
 from local_pd.messages import DirectTarget
 from scheduler.live.snapshots import Newcomer

@@ -20,12 +20,12 @@ from typing import Final, Protocol
 
 import msgspec
 
-from deploy.gateway.region_link import HeardPath, LinkNow, RegionLink
 from kvmanager.agent.clients.links import probe_link
 from kvmanager.agent.links.messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
 from kvmanager.directory.messages import NodeName
 from prfaas.jobs import ClusterReport
+from scheduler.live.region_link import HeardPath, LinkNow, RegionLink
 from transport.backoff import Backoff
 from transport.rpc import RpcError
 

@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from deploy.cache.shares import hit_share
-from deploy.gateway.cached import CachedPrompt
-from deploy.gateway.caches import Order
+from deploy.gateway.cache.cached import CachedPrompt
+from deploy.gateway.cache.caches import Order
 from kvmanager.agent.messages import (
     CachedPrefix,
     CacheModel,

@@ -31,13 +31,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from deploy.gateway.cached import CachedPrompt
+from deploy.gateway.cache.cached import CachedPrompt
 from deploy.gateway.errors import EngineTimeout
-from deploy.gateway.exchange import Exchange
-from deploy.gateway.inbound import with_kv_transfer_params
+from deploy.gateway.intake.inbound import with_kv_transfer_params
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.usage import Correction
-from deploy.gateway.services import Services
+from deploy.gateway.serving.exchange import Exchange
+from deploy.gateway.serving.services import Services
 from kvmanager.hashing import token_digest
 from kvmanager.token_ids import TokenIds
 from local_pd.errors import NoRoom, PdError

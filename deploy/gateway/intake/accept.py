@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 import msgspec
 from aiohttp import web
 
-from deploy.gateway.auth import KeyRing
-from deploy.gateway.exchange import Exchange, open_exchange
-from deploy.gateway.inbound import Kind, kind_of, parsing_request
-from deploy.gateway.limits import Limits
+from deploy.gateway.intake.auth import KeyRing
+from deploy.gateway.intake.inbound import Kind, kind_of, parsing_request
+from deploy.gateway.intake.limits import Limits
+from deploy.gateway.intake.models import ServedModels
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.models import ServedModels
+from deploy.gateway.serving.exchange import Exchange, open_exchange
 from kvmanager.token_ids import in_turns
 
 

@@ -23,20 +23,20 @@ from deploy.gateway.errors import (
     api_error_for,
     is_openai_error,
 )
-from deploy.gateway.exchange import Exchange
-from deploy.gateway.offload import (
+from deploy.gateway.proxy.engine import EngineAnswer
+from deploy.gateway.proxy.stream import End, forwarded_headers, relay_stream
+from deploy.gateway.proxy.usage import in_answer
+from deploy.gateway.scheduling.lessons import Usage, usage_of
+from deploy.gateway.serving.exchange import Exchange
+from deploy.gateway.serving.offload import (
     CountedPrompt,
     NotOffloaded,
     Offload,
     PrefillLost,
 )
-from deploy.gateway.planning import Plan, Planner
-from deploy.gateway.proxy.engine import EngineAnswer
-from deploy.gateway.proxy.stream import End, forwarded_headers, relay_stream
-from deploy.gateway.proxy.usage import in_answer
-from deploy.gateway.records import Outcome, RequestRecord
-from deploy.gateway.scheduling.lessons import Usage, usage_of
-from deploy.gateway.services import Services
+from deploy.gateway.serving.planning import Plan, Planner
+from deploy.gateway.serving.records import Outcome, RequestRecord
+from deploy.gateway.serving.services import Services
 from scheduler.routing.decision import Reason, fall_back
 from scheduler.routing.short_term import RouteDecision
 

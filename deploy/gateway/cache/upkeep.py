@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry
 
-from deploy.gateway.background import Background
-from deploy.gateway.cache_moves import CacheMoves, MoveMetrics
-from deploy.gateway.cached import CachedPrompt
-from deploy.gateway.caches import RegionCaches
-from deploy.gateway.rebalancing import Rebalancer, node_loads
+from deploy.gateway.cache.cached import CachedPrompt
+from deploy.gateway.cache.caches import RegionCaches
+from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
+from deploy.gateway.cache.rebalancing import Rebalancer, node_loads
+from deploy.gateway.serving.background import Background
 from prfaas.jobs import ClusterReport
 
 

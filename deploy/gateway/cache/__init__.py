@@ -1,0 +1,1 @@
+"""What the region has cached: the gateway asks, shows and moves it."""

@@ -1,0 +1,1 @@
+"""From an HTTP request to one that is known, allowed and understood."""

@@ -1,0 +1,1 @@
+"""The gateway's view of clusters and of the links between them."""
