@@ -41,7 +41,9 @@ _COMMANDS: dict[str, _Entry] = {
     "up": _Entry("deploy.region.cli", "up_command", "Start a region and keep it running."),
     "status": _Entry("deploy.region.cli", "status_command", "Show what runs and what it holds."),
     "down": _Entry("deploy.region.cli", "down_command", "Stop a region."),
-    "doctor": _Entry("deploy.doctor.cli", "doctor_app", "Measure a link; say what limits it."),
+    "doctor": _Entry(
+        "deploy.region.doctor.cli", "doctor_app", "Measure a link; say what limits it."
+    ),
     "cache": _Entry("deploy.cache.cli", "cache_app", "Show what is cached where; explain prompts."),
     "explain": _Entry(
         "deploy.explain.cli", "explain_command", "Say why a request went where it did."

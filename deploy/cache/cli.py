@@ -131,7 +131,7 @@ def explain_command(
 
 def _ask(gateway: str, path: str, kind: type[T], key: str, body: bytes | None = None) -> T:
     from deploy.cache.client import CannotAsk, ask, find_gateway
-    from deploy.region.rundir import RunDirectoryError
+    from deploy.region.launch.rundir import RunDirectoryError
 
     try:
         return ask(gateway or find_gateway(os.environ), path, kind, key=key, body=body)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from deploy.region.rundir import default_base, known_runs, read_state
+from deploy.region.launch.rundir import default_base, known_runs, read_state
 
 _TIMEOUT_S = 60.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from deploy.demo.scenario import CHUNK_TOKENS, THRESHOLD_TOKENS
 from deploy.demo.tiny_specs import TinyModel
-from deploy.region.spec import RegionInstance, RegionSpec
+from deploy.region.spec.region import RegionInstance, RegionSpec
 
 
 def rank_environment(tensor_parallel_size: int = 1) -> dict[str, str]:

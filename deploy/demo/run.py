@@ -26,8 +26,8 @@ from deploy.demo.scenario import DemoRequest, demo_requests
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
 from deploy.demo.verdict import Row, judge, judge_shares
-from deploy.region.launcher import RegionStartFailed, RunningRegion
-from deploy.region.progress import progress_view
+from deploy.region.launch.launcher import RegionStartFailed, RunningRegion
+from deploy.region.launch.progress import progress_view
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.log_lines import shortened
 

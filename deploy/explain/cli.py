@@ -38,7 +38,7 @@ def explain_command(
     from deploy.cache.client import CannotAsk, find_gateway
     from deploy.explain.client import find_records
     from deploy.explain.view import print_records
-    from deploy.region.rundir import RunDirectoryError
+    from deploy.region.launch.rundir import RunDirectoryError
 
     try:
         found = find_records(gateway or find_gateway(os.environ), request_id, key=api_key)

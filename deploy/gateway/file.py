@@ -23,8 +23,8 @@ from deploy.gateway.config import (
     parse_api_keys,
     with_api_keys,
 )
+from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
-from deploy.region.links import LinkedPrefillCluster
 from kvmanager.agent.clients.cache import CacheControl
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.clients.links import LinkClient

@@ -59,7 +59,7 @@ def top_command(
     """
     from deploy.cache.client import CannotAsk, ask, find_gateway
     from deploy.gateway.links.region_links import LinksOverview
-    from deploy.region.rundir import RunDirectoryError
+    from deploy.region.launch.rundir import RunDirectoryError
 
     try:
         url = gateway or find_gateway(os.environ)

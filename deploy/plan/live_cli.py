@@ -31,7 +31,7 @@ def live_command(
     """
     from deploy.cache.client import CannotAsk, ask, find_gateway
     from deploy.gateway.scheduling.plan_overview import PlanOverview
-    from deploy.region.rundir import RunDirectoryError
+    from deploy.region.launch.rundir import RunDirectoryError
 
     try:
         url = gateway or find_gateway(os.environ)

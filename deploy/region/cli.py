@@ -23,7 +23,7 @@ from rich.console import Console
 from deploy.command_line import JsonOption, fail
 from deploy.problems import FileError
 from deploy.region.file_cli import FileArgument, SetOption, load_or_exit
-from deploy.region.rundir import (
+from deploy.region.launch.rundir import (
     RegionState,
     RunDirectoryError,
     RunLock,
@@ -57,8 +57,8 @@ def up_command(
     prfaas up region.yaml --set MODEL=/models/qwen3-next --json
     """
     region = load_or_exit(file, variables or [])
-    from deploy.region.launcher import RegionStartFailed
-    from deploy.region.up import keep_up
+    from deploy.region.launch.launcher import RegionStartFailed
+    from deploy.region.launch.up import keep_up
 
     root = run_dir or default_base(dict(os.environ)) / region.name
     console = Console(stderr=as_json)
@@ -83,7 +83,7 @@ def status_command(
     prfaas status
     prfaas status --json | jq .agents.b1.landing_bytes
     """
-    from deploy.region.status import region_status, render_status
+    from deploy.region.launch.status import region_status, render_status
 
     root = _find(name, run_dir)
     state = _read(root)
@@ -161,8 +161,8 @@ def clean_up(state: RegionState, root: Path) -> None:
 
 def _discard_arenas(state: RegionState, root: Path) -> None:
     """The arenas that the agents of a killed launcher kept."""
-    from deploy.region.arenas import discard_arenas
-    from deploy.region.spec import RegionSpec
+    from deploy.region.launch.arenas import discard_arenas
+    from deploy.region.spec.region import RegionSpec
 
     # What an older version wrote must not keep a region from being taken down.
     with suppress(FileNotFoundError, ValueError):

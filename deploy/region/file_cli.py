@@ -14,8 +14,8 @@ import typer
 
 from deploy.command_line import JsonOption, fail
 from deploy.problems import FileError
-from deploy.region.loading import load_region
-from deploy.region.spec import RegionSpec, region_schema
+from deploy.region.spec.loading import load_region
+from deploy.region.spec.region import RegionSpec, region_schema
 
 region_app = typer.Typer(
     no_args_is_help=True,

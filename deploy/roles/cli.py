@@ -135,7 +135,7 @@ def _not_converted(now: InstanceRole, overview: RolesOverview) -> NoReturn:
 
 def _url(gateway: str) -> str:
     from deploy.cache.client import CannotAsk, find_gateway
-    from deploy.region.rundir import RunDirectoryError
+    from deploy.region.launch.rundir import RunDirectoryError
 
     try:
         return gateway or find_gateway(os.environ)

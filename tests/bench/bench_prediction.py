@@ -36,7 +36,7 @@ from deploy.demo.regions import demo_region
 from deploy.demo.scenario import text
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
-from deploy.region.launcher import RunningRegion
+from deploy.region.launch.launcher import RunningRegion
 
 OUTPUT_TOKENS = 16
 THRESHOLD_TOKENS = 1000

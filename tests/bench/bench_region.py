@@ -42,8 +42,8 @@ from deploy.demo.regions import demo_region, pd_cluster_alone
 from deploy.demo.scenario import text
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
-from deploy.region.launcher import RunningRegion
-from deploy.region.spec import RegionInstance, RegionSpec
+from deploy.region.launch.launcher import RunningRegion
+from deploy.region.spec.region import RegionInstance, RegionSpec
 
 MODEL = "mimo-v2-tiny"
 DECODE_SLOTS = 4

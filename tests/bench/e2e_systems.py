@@ -24,9 +24,9 @@ import aiohttp
 from wan import DEVICE, FAR, NEAR, Wan
 
 from deploy.demo.tiny_specs import TinyModel
-from deploy.region.launcher import RunningRegion
-from deploy.region.plan import PlannedProcess
-from deploy.region.spec import RegionSpec
+from deploy.region.launch.launcher import RunningRegion
+from deploy.region.launch.plan import PlannedProcess
+from deploy.region.spec.region import RegionSpec
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.supervisor import Supervisor, engine_process

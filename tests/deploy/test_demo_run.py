@@ -10,7 +10,7 @@ from rich.text import Text
 
 from deploy.demo import run
 from deploy.demo.run import DemoOptions, run_demo, status_line
-from deploy.region.launcher import RegionStartFailed
+from deploy.region.launch.launcher import RegionStartFailed
 from prfaas.engines.errors import EngineStartFailed
 
 LOG_LINE = "[/] non-default args: " + "[red]x=1, " * 400

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.doctor.diagnosis import Diagnosis, Finding, Stage, diagnose
-from deploy.doctor.kernel_checks import KernelCheck
-from deploy.doctor.measurement import EndLoad, LandingMemory, Measurement, PathNumbers
+from deploy.region.doctor.diagnosis import Diagnosis, Finding, Stage, diagnose
+from deploy.region.doctor.kernel_checks import KernelCheck
+from deploy.region.doctor.measurement import EndLoad, LandingMemory, Measurement, PathNumbers
 from kvmanager.agent.messages import KernelTcp
 
 MIB = 1 << 20

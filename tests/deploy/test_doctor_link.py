@@ -15,13 +15,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.doctor import report
-from deploy.doctor.agents import UnknownAgent, find_pair, is_address
-from deploy.doctor.diagnosis import diagnose
-from deploy.doctor.measurement import Measurement, summarise
-from deploy.doctor.probe import CannotMeasure, ProbeRun, Sample
-from deploy.region.loading import load_region
-from deploy.region.rundir import RegionState, RunDirectoryError
+from deploy.region.doctor import report
+from deploy.region.doctor.agents import UnknownAgent, find_pair, is_address
+from deploy.region.doctor.diagnosis import diagnose
+from deploy.region.doctor.measurement import Measurement, summarise
+from deploy.region.doctor.probe import CannotMeasure, ProbeRun, Sample
+from deploy.region.launch.rundir import RegionState, RunDirectoryError
+from deploy.region.spec.loading import load_region
 from kvmanager.agent.messages import AgentLoad, KernelTcp, ProbeStatusReply, StatusReply
 from transport.sending.link_state import ConnectionState, LinkState
 from transport.sending.tuning import Measured

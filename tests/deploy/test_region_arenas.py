@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.region.arenas import arena_name, discard_arenas, kept_arenas
-from deploy.region.loading import parse_region
-from deploy.region.spec import AgentSpec, NodeSpec, RegionSpec
+from deploy.region.launch.arenas import arena_name, discard_arenas, kept_arenas
+from deploy.region.spec.loading import parse_region
+from deploy.region.spec.region import AgentSpec, NodeSpec, RegionSpec
 from kvmanager.agent.config import AgentConfig
 from kvmanager.arena import Arena
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.region.links import LinkedPrefillCluster
+from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from kvmanager.token_ids import TokenIds
 from prfaas.jobs import Landing, PrefillJob
 

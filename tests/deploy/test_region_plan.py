@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from deploy.gateway.file import GatewayFile
-from deploy.region.loading import parse_region
-from deploy.region.plan import Planner, gateway_file, gateway_url
-from deploy.region.ports import resolve_ports
-from deploy.region.rundir import RunDirectory
-from deploy.region.spec import RegionSpec
+from deploy.region.launch.plan import Planner, gateway_file, gateway_url
+from deploy.region.launch.ports import resolve_ports
+from deploy.region.launch.rundir import RunDirectory
+from deploy.region.spec.loading import parse_region
+from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.config import AgentConfig
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from deploy.region.cli import clean_up
-from deploy.region.rundir import (
+from deploy.region.launch.rundir import (
     RegionState,
     RunDirectoryError,
     RunLock,

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.emulator.faults import DirectionReport, LinkReport
-from deploy.region.launcher import Progress
-from deploy.region.progress import LineView, TableView, line_view, progress_view
-from deploy.region.rundir import ProcessRecord, RegionState
-from deploy.region.status import ProcessUse, RegionStatus, render_status
+from deploy.region.launch.launcher import Progress
+from deploy.region.launch.progress import LineView, TableView, line_view, progress_view
+from deploy.region.launch.rundir import ProcessRecord, RegionState
+from deploy.region.launch.status import ProcessUse, RegionStatus, render_status
 from kvmanager.agent.messages import CacheStatus, EngineStatus, StatusReply
 
 

@@ -42,7 +42,7 @@ from deploy.demo.reference import plain_engine
 from deploy.demo.scenario import CHUNK_TOKENS, DemoRequest, text
 from deploy.demo.tiny_specs import MODELS
 from deploy.demo.verdict import MAX_TAIL_SHARE, MIN_EARLY_SHARE
-from deploy.region.launcher import RunningRegion
+from deploy.region.launch.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

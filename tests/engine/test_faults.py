@@ -31,7 +31,7 @@ from engine_region import (
 
 from deploy.demo.answers import Answer
 from deploy.demo.scenario import DemoRequest
-from deploy.region.launcher import RunningRegion
+from deploy.region.launch.launcher import RunningRegion
 from kvmanager.agent.messages import (
     SERVICE,
     Await,

@@ -34,8 +34,8 @@ from engine_region import (
 from deploy.demo.answers import Answer
 from deploy.demo.regions import pd_cluster_alone
 from deploy.demo.scenario import DemoRequest
-from deploy.region.launcher import RunningRegion
-from deploy.region.spec import RegionInstance, RegionSpec
+from deploy.region.launch.launcher import RunningRegion
+from deploy.region.spec.region import RegionInstance, RegionSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -26,7 +26,7 @@ from engine_region import (
 
 from deploy.demo.answers import Answer
 from deploy.demo.scenario import DemoRequest
-from deploy.region.launcher import RunningRegion
+from deploy.region.launch.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from deploy.problems import FileError
-from deploy.region.launcher import LaunchConfig, Progress, RegionStartFailed, RunningRegion
-from deploy.region.rundir import RunDirectoryError, read_state
-from deploy.region.spec import RegionSpec
-from deploy.region.status import region_status
+from deploy.region.launch.launcher import LaunchConfig, Progress, RegionStartFailed, RunningRegion
+from deploy.region.launch.rundir import RunDirectoryError, read_state
+from deploy.region.launch.status import region_status
+from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.clients.control import AgentControl
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig

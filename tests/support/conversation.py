@@ -15,8 +15,8 @@ from engine_region import (
 
 from deploy.demo.answers import Answer
 from deploy.demo.scenario import DemoRequest
-from deploy.region.launcher import RunningRegion
-from deploy.region.running import RunningProcess
+from deploy.region.launch.launcher import RunningRegion
+from deploy.region.launch.running import RunningProcess
 from kvmanager.agent.messages import CacheModel
 from kvmanager.pool.shape import PartKind
 from transport.rpc import RpcError

@@ -21,8 +21,8 @@ from deploy.demo.scenario import DemoRequest
 from deploy.demo.tiny_models import build_model
 from deploy.demo.tiny_specs import MODELS
 from deploy.gateway.scheduling.config import RoutingSection
-from deploy.region.launcher import RunningRegion
-from deploy.region.spec import ClusterSpec, RegionInstance, RegionSpec
+from deploy.region.launch.launcher import RunningRegion
+from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
 from transport.rpc import RpcClient, RpcError
 

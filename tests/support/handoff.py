@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.region.launcher import RunningRegion
+from deploy.region.launch.launcher import RunningRegion
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import ReserveReply
 from kvmanager.arena import Arena

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from deploy.doctor.probe import CannotMeasure, ProbeRun, Sample
+from deploy.region.doctor.probe import CannotMeasure, ProbeRun, Sample
 from kvmanager.agent.messages import AgentLoad, KernelTcp
 from transport import LinkState
 

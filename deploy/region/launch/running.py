@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from deploy.region.plan import Kind, PlannedProcess
+from deploy.region.launch.plan import Kind, PlannedProcess
 from prfaas.engines.supervisor import (
     Probe,
     ProcessState,

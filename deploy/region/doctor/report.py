@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.doctor.diagnosis import Diagnosis, Finding
-from deploy.doctor.measurement import EndLoad, Measurement
+from deploy.region.doctor.diagnosis import Diagnosis, Finding
+from deploy.region.doctor.measurement import EndLoad, Measurement
 from deploy.table_style import TABLE_STYLE
 from deploy.units import format_duration, format_rate
 from transport.config import NEAR_RTT_S

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deploy.region.launcher import Progress, RunningRegion
-from deploy.region.progress import ProgressView, line_view, progress_view
-from deploy.region.spec import RegionSpec
+from deploy.region.launch.launcher import Progress, RunningRegion
+from deploy.region.launch.progress import ProgressView, line_view, progress_view
+from deploy.region.spec.region import RegionSpec
 
 
 async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> bool:

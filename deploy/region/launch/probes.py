@@ -10,8 +10,8 @@ import asyncio
 import aiohttp
 import msgspec
 
-from deploy.region.plan import PlannedProcess
-from deploy.region.spec import TlsSpec
+from deploy.region.launch.plan import PlannedProcess
+from deploy.region.spec.region import TlsSpec
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import StatusReply
 from prfaas.engines.supervisor import Probe

@@ -17,8 +17,8 @@ import typer
 from deploy.command_line import JsonOption, fail
 
 if TYPE_CHECKING:
-    from deploy.doctor.agents import Pair
-    from deploy.doctor.probe import ProbePlan, ProbeRun, Sample
+    from deploy.region.doctor.agents import Pair
+    from deploy.region.doctor.probe import ProbePlan, ProbeRun, Sample
 
 MAX_MIB = 8192
 
@@ -89,7 +89,7 @@ def link_command(
     except ValueError as error:
         fail(f"--via: {error}", 2)
     pair = _pair(sender, receiver, run_dir, region)
-    from deploy.doctor.probe import CannotMeasure, ProbePlan
+    from deploy.region.doctor.probe import CannotMeasure, ProbePlan
 
     place = pair.via if endpoint is None else (endpoint.host, endpoint.port)
     plan = ProbePlan(seconds, mib << 20, place)
@@ -105,8 +105,8 @@ def link_command(
 
 
 def _pair(sender: str, receiver: str, run_dir: Path | None, region: str | None) -> Pair:
-    from deploy.doctor.agents import UnknownAgent, find_pair
-    from deploy.region.rundir import RunDirectoryError, default_base
+    from deploy.region.doctor.agents import UnknownAgent, find_pair
+    from deploy.region.launch.rundir import RunDirectoryError, default_base
 
     try:
         return find_pair(sender, receiver, run_dir, default_base(dict(os.environ)), region)
@@ -120,7 +120,7 @@ async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRu
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from deploy.doctor.probe import NamedAgent, run_probe
+    from deploy.region.doctor.probe import NamedAgent, run_probe
     from deploy.units import format_rate
     from kvmanager.agent.clients.control import AgentControl
     from transport import TlsFiles
@@ -156,9 +156,9 @@ def _report(pair: Pair, run: ProbeRun, rate_gbps: float | None, as_json: bool) -
     """Print, and exit with the status. Raises CannotMeasure."""
     from rich.console import Console
 
-    from deploy.doctor import report
-    from deploy.doctor.diagnosis import diagnose
-    from deploy.doctor.measurement import summarise
+    from deploy.region.doctor import report
+    from deploy.region.doctor.diagnosis import diagnose
+    from deploy.region.doctor.measurement import summarise
     from deploy.units import GBIT_PER_S
 
     measured = summarise(run)

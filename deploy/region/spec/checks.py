@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from deploy.problems import KeyPath, Problem, suggestion
-from deploy.region.spec import (
+from deploy.region.spec.region import (
     ClusterSpec,
     ModelSpec,
     NodeSpec,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.problems import suggestion
-from deploy.region.ports import advertised_address
-from deploy.region.rundir import RegionState, RunDirectoryError, known_runs, read_state
-from deploy.region.spec import ClusterSpec, NodeSpec, RegionSpec
+from deploy.region.launch.ports import advertised_address
+from deploy.region.launch.rundir import RegionState, RunDirectoryError, known_runs, read_state
+from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
 from kvmanager.agent.config import parse_endpoint
 from transport import TlsFiles
 

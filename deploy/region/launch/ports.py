@@ -14,8 +14,15 @@ from dataclasses import dataclass
 import psutil
 
 from deploy.problems import Problem
-from deploy.region.checks import fixed_ports
-from deploy.region.spec import AgentSpec, ClusterSpec, EmulationSpec, LinkSpec, NodeSpec, RegionSpec
+from deploy.region.spec.checks import fixed_ports
+from deploy.region.spec.region import (
+    AgentSpec,
+    ClusterSpec,
+    EmulationSpec,
+    LinkSpec,
+    NodeSpec,
+    RegionSpec,
+)
 
 # Below the range from which the kernel takes ports of outgoing connections, so that none of those
 # sits on a chosen port before its owner has started.

@@ -18,10 +18,10 @@ from deploy.emulator.control import relay_argv
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
 from deploy.processes import module_argv, module_environment
-from deploy.region.arenas import arena_name
-from deploy.region.ports import RelayPlan, ResolvedRegion, advertised_address, join_address
-from deploy.region.rundir import RunDirectory
-from deploy.region.spec import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
+from deploy.region.launch.arenas import arena_name
+from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address, join_address
+from deploy.region.launch.rundir import RunDirectory
+from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.front_config import TlsSection
 from prfaas.engines.instances import InstanceSpec

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from deploy.problems import Problem
-from deploy.region.checks import check_region
-from deploy.region.spec import ClusterSpec, RegionSpec
+from deploy.region.spec.checks import check_region
+from deploy.region.spec.region import ClusterSpec, RegionSpec
 from deploy.yaml_files import parse_yaml, read_text
 
 EXPECTED = "a region file is a mapping with the keys models, clusters, links, security"

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.region.launcher import Progress
+from deploy.region.launch.launcher import Progress
 from prfaas.engines.log_lines import shortened
 
 _STYLES = {

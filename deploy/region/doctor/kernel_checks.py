@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from deploy.doctor.measurement import Measurement
-from deploy.doctor.windows import (
+from deploy.region.doctor.measurement import Measurement
+from deploy.region.doctor.windows import (
     RECEIVE_PAYLOAD_SHARE,
     SEND_PAYLOAD_SHARE,
     path_rtt_s,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from deploy.region.spec import NodeSpec, RegionSpec
+from deploy.region.spec.region import NodeSpec, RegionSpec
 from kvmanager.arena import Arena
 
 _DIGEST_BYTES = 6

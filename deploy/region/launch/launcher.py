@@ -23,13 +23,11 @@ import psutil
 
 from deploy.emulator.control import RelayControl
 from deploy.problems import FileError
-from deploy.region.arenas import discard_arenas
-from deploy.region.checks import check_region
-from deploy.region.loading import missing_models
-from deploy.region.plan import Kind, PlannedProcess, Planner, gateway_url
-from deploy.region.ports import ResolvedRegion, join_address, resolve_ports, taken_ports
-from deploy.region.probes import Prober
-from deploy.region.rundir import (
+from deploy.region.launch.arenas import discard_arenas
+from deploy.region.launch.plan import Kind, PlannedProcess, Planner, gateway_url
+from deploy.region.launch.ports import ResolvedRegion, join_address, resolve_ports, taken_ports
+from deploy.region.launch.probes import Prober
+from deploy.region.launch.rundir import (
     Phase,
     ProcessRecord,
     RegionState,
@@ -38,8 +36,10 @@ from deploy.region.rundir import (
     open_run_directory,
     remove_leftovers,
 )
-from deploy.region.running import RunningProcess
-from deploy.region.spec import RegionSpec
+from deploy.region.launch.running import RunningProcess
+from deploy.region.spec.checks import check_region
+from deploy.region.spec.loading import missing_models
+from deploy.region.spec.region import RegionSpec
 from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig

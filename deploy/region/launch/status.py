@@ -18,8 +18,8 @@ from rich.text import Text
 from deploy.cache.shares import hit_share
 from deploy.emulator.control import RelayControl, RelayError
 from deploy.emulator.faults import LinkReport
-from deploy.region.rundir import RegionState
-from deploy.region.spec import RegionSpec
+from deploy.region.launch.rundir import RegionState
+from deploy.region.spec.region import RegionSpec
 from deploy.units import format_age, format_bytes, format_duration, format_rate
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import StatusReply
