@@ -44,12 +44,12 @@ _COMMANDS: dict[str, _Entry] = {
     "doctor": _Entry(
         "deploy.region.doctor.cli", "doctor_app", "Measure a link; say what limits it."
     ),
-    "cache": _Entry("deploy.cache.cli", "cache_app", "Show what is cached where; explain prompts."),
+    "cache": _Entry("deploy.ops.cache", "cache_app", "Show what is cached where; explain prompts."),
     "explain": _Entry(
-        "deploy.explain.cli", "explain_command", "Say why a request went where it did."
+        "deploy.ops.explain", "explain_command", "Say why a request went where it did."
     ),
-    "link": _Entry("deploy.link.cli", "link_app", "Show what links carry, live."),
-    "role": _Entry("deploy.roles.cli", "role_app", "Show and change who prefills, who decodes."),
+    "link": _Entry("deploy.ops.link", "link_app", "Show what links carry, live."),
+    "role": _Entry("deploy.ops.role", "role_app", "Show and change who prefills, who decodes."),
     "region": _Entry("deploy.region.file_cli", "region_app", "Check region files; their schema."),
     "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.command_line import JsonOption, fail
+from deploy.ops.plan import live_command
 from deploy.plan.kv_cli import kv_command
-from deploy.plan.live_cli import live_command
 from deploy.plan.profile_cli import profile_command
 
 if TYPE_CHECKING:

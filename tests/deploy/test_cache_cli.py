@@ -10,9 +10,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cache.client import CannotAsk, WrongPrompt, ask, find_gateway, request_body
 from deploy.cli import app
 from deploy.gateway.cache.api import CacheOverview
+from deploy.ops.client import CannotAsk, WrongPrompt, ask, find_gateway, request_body
 from deploy.region.launch.rundir import RegionState, open_run_directory
 
 run = CliRunner().invoke

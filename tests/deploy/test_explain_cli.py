@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from deploy.cache.client import CannotAsk
 from deploy.cli import app
 from deploy.explain import client
-from deploy.explain.client import Records
-from deploy.explain.view import print_records, ttft_error
-from deploy.explain.words import OUTCOMES, REASONS, placement_words, reason_words
 from deploy.gateway.serving.records import Outcome, RequestRecord, TtftParts
+from deploy.ops.client import CannotAsk
+from deploy.ops.explain_client import Records
+from deploy.ops.explain_view import print_records, ttft_error
+from deploy.ops.explain_words import OUTCOMES, REASONS, placement_words, reason_words
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason
 from scheduler.routing.prediction import Prediction

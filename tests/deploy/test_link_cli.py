@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from deploy.cache import client
 from deploy.cli import app
 from deploy.gateway.links.region_links import LinkPath, LinksOverview
-from deploy.link.view import overview, sparkline
+from deploy.ops.link_view import overview, sparkline
 from kvmanager.agent.links.messages import LinkView
 from netmon.estimate import LinkEstimate
 from scheduler.live.region_link import LinkNow, LinkStep

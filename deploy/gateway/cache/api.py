@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
-from deploy.cache.shares import hit_share
 from deploy.gateway.cache.cached import CachedPrompt
 from deploy.gateway.cache.caches import Order
+from deploy.gateway.cache.shares import hit_share
 from kvmanager.agent.messages import (
     CachedPrefix,
     CacheModel,

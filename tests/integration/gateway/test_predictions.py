@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deploy.cache.client import CannotAsk
-from deploy.explain.client import find_records
-from deploy.explain.view import ttft_error
+from deploy.ops.client import CannotAsk
+from deploy.ops.explain_client import find_records
+from deploy.ops.explain_view import ttft_error
 from scheduler.live.router import RegionScheduler
 from scheduler.routing.decision import ONE_ENGINE
 

@@ -29,8 +29,8 @@ def live_command(
     prfaas plan live
     prfaas plan live --gateway http://10.0.0.5:8000 --json | jq '.decisions[0]'
     """
-    from deploy.cache.client import CannotAsk, ask, find_gateway
     from deploy.gateway.scheduling.plan_overview import PlanOverview
+    from deploy.ops.client import CannotAsk, ask, find_gateway
     from deploy.region.launch.rundir import RunDirectoryError
 
     try:
@@ -45,6 +45,6 @@ def live_command(
         return
     from rich.console import Console
 
-    from deploy.plan.live_view import print_plan
+    from deploy.ops.plan_view import print_plan
 
     print_plan(Console(), found, num_decisions=num_decisions)

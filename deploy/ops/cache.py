@@ -54,8 +54,8 @@ def ls_command(
     prfaas cache ls
     prfaas cache ls --gateway http://10.0.0.5:8000 --json | jq '.nodes[].hit_share'
     """
-    from deploy.cache.view import print_nodes
     from deploy.gateway.cache.api import CacheOverview
+    from deploy.ops.cache_view import print_nodes
 
     overview = _ask(gateway, "/prfaas/cache", CacheOverview, api_key)
     if as_json:
@@ -81,8 +81,8 @@ def top_command(
     prfaas cache top
     prfaas cache top --order size --limit 5
     """
-    from deploy.cache.view import print_prefixes
     from deploy.gateway.cache.api import TopPrefixes
+    from deploy.ops.cache_view import print_prefixes
 
     path = f"/prfaas/cache/top?limit={limit}&order={order.value}"
     top = _ask(gateway, path, TopPrefixes, api_key)
@@ -114,9 +114,9 @@ def explain_command(
     prfaas cache explain --chat --model qwen3-next question.txt
     prfaas cache explain request.json --json | jq .routes
     """
-    from deploy.cache.client import WrongPrompt, request_body
-    from deploy.cache.view import print_explanation
     from deploy.gateway.cache.api import Explanation
+    from deploy.ops.cache_view import print_explanation
+    from deploy.ops.client import WrongPrompt, request_body
 
     try:
         body = request_body(prompt, model=model, is_chat=chat)
@@ -130,7 +130,7 @@ def explain_command(
 
 
 def _ask(gateway: str, path: str, kind: type[T], key: str, body: bytes | None = None) -> T:
-    from deploy.cache.client import CannotAsk, ask, find_gateway
+    from deploy.ops.client import CannotAsk, ask, find_gateway
     from deploy.region.launch.rundir import RunDirectoryError
 
     try:

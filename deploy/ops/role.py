@@ -54,7 +54,7 @@ def ls_command(
     prfaas role ls
     prfaas role ls --json | jq -r '.instances[] | [.instance, .role, .phase] | @tsv'
     """
-    from deploy.roles.view import print_roles
+    from deploy.ops.role_view import print_roles
 
     overview = _overview(_url(gateway), api_key)
     if as_json:
@@ -134,7 +134,7 @@ def _not_converted(now: InstanceRole, overview: RolesOverview) -> NoReturn:
 
 
 def _url(gateway: str) -> str:
-    from deploy.cache.client import CannotAsk, find_gateway
+    from deploy.ops.client import CannotAsk, find_gateway
     from deploy.region.launch.rundir import RunDirectoryError
 
     try:
@@ -144,8 +144,8 @@ def _url(gateway: str) -> str:
 
 
 def _overview(url: str, api_key: str) -> RolesOverview:
-    from deploy.cache.client import CannotAsk, ask
     from deploy.gateway.scheduling.role_pages import RolesOverview
+    from deploy.ops.client import CannotAsk, ask
 
     try:
         return ask(url, _PATH, RolesOverview, key=api_key)
@@ -154,8 +154,8 @@ def _overview(url: str, api_key: str) -> RolesOverview:
 
 
 def _order(url: str, api_key: str, body: bytes) -> InstanceRole:
-    from deploy.cache.client import CannotAsk, ask
     from deploy.gateway.scheduling.role_pages import InstanceRole
+    from deploy.ops.client import CannotAsk, ask
 
     try:
         return ask(url, _PATH, InstanceRole, key=api_key, body=body)

@@ -57,8 +57,8 @@ def top_command(
     prfaas link top --once --paths
     prfaas link top --json --interval 5 | jq -c '.links[] | [.name, .condition]'
     """
-    from deploy.cache.client import CannotAsk, ask, find_gateway
     from deploy.gateway.links.region_links import LinksOverview
+    from deploy.ops.client import CannotAsk, ask, find_gateway
     from deploy.region.launch.rundir import RunDirectoryError
 
     try:
@@ -87,8 +87,8 @@ def _show(
     from rich.live import Live
     from rich.text import Text
 
-    from deploy.cache.client import CannotAsk
-    from deploy.link.view import overview
+    from deploy.ops.client import CannotAsk
+    from deploy.ops.link_view import overview
 
     console = Console()
     shown = overview(look(), with_paths=with_paths)

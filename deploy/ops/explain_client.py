@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from deploy.cache.client import CannotAsk, ask
 from deploy.gateway.serving.records import RequestRecord
+from deploy.ops.client import CannotAsk, ask
 
 _NUM_NEWEST: Final = 10
 

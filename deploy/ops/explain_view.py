@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.explain.words import OUTCOMES, placement_words, reason_words, target_words
 from deploy.gateway.serving.records import RequestRecord
+from deploy.ops.explain_words import OUTCOMES, placement_words, reason_words, target_words
 from deploy.table_style import TABLE_STYLE
 from deploy.units import format_age, format_bytes, format_rate
 from scheduler.routing.decision import HAND_OFF, Number

@@ -35,9 +35,9 @@ def explain_command(
     import msgspec
     from rich.console import Console
 
-    from deploy.cache.client import CannotAsk, find_gateway
-    from deploy.explain.client import find_records
-    from deploy.explain.view import print_records
+    from deploy.ops.client import CannotAsk, find_gateway
+    from deploy.ops.explain_client import find_records
+    from deploy.ops.explain_view import print_records
     from deploy.region.launch.rundir import RunDirectoryError
 
     try:

@@ -1,1 +1,0 @@
-"""`prfaas cache`: what a region has cached, as its gateway knows it."""

@@ -1,1 +1,0 @@
-"""`prfaas explain`: why one request went where it did."""

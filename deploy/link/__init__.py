@@ -1,1 +1,0 @@
-"""`prfaas link`: what the links between clusters carry, as people see it."""

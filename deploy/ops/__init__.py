@@ -1,0 +1,1 @@
+"""Commands that ask a running region, and the tables of their answers."""

@@ -1,1 +1,0 @@
-"""`prfaas role`: which instances prefill and which decode, and changing it."""
