@@ -60,7 +60,7 @@ _COMMANDS: dict[str, _Entry] = {
     ),
     "plan": _Entry("deploy.plan.cli", "plan_app", "Plan threshold, instances, link and cost."),
     "simulate": _Entry(
-        "deploy.simulate.cli", "simulate_app", "Play traffic through a region in virtual time."
+        "deploy.plan.simulate.cli", "simulate_app", "Play traffic through a region in virtual time."
     ),
     "emulate": _Entry("deploy.emulator.cli", "emulate_app", "Emulate a long link and its faults."),
     "demo": _Entry("deploy.demo.cli", "demo_command", "Run and check two regions of tiny models."),

@@ -12,11 +12,11 @@ import typer
 
 from deploy.command_line import JsonOption, fail
 from deploy.ops.plan import live_command
-from deploy.plan.kv_cli import kv_command
-from deploy.plan.profile_cli import profile_command
+from deploy.plan.kv.cli import kv_command
+from deploy.plan.profile.cli import profile_command
 
 if TYPE_CHECKING:
-    from deploy.plan.building import PlanInput
+    from deploy.plan.solve.building import PlanInput
 
 _HELP = """Plan a region before buying it: threshold, instances, link, cost, time to first token.
 
@@ -55,7 +55,7 @@ def example_command() -> None:
 @plan_app.command("case-study")
 def case_study_command(as_json: JsonOption = False) -> None:
     """The paper's three deployments (its Table 6), worked out here, beside its own numbers."""
-    from deploy.plan.case_study import case_study, deployments
+    from deploy.plan.solve.case_study import case_study, deployments
     from scheduler.planning.throughput import Mode
 
     paper, exact = case_study(Mode.PAPER), case_study(Mode.EXACT)
@@ -69,7 +69,7 @@ def case_study_command(as_json: JsonOption = False) -> None:
             }
         )
         return
-    from deploy.plan.tables import print_case_study
+    from deploy.plan.solve.tables import print_case_study
 
     titles = {d.key: d.title for d in found}
     print_case_study(_console(), paper, exact, printed, titles)
@@ -95,7 +95,7 @@ def solve_command(
     2: the file is wrong.
     """
     plan_input = _load(file)
-    from deploy.plan.solving import Goals, search_table, solve
+    from deploy.plan.solve.solving import Goals, search_table, solve
     from scheduler.planning.plan import is_pair
     from scheduler.planning.route_search import NoRouteError
 
@@ -130,14 +130,14 @@ def solve_command(
     if search:
         document["search"] = rows
     if plot is not None:
-        from deploy.plan.plots import write_plots
+        from deploy.plan.solve.plots import write_plots
 
         write_plots(plot, solution)
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
         _print_json(document)
     else:
-        from deploy.plan.tables import print_search, print_solution
+        from deploy.plan.solve.tables import print_search, print_solution
 
         console = _console()
         print_solution(console, document, plan_input.fits)
@@ -175,7 +175,7 @@ def sweep_command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--over") from error
     plan_input = _load(file)
-    from deploy.plan.solving import SWEEPABLE, Today, sweep
+    from deploy.plan.solve.solving import SWEEPABLE, Today, sweep
     from deploy.problems import suggestion
 
     for name in ranges:
@@ -190,13 +190,13 @@ def sweep_command(
     if as_json:
         _print_json(rows)
         return
-    from deploy.plan.tables import print_sweep
+    from deploy.plan.solve.tables import print_sweep
 
     print_sweep(_console(), list(ranges), rows)
 
 
 def _load(file: Path) -> PlanInput:
-    from deploy.plan.building import load_plan
+    from deploy.plan.solve.building import load_plan
     from deploy.problems import FileError
 
     try:

@@ -35,10 +35,10 @@ from peer_end import KIB, MIB
 from peers import Kept, Site, ours
 from smoke import add_smoke
 
-from deploy.plan.building import kv_size_of
-from deploy.plan.case_study import H20_PREFILL, H200_PREFILL, KV
 from deploy.plan.model_config import config_file, read_config
-from deploy.plan.profile_file import EngineProfileFile
+from deploy.plan.profile.file import EngineProfileFile
+from deploy.plan.solve.building import kv_size_of
+from deploy.plan.solve.case_study import H20_PREFILL, H200_PREFILL, KV
 from deploy.plan.tokens import format_tokens
 from deploy.problems import FileError
 from kvmanager.hf_config import read_model_kv

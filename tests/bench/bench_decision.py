@@ -21,7 +21,7 @@ from typing import Final
 
 from smoke import add_smoke
 
-from deploy.plan.case_study import H20_PREFILL, H200_PREFILL, KV
+from deploy.plan.solve.case_study import H20_PREFILL, H200_PREFILL, KV
 from scheduler.live.admission import AdmissionConfig, AdmissionRequest, admit
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.instance_choice import choose_instance

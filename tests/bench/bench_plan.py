@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from smoke import add_smoke
 
-from deploy.plan.case_study import case_study, case_study_region
+from deploy.plan.solve.case_study import case_study, case_study_region
 from scheduler.planning.load.study import simulate_plan
 from scheduler.planning.pair_search import search_pair, threshold_grid
 from scheduler.planning.plan import best_plan

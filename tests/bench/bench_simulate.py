@@ -22,10 +22,10 @@ from typing import Any, Final
 
 from smoke import add_smoke
 
-from deploy.plan.case_study import case_study_region
+from deploy.plan.simulate.studies import STUDIES, overload
+from deploy.plan.simulate.study import Study
+from deploy.plan.solve.case_study import case_study_region
 from deploy.plan.trace import load_trace
-from deploy.simulate.studies import STUDIES, overload
-from deploy.simulate.study import Study
 from deploy.units import GBIT_PER_S
 from scheduler.live.admission import AdmissionConfig
 from scheduler.planning.plan import best_plan

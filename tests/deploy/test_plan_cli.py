@@ -9,9 +9,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from deploy.plan.case_study import KV, MIB, case_study_region
 from deploy.plan.cli import plan_app
-from deploy.plan.solving import Today, sweep
+from deploy.plan.solve.case_study import KV, MIB, case_study_region
+from deploy.plan.solve.solving import Today, sweep
 from deploy.plan.values import parse_over, parse_values
 from scheduler.planning.plan import best_plan
 from scheduler.planning.throughput import Mode

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from deploy.demo.tiny_specs import MODELS
 from deploy.plan import kv_verify
-from deploy.plan.kv_cli import kv_command
-from deploy.plan.kv_verify import Verification, compare
+from deploy.plan.kv.cli import kv_command
+from deploy.plan.kv.verify import Verification, compare
 from kvmanager.hf_config import read_model_kv
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -185,7 +185,7 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys\n"
         "import typer\n"
         "from typer.testing import CliRunner\n"
-        "from deploy.plan.kv_cli import kv_command\n"
+        "from deploy.plan.kv.cli import kv_command\n"
         "app = typer.Typer(rich_markup_mode=None)\n"
         "app.command()(kv_command)\n"
         "assert 'config.json' in CliRunner().invoke(app, ['--help']).output\n"

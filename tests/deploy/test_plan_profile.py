@@ -12,13 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiling_cases import provenance
 
-from deploy.plan.profile_engine import ProfilingError, base_url, parse_counters
-from deploy.plan.profile_file import (
+from deploy.plan.profile.engine import ProfilingError, base_url, parse_counters
+from deploy.plan.profile.file import (
     EngineProfileFile,
     PrefillPoint,
     PrefillProfile,
 )
-from deploy.plan.profile_stats import (
+from deploy.plan.profile.measuring import (
+    Wishes,
+    default_lengths,
+    make_plan,
+)
+from deploy.plan.profile.stats import (
     DecodeSample,
     DecodeSetup,
     Measured,
@@ -28,11 +33,6 @@ from deploy.plan.profile_stats import (
     decode_step,
     doubts,
     prefill_profile,
-)
-from deploy.plan.profiling import (
-    Wishes,
-    default_lengths,
-    make_plan,
 )
 from deploy.problems import FileError
 

@@ -21,22 +21,22 @@ from aiohttp.test_utils import TestServer
 from profiling_cases import provenance
 from typer.testing import CliRunner
 
-from deploy.plan.profile_cli import profile_command
-from deploy.plan.profile_engine import ProfiledEngine, ProfilingError
-from deploy.plan.profile_file import (
+from deploy.plan.profile.cli import profile_command
+from deploy.plan.profile.engine import ProfiledEngine, ProfilingError
+from deploy.plan.profile.file import (
     EngineProfile,
     EngineProfileFile,
 )
-from deploy.plan.profile_stats import (
-    DecodeSetup,
-    Measured,
-    build_profile,
-)
-from deploy.plan.profiling import (
+from deploy.plan.profile.measuring import (
     EngineBusyError,
     ProfilePlan,
     Progress,
     measure,
+)
+from deploy.plan.profile.stats import (
+    DecodeSetup,
+    Measured,
+    build_profile,
 )
 from prfaas.engines.client import open_session
 
@@ -219,7 +219,7 @@ async def test_without_the_engines_histogram_the_client_counts() -> None:
 
 
 async def test_a_busy_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.plan.profiling._SETTLE_S", 0.05)
+    monkeypatch.setattr("deploy.plan.profile.measuring._SETTLE_S", 0.05)
     async with profiled(FakeEngine(num_strangers=3)) as engine:
         with pytest.raises(EngineBusyError, match="3 requests running"):
             await run_plan(engine)
@@ -229,7 +229,7 @@ async def test_a_busy_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_metrics_of_another_engine_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.plan.profiling._SETTLE_S", 0.05)
+    monkeypatch.setattr("deploy.plan.profile.measuring._SETTLE_S", 0.05)
     async with profiled(FakeEngine(strangers_in_a_sample=-1)) as engine:
         with pytest.raises(ProfilingError, match="do several engines share this URL"):
             await run_plan(engine)

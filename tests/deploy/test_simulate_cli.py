@@ -11,9 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.simulate.building import load_simulation
-from deploy.simulate.cli import simulate_app
-from deploy.simulate.studies import STUDIES
+from deploy.plan.simulate.building import load_simulation
+from deploy.plan.simulate.cli import simulate_app
+from deploy.plan.simulate.studies import STUDIES
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "simulate" / "examples" / "simulation.yaml"
 

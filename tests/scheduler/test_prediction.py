@@ -22,7 +22,7 @@ from scheduling_cases import (
     untimed,
 )
 
-from deploy.plan.case_study import H200_PREFILL, KV
+from deploy.plan.solve.case_study import H200_PREFILL, KV
 from scheduler.planning.curves import interpolate
 from scheduler.routing.prediction import (
     OverheadMeter,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import scheduler.replay.deciding as deciding
-from deploy.plan.case_study import case_study_region
+from deploy.plan.solve.case_study import case_study_region
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term import LongTermConfig
 from scheduler.planning.lengths import EmpiricalLengths

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from deploy.plan.case_study import H20_PREFILL, KV, STEP_S, case_study_region
-from deploy.simulate.building import homogeneous
-from deploy.simulate.shift_study import shift
-from deploy.simulate.study import PERIOD_S, Goal, Study, case_study_model
+from deploy.plan.simulate.building import homogeneous
+from deploy.plan.simulate.shift_study import shift
+from deploy.plan.simulate.study import PERIOD_S, Goal, Study, case_study_model
+from deploy.plan.solve.case_study import H20_PREFILL, KV, STEP_S, case_study_region
 from deploy.units import GBIT_PER_S
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term import LongTermConfig

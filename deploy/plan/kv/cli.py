@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from deploy.plan.kv_report import LengthRow
-    from deploy.plan.kv_verify import Verification
+    from deploy.plan.kv.report import LengthRow
+    from deploy.plan.kv.verify import Verification
     from kvmanager.hf_config import ModelKv
 
 _DEFAULT_LENGTHS = "1Ki,8Ki,32Ki,128Ki"
@@ -89,7 +89,7 @@ def kv_command(
     model = _read_model(ends, options)
     verification = _verify(ends, options) if verify else None
 
-    from deploy.plan.kv_report import length_rows
+    from deploy.plan.kv.report import length_rows
 
     rows = length_rows(model, counts, times_s, gpus / gpus_per_instance or None)
     ends.show(model, rows, verification)
@@ -114,7 +114,7 @@ class _Ends:
         self, model: ModelKv, rows: list[LengthRow], verification: Verification | None
     ) -> None:
         """Tables or JSON on stdout."""
-        from deploy.plan.kv_report import document
+        from deploy.plan.kv.report import document
 
         if self.as_json:
             result = {"ok": True, "file": str(self.file)} | document(model, rows)
@@ -124,7 +124,7 @@ class _Ends:
             return
         from rich.console import Console
 
-        from deploy.plan.kv_view import print_tables
+        from deploy.plan.kv.view import print_tables
 
         console = Console()
         print_tables(console, model, rows)
@@ -158,7 +158,7 @@ def _read_model(ends: _Ends, options: dict[str, Any]) -> ModelKv:
 
 def _verify(ends: _Ends, options: dict[str, Any]) -> Verification:
     """Compares at one rank: more would need as many processes."""
-    from deploy.plan.kv_verify import verify
+    from deploy.plan.kv.verify import verify
 
     return verify(
         ends.file,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from deploy.plan.kv_report import KindRow, LengthRow, kind_rows
+from deploy.plan.kv.report import KindRow, LengthRow, kind_rows
 from deploy.plan.tokens import format_tokens
 from deploy.table_style import TABLE_STYLE
 from kvmanager.hf_config import ModelKv

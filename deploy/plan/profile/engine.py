@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import msgspec
 
-from deploy.plan.profile_stats import TokenTimes
+from deploy.plan.profile.stats import TokenTimes
 
 RUNNING: Final = "vllm:num_requests_running"
 WAITING: Final = "vllm:num_requests_waiting"

@@ -14,13 +14,13 @@ from typing import TypeVar
 import numpy as np
 
 from deploy.plan.model_config import config_file, read_config
-from deploy.plan.profile_file import (
+from deploy.plan.profile.file import (
     DecodeStep,
     EngineProfileFile,
     KvCacheSize,
     PrefillPoint,
 )
-from deploy.plan.spec import PdClusterSpec, PlanSpec, ProfileSpec, TraceSpec
+from deploy.plan.solve.spec import PdClusterSpec, PlanSpec, ProfileSpec, TraceSpec
 from deploy.plan.trace import load_trace
 from deploy.problems import FileError, KeyPath, Problem, suggestion
 from deploy.yaml_files import parse_yaml, read_text

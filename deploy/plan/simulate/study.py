@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from deploy.plan.case_study import STEP_S, case_study_region
+from deploy.plan.solve.case_study import STEP_S, case_study_region
 from scheduler.replay.links import RateSchedule
 from scheduler.replay.model import ReplayModel, Slo
 from scheduler.replay.results import Outcome

@@ -21,8 +21,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from deploy.plan.profile_file import EngineProfile
-    from deploy.plan.profiling import Progress
+    from deploy.plan.profile.file import EngineProfile
+    from deploy.plan.profile.measuring import Progress
 
 
 class ProgressView:

@@ -1,6 +1,6 @@
 """simulation.yaml: a plan file with a `simulation` key, which says what happens over time.
 
-Shapes and single values only; `deploy.simulate.building` turns a specification into a replay.
+Shapes and single values only; `deploy.plan.simulate.building` turns a specification into a replay.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from deploy.plan.spec import BytesPerS, Name, PlanSpec
+from deploy.plan.solve.spec import BytesPerS, Name, PlanSpec
 from deploy.plan.tokens import parse_tokens
 from deploy.units import parse_duration
 

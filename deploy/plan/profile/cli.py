@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from deploy.plan.profile_engine import ServedModel
-    from deploy.plan.profile_file import EngineProfileFile, KvCacheSize
-    from deploy.plan.profile_stats import Measured
-    from deploy.plan.profile_view import ProgressView
-    from deploy.plan.profiling import ProfilePlan, Wishes
+    from deploy.plan.profile.engine import ServedModel
+    from deploy.plan.profile.file import EngineProfileFile, KvCacheSize
+    from deploy.plan.profile.measuring import ProfilePlan, Wishes
+    from deploy.plan.profile.stats import Measured
+    from deploy.plan.profile.view import ProgressView
 
 _LONG_TOKENS = 10**9
 """Longer than any window."""
@@ -75,7 +75,7 @@ def profile_command(
     prfaas plan profile --url http://127.0.0.1:8000
     prfaas plan profile --url http://gpu1:8000 --lengths 1Ki,8Ki,32Ki,128Ki --out h200.yaml
     """
-    from deploy.plan.profiling import Wishes
+    from deploy.plan.profile.measuring import Wishes
 
     context = _numbers(decode_context, "--decode-context", _tokens)
     if len(context) > 1:
@@ -116,7 +116,7 @@ class _Job:
 
 
 def _new_job(url: str, api_key: str, model: str, wishes: Wishes) -> _Job:
-    from deploy.plan.profile_stats import Measured
+    from deploy.plan.profile.stats import Measured
 
     return _Job(url, api_key, model, wishes, Measured())
 
@@ -125,8 +125,8 @@ def _run(job: _Job) -> tuple[str, int]:
     """Measure; why it was cut short, empty if it was not, and the exit status."""
     from rich.console import Console
 
-    from deploy.plan.profile_engine import ProfilingError
-    from deploy.plan.profile_view import ProgressView
+    from deploy.plan.profile.engine import ProfilingError
+    from deploy.plan.profile.view import ProgressView
 
     try:
         with ProgressView(Console(stderr=True)) as view:
@@ -139,8 +139,8 @@ def _run(job: _Job) -> tuple[str, int]:
 
 
 async def _measure(job: _Job, view: ProgressView) -> None:
-    from deploy.plan.profile_engine import ProfiledEngine
-    from deploy.plan.profiling import make_plan, measure
+    from deploy.plan.profile.engine import ProfiledEngine
+    from deploy.plan.profile.measuring import make_plan, measure
     from prfaas.engines.client import open_session
 
     async with open_session() as session:
@@ -153,9 +153,9 @@ async def _measure(job: _Job, view: ProgressView) -> None:
 
 
 def _file(job: _Job, kv_cache: KvCacheSize | None, *, complete: bool) -> EngineProfileFile:
-    from deploy.plan.profile_engine import base_url
-    from deploy.plan.profile_file import EngineProfileFile, Provenance
-    from deploy.plan.profile_stats import build_profile
+    from deploy.plan.profile.engine import base_url
+    from deploy.plan.profile.file import EngineProfileFile, Provenance
+    from deploy.plan.profile.stats import build_profile
 
     assert job.model is not None
     assert job.plan is not None
@@ -199,7 +199,7 @@ class _Ends:
             return
         from rich.console import Console
 
-        from deploy.plan.profile_view import tables
+        from deploy.plan.profile.view import tables
 
         console = Console()
         for table in tables(file.profile):
@@ -222,7 +222,7 @@ def _kv_cache(config: Path | None, ends: _Ends) -> KvCacheSize | None:
     if config is None:
         return None
     from deploy.plan.model_config import config_file, read_config
-    from deploy.plan.profile_file import KvCacheSize
+    from deploy.plan.profile.file import KvCacheSize
     from kvmanager.hf_config import read_model_kv
 
     path = config_file(config)

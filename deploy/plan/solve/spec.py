@@ -1,6 +1,6 @@
 """plan.yaml: what a user says about hardware, links, traffic and prices.
 
-Shapes and single values only; `deploy.plan.building` turns a specification into a region.
+Shapes and single values only; `deploy.plan.solve.building` turns a specification into a region.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from deploy.plan.profile_file import DecodeStep, PrefillPoint
+from deploy.plan.profile.file import DecodeStep, PrefillPoint
 from deploy.plan.tokens import parse_tokens
 from deploy.units import parse_duration, parse_rate, parse_size
 

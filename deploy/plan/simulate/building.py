@@ -10,11 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from deploy.plan.building import PlanInput, load_plan
-from deploy.plan.spec import PlanSpec
-from deploy.plan.trace import load_trace
-from deploy.problems import FileError, Problem, suggestion
-from deploy.simulate.spec import (
+from deploy.plan.simulate.spec import (
     POLICY_NAMES,
     LinkEventsSpec,
     PhaseSpec,
@@ -22,6 +18,10 @@ from deploy.simulate.spec import (
     SimulationFile,
     SimulationSpec,
 )
+from deploy.plan.solve.building import PlanInput, load_plan
+from deploy.plan.solve.spec import PlanSpec
+from deploy.plan.trace import load_trace
+from deploy.problems import FileError, Problem, suggestion
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term import LongTermConfig
 from scheduler.planning.plan import best_plan

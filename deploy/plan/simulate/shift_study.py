@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from deploy.simulate.building import traffic_of
-from deploy.simulate.study import PERIOD_S, Goal, Study, case_study_model
+from deploy.plan.simulate.building import traffic_of
+from deploy.plan.simulate.study import PERIOD_S, Goal, Study, case_study_model
 from scheduler.live.long_term import LongTermConfig
 from scheduler.planning.division_search import Bounds, best_within
 from scheduler.planning.lengths import EmpiricalLengths

@@ -14,8 +14,8 @@ from typer.core import TyperGroup
 from deploy.command_line import JsonOption, fail
 
 if TYPE_CHECKING:
-    from deploy.simulate.building import Simulation
-    from deploy.simulate.study import Study
+    from deploy.plan.simulate.building import Simulation
+    from deploy.plan.simulate.study import Study
 
 _HELP = """Play traffic through a region in virtual time: goodput, first tokens, egress, roles.
 
@@ -84,8 +84,8 @@ def run_command(
     _check_plot(plot)
     simulation = _load(file)
     names = _names(simulation, policy, compare)
+    from deploy.plan.simulate.report import document_of, print_outcomes, series_of
     from deploy.problems import FileError
-    from deploy.simulate.report import document_of, print_outcomes, series_of
     from scheduler.replay.driver import replay
 
     try:
@@ -102,7 +102,7 @@ def run_command(
         name: document_of(outcome, warm_up * outcome.span_s) for name, outcome in outcomes.items()
     }
     if plot is not None:
-        from deploy.simulate.plots import write_plots
+        from deploy.plan.simulate.plots import write_plots
 
         write_plots(plot, outcomes)
         typer.echo(f"wrote {plot}", err=True)
@@ -132,8 +132,8 @@ def study_command(
 
     Exit status 1: a goal was missed.
     """
+    from deploy.plan.simulate.studies import STUDIES
     from deploy.problems import suggestion
-    from deploy.simulate.studies import STUDIES
 
     if name not in STUDIES:
         fail(f"no study {name!r}{suggestion(name, STUDIES)}", 2)
@@ -142,7 +142,7 @@ def study_command(
     _check_plot(plot)
     study = _overload(trace, seed, scale) if trace is not None else STUDIES[name](seed, scale)
     if plot is not None and study.outcomes:
-        from deploy.simulate.plots import write_plots
+        from deploy.plan.simulate.plots import write_plots
 
         write_plots(plot, study.outcomes)
         typer.echo(f"wrote {plot}", err=True)
@@ -159,9 +159,9 @@ def study_command(
 
 
 def _overload(trace: Path, seed: int, scale: float) -> Study:
+    from deploy.plan.simulate.studies import overload
     from deploy.plan.trace import load_trace
     from deploy.problems import FileError
-    from deploy.simulate.studies import overload
 
     try:
         return overload(seed, scale, load_trace(trace))
@@ -170,8 +170,8 @@ def _overload(trace: Path, seed: int, scale: float) -> Study:
 
 
 def _load(file: Path) -> Simulation:
+    from deploy.plan.simulate.building import load_simulation
     from deploy.problems import FileError
-    from deploy.simulate.building import load_simulation
 
     try:
         return load_simulation(file)

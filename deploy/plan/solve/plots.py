@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from deploy.plan.solving import Solution, binding_words, without_prefill_clusters
+from deploy.plan.solve.solving import Solution, binding_words, without_prefill_clusters
 from deploy.units import GBIT_PER_S
 from scheduler.planning.pair_search import search_pair, threshold_grid
 from scheduler.planning.plan import Plan, best_plan, is_pair
@@ -257,7 +257,7 @@ def _page(figure: Figure, solution: Solution) -> str:
     """One page without anything from elsewhere."""
     from rich.console import Console
 
-    from deploy.plan.tables import print_solution
+    from deploy.plan.solve.tables import print_solution
 
     picture = io.StringIO()
     figure.savefig(picture, format="svg")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from deploy.plan.profile_engine import (
+from deploy.plan.profile.engine import (
     Counters,
     EngineBusyError,
     ProfiledEngine,
@@ -26,7 +26,7 @@ from deploy.plan.profile_engine import (
     ServedModel,
     Streamed,
 )
-from deploy.plan.profile_stats import (
+from deploy.plan.profile.stats import (
     MIN_STEPS,
     DecodeSample,
     DecodeSetup,

@@ -1,0 +1,1 @@
+"""`prfaas plan kv`: KVCache sizes of a model."""

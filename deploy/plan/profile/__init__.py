@@ -1,0 +1,1 @@
+"""`prfaas plan profile`: measures an engine."""
