@@ -62,8 +62,12 @@ _COMMANDS: dict[str, _Entry] = {
     "simulate": _Entry(
         "deploy.plan.simulate.cli", "simulate_app", "Play traffic through a region in virtual time."
     ),
-    "emulate": _Entry("deploy.emulator.cli", "emulate_app", "Emulate a long link and its faults."),
-    "demo": _Entry("deploy.demo.cli", "demo_command", "Run and check two regions of tiny models."),
+    "emulate": _Entry(
+        "deploy.lab.emulator.cli", "emulate_app", "Emulate a long link and its faults."
+    ),
+    "demo": _Entry(
+        "deploy.lab.demo.cli", "demo_command", "Run and check two regions of tiny models."
+    ),
     "version": _Entry("deploy.cli", "version_command", "Print the version."),
 }
 

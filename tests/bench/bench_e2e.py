@@ -35,9 +35,9 @@ from running_region import served_model
 from smoke import add_smoke
 from wan import Wan, wan
 
-from deploy.demo.scenario import text
-from deploy.demo.tiny_models import build_model
-from deploy.demo.tiny_specs import MODELS
+from deploy.lab.demo.scenario import text
+from deploy.lab.demo.tiny_models import build_model
+from deploy.lab.demo.tiny_specs import MODELS
 
 MAX_STARTS = 4
 

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from running_region import served_model
 from smoke import add_smoke
 
-from deploy.demo.regions import demo_region
-from deploy.demo.scenario import text
-from deploy.demo.tiny_models import build_model
-from deploy.demo.tiny_specs import MODELS
+from deploy.lab.demo.regions import demo_region
+from deploy.lab.demo.scenario import text
+from deploy.lab.demo.tiny_models import build_model
+from deploy.lab.demo.tiny_specs import MODELS
 from deploy.region.launch.launcher import RunningRegion
 
 OUTPUT_TOKENS = 16

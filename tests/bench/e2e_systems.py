@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 from wan import DEVICE, FAR, NEAR, Wan
 
-from deploy.demo.tiny_specs import TinyModel
+from deploy.lab.demo.tiny_specs import TinyModel
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.plan import PlannedProcess
 from deploy.region.spec.region import RegionSpec

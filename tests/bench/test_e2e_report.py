@@ -7,7 +7,7 @@ import pytest
 from bench_e2e import Measured, prompts, summarise
 from e2e_systems import MODEL, is_whole, region_spec, word_of
 
-from deploy.demo.tiny_specs import MODELS
+from deploy.lab.demo.tiny_specs import MODELS
 
 
 def measured(system: str, gbps: float, ttft_s: float) -> Measured:

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from deploy.demo import run
-from deploy.demo.run import DemoOptions, run_demo, status_line
+from deploy.lab.demo import run
+from deploy.lab.demo.run import DemoOptions, run_demo, status_line
 from deploy.region.launch.launcher import RegionStartFailed
 from prfaas.engines.errors import EngineStartFailed
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from deploy.demo.answers import Answer
-from deploy.demo.scenario import DemoRequest
-from deploy.demo.verdict import Row, judge, judge_shares
+from deploy.lab.demo.answers import Answer
+from deploy.lab.demo.scenario import DemoRequest
+from deploy.lab.demo.verdict import Row, judge, judge_shares
 
 RIGHT = Answer(
     status=200, token_ids=[1, 2], num_prompt_tokens=5000, cached_tokens=0, request_id="r"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.emulator.core import ByteQueue, ChunkPool, DelayLine, LinkShape, RateClock
+from deploy.lab.emulator.core import ByteQueue, ChunkPool, DelayLine, LinkShape, RateClock
 
 
 class TestRateClock:

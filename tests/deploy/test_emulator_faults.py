@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from deploy.emulator.faults import Command, Cut, Fault, FaultPlan, Flip, Heal, Stall
+from deploy.lab.emulator.faults import Command, Cut, Fault, FaultPlan, Flip, Heal, Stall
 
 
 def test_faults_strike_in_the_order_of_their_counts() -> None:

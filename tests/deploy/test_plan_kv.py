@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from deploy.demo.tiny_specs import MODELS
+from deploy.lab.demo.tiny_specs import MODELS
 from deploy.plan import kv_verify
 from deploy.plan.kv.cli import kv_command
 from deploy.plan.kv.verify import Verification, compare

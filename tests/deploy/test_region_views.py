@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from deploy.emulator.faults import DirectionReport, LinkReport
+from deploy.lab.emulator.faults import DirectionReport, LinkReport
 from deploy.region.launch.launcher import Progress
 from deploy.region.launch.progress import LineView, TableView, line_view, progress_view
 from deploy.region.launch.rundir import ProcessRecord, RegionState

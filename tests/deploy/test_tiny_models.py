@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.demo.byte_tokenizer import EOS_ID, PRINTABLE_IDS, VOCAB_SIZE, tokenizer_files
-from deploy.demo.tiny_models import build_model, draw, is_up_to_date, main
-from deploy.demo.tiny_specs import MODELS, Parameter, TinyModel
+from deploy.lab.demo.byte_tokenizer import EOS_ID, PRINTABLE_IDS, VOCAB_SIZE, tokenizer_files
+from deploy.lab.demo.tiny_models import build_model, draw, is_up_to_date, main
+from deploy.lab.demo.tiny_specs import MODELS, Parameter, TinyModel
 
 TINY = ["qwen3-next-tiny", "mimo-v2-tiny"]
 
@@ -127,7 +127,7 @@ def test_fingerprints_differ_and_cover_the_weight_rules(
 ) -> None:
     fingerprint = spec.fingerprint()
     assert all(fingerprint != other.fingerprint() for other in MODELS.values() if other is not spec)
-    monkeypatch.setattr("deploy.demo.tiny_specs._OUTPUT_LOGIT_STD", 5.0)
+    monkeypatch.setattr("deploy.lab.demo.tiny_specs._OUTPUT_LOGIT_STD", 5.0)
     assert spec.fingerprint() != fingerprint
 
 

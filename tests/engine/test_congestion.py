@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 from engine_region import WINDOW, model_dir, on_cores_of_their_own, region_spec, running
 
-from deploy.demo.scenario import text
+from deploy.lab.demo.scenario import text
 from deploy.region.launch.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -37,11 +37,11 @@ from engine_region import (
 from handoff import Handoff
 from landed_pages import pages_of
 
-from deploy.demo.answers import Answer
-from deploy.demo.reference import plain_engine
-from deploy.demo.scenario import CHUNK_TOKENS, DemoRequest, text
-from deploy.demo.tiny_specs import MODELS
-from deploy.demo.verdict import MAX_TAIL_SHARE, MIN_EARLY_SHARE
+from deploy.lab.demo.answers import Answer
+from deploy.lab.demo.reference import plain_engine
+from deploy.lab.demo.scenario import CHUNK_TOKENS, DemoRequest, text
+from deploy.lab.demo.tiny_specs import MODELS
+from deploy.lab.demo.verdict import MAX_TAIL_SHARE, MIN_EARLY_SHARE
 from deploy.region.launch.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

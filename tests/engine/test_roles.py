@@ -31,9 +31,9 @@ from engine_region import (
     running,
 )
 
-from deploy.demo.answers import Answer
-from deploy.demo.regions import pd_cluster_alone
-from deploy.demo.scenario import DemoRequest
+from deploy.lab.demo.answers import Answer
+from deploy.lab.demo.regions import pd_cluster_alone
+from deploy.lab.demo.scenario import DemoRequest
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.spec.region import RegionInstance, RegionSpec
 

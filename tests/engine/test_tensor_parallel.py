@@ -24,8 +24,8 @@ from engine_region import (
     settled_record,
 )
 
-from deploy.demo.answers import Answer
-from deploy.demo.scenario import DemoRequest
+from deploy.lab.demo.answers import Answer
+from deploy.lab.demo.scenario import DemoRequest
 from deploy.region.launch.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

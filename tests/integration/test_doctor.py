@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from certificates import make_authority, openssl
 
-from deploy.emulator import RelayProcess
+from deploy.lab.emulator import RelayProcess
 from kvmanager.agent.messages import (
     ProbeEnd,
     ProbeEndReply,

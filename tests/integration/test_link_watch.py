@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from deploy.emulator import RelayProcess
 from deploy.gateway.app import Gateway
 from deploy.gateway.file import GatewayFile, build_clusters, build_links
 from deploy.gateway.links.region_links import LinksOverview
 from deploy.gateway.server import start_server
+from deploy.lab.emulator import RelayProcess
 from deploy.ops.client import ask
 from kvmanager.agent.clients.links import LinkClient, probe_link
 from kvmanager.agent.links.messages import LinkFeed, LinkView, WatchLinks

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.emulator import RelayControl, RelayError, RelayProcess
+from deploy.lab.emulator import RelayControl, RelayError, RelayProcess
 
 
 class Echo:
@@ -340,7 +340,7 @@ def test_a_start_that_fails_says_why() -> None:
 def test_it_dies_with_the_process_that_started_it() -> None:
     code = (
         "import os, signal\n"
-        "from deploy.emulator import RelayProcess\n"
+        "from deploy.lab.emulator import RelayProcess\n"
         "link = RelayProcess('127.0.0.1:1').start()\n"
         "print(link.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -13,8 +13,8 @@ from engine_region import (
     until,
 )
 
-from deploy.demo.answers import Answer
-from deploy.demo.scenario import DemoRequest
+from deploy.lab.demo.answers import Answer
+from deploy.lab.demo.scenario import DemoRequest
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.running import RunningProcess
 from kvmanager.agent.messages import CacheModel

@@ -14,13 +14,13 @@ from typing import Any
 
 import aiohttp
 
-from deploy.demo.answers import Answer, ask_all
-from deploy.demo.reference import decided_answers, plain_engine
-from deploy.demo.regions import demo_region
-from deploy.demo.scenario import DemoRequest
-from deploy.demo.tiny_models import build_model
-from deploy.demo.tiny_specs import MODELS
 from deploy.gateway.scheduling.config import RoutingSection
+from deploy.lab.demo.answers import Answer, ask_all
+from deploy.lab.demo.reference import decided_answers, plain_engine
+from deploy.lab.demo.regions import demo_region
+from deploy.lab.demo.scenario import DemoRequest
+from deploy.lab.demo.tiny_models import build_model
+from deploy.lab.demo.tiny_specs import MODELS
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
@@ -37,7 +37,7 @@ def model_dir(cache_dir: Path, name: str) -> Path:
 
 
 def region_spec(path: Path, name: str, **changes: Any) -> RegionSpec:
-    """The demo's region for one model; see `deploy.demo.regions.demo_region`."""
+    """The demo's region for one model; see `deploy.lab.demo.regions.demo_region`."""
     return demo_region(MODELS[name], path, **changes)
 
 

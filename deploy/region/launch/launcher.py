@@ -21,7 +21,7 @@ from typing import Self
 import aiohttp
 import psutil
 
-from deploy.emulator.control import RelayControl
+from deploy.lab.emulator.control import RelayControl
 from deploy.problems import FileError
 from deploy.region.launch.arenas import discard_arenas
 from deploy.region.launch.plan import Kind, PlannedProcess, Planner, gateway_url

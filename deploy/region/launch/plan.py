@@ -14,9 +14,9 @@ from typing import Literal
 
 from blake3 import blake3
 
-from deploy.emulator.control import relay_argv
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
+from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
 from deploy.region.launch.arenas import arena_name
 from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address, join_address

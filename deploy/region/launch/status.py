@@ -15,9 +15,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.emulator.control import RelayControl, RelayError
-from deploy.emulator.faults import LinkReport
 from deploy.gateway.cache.shares import hit_share
+from deploy.lab.emulator.control import RelayControl, RelayError
+from deploy.lab.emulator.faults import LinkReport
 from deploy.region.launch.rundir import RegionState
 from deploy.region.spec.region import RegionSpec
 from deploy.units import format_age, format_bytes, format_duration, format_rate

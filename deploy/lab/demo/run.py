@@ -17,15 +17,15 @@ import aiohttp
 from rich.console import Console
 from rich.markup import escape
 
-from deploy.demo.answers import Answer, ask_all
-from deploy.demo.leftovers import arenas, leftovers
-from deploy.demo.reference import decided_answers, plain_engine
-from deploy.demo.regions import demo_region
-from deploy.demo.report import print_tables, write_json
-from deploy.demo.scenario import DemoRequest, demo_requests
-from deploy.demo.tiny_models import build_model
-from deploy.demo.tiny_specs import MODELS
-from deploy.demo.verdict import Row, judge, judge_shares
+from deploy.lab.demo.answers import Answer, ask_all
+from deploy.lab.demo.leftovers import arenas, leftovers
+from deploy.lab.demo.reference import decided_answers, plain_engine
+from deploy.lab.demo.regions import demo_region
+from deploy.lab.demo.report import print_tables, write_json
+from deploy.lab.demo.scenario import DemoRequest, demo_requests
+from deploy.lab.demo.tiny_models import build_model
+from deploy.lab.demo.tiny_specs import MODELS
+from deploy.lab.demo.verdict import Row, judge, judge_shares
 from deploy.region.launch.launcher import RegionStartFailed, RunningRegion
 from deploy.region.launch.progress import progress_view
 from prfaas.engines.errors import EngineStartFailed

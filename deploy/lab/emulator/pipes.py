@@ -12,8 +12,8 @@ import socket
 import struct
 from dataclasses import dataclass, field
 
-from deploy.emulator.core import ByteQueue, ChunkPool, DelayLine, LinkShape, RateClock
-from deploy.emulator.faults import Direction, DirectionReport
+from deploy.lab.emulator.core import ByteQueue, ChunkPool, DelayLine, LinkShape, RateClock
+from deploy.lab.emulator.faults import Direction, DirectionReport
 
 MIN_READ_BYTES = 1448
 MIN_SPACE_BYTES = 16 << 10

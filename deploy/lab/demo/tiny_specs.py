@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
-from deploy.demo.byte_tokenizer import EOS_ID, PAD_ID, PRINTABLE_IDS, VOCAB_SIZE
+from deploy.lab.demo.byte_tokenizer import EOS_ID, PAD_ID, PRINTABLE_IDS, VOCAB_SIZE
 
 FORMAT_VERSION = 1
 """Part of every fingerprint: raise it when files change that neither config nor parameters show."""

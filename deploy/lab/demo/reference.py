@@ -7,10 +7,10 @@ from pathlib import Path
 
 import aiohttp
 
-from deploy.demo.answers import REQUEST_TIMEOUT_S, Answer, ask
-from deploy.demo.regions import rank_environment
-from deploy.demo.scenario import DemoRequest
-from deploy.demo.tiny_specs import TinyModel
+from deploy.lab.demo.answers import REQUEST_TIMEOUT_S, Answer, ask
+from deploy.lab.demo.regions import rank_environment
+from deploy.lab.demo.scenario import DemoRequest
+from deploy.lab.demo.tiny_specs import TinyModel
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.supervisor import Supervisor, engine_process

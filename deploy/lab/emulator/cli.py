@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.emulator.control import RelayControl, RelayError
-from deploy.emulator.faults import Command, Configure, LinkReport
+from deploy.lab.emulator.control import RelayControl, RelayError
+from deploy.lab.emulator.faults import Command, Configure, LinkReport
 from deploy.units import format_duration, format_rate, parse_duration, parse_rate
 
 emulate_app = typer.Typer(
@@ -68,7 +68,7 @@ def link_command(
     prfaas emulate link --to 127.0.0.1:7100 --rate 1Gbit --rtt 20ms --control /tmp/link.sock
     prfaas emulate fault /tmp/link.sock cut --for 3s
     """
-    from deploy.emulator.relay import main
+    from deploy.lab.emulator.relay import main
 
     options = {"--to": to, "--listen": listen, "--rate": rate, "--rtt": rtt, "--jitter": jitter}
     argv = [word for pair in options.items() for word in pair]

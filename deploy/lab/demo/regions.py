@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from deploy.demo.scenario import CHUNK_TOKENS, THRESHOLD_TOKENS
-from deploy.demo.tiny_specs import TinyModel
+from deploy.lab.demo.scenario import CHUNK_TOKENS, THRESHOLD_TOKENS
+from deploy.lab.demo.tiny_specs import TinyModel
 from deploy.region.spec.region import RegionInstance, RegionSpec
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deploy.demo.run import DEFAULT_MODELS, DemoOptions, run_demo
+from deploy.lab.demo.run import DEFAULT_MODELS, DemoOptions, run_demo
 
 
 def demo_command(

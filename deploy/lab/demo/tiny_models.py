@@ -4,7 +4,7 @@ Knows files: checkpoints, manifests, atomic replacement. Does not know what weig
 (`tiny_specs`).
 A directory whose manifest carries the model's fingerprint is left as it is.
 
-    python -m deploy.demo.tiny_models --out DIR [--model NAME]... [--json]
+    python -m deploy.lab.demo.tiny_models --out DIR [--model NAME]... [--json]
 """
 
 import argparse
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.demo.byte_tokenizer import tokenizer_files
-from deploy.demo.tiny_specs import MODELS, Parameter, TinyModel
+from deploy.lab.demo.byte_tokenizer import tokenizer_files
+from deploy.lab.demo.tiny_specs import MODELS, Parameter, TinyModel
 
 _MANIFEST_NAME = "prfaas-model.json"
 _WEIGHTS_NAME = "model.safetensors"
@@ -166,7 +166,9 @@ def _print_progress(name: str, share: float) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: build the named models (all of them by default), print where they are."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.demo.tiny_models", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.lab.demo.tiny_models", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory that holds the models")
     parser.add_argument("--model", action="append", choices=sorted(MODELS), help="default: all")
     parser.add_argument("--json", action="store_true", help="print a JSON list")

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import msgspec
 
-from deploy.emulator.core import ChunkPool, LinkShape
-from deploy.emulator.faults import (
+from deploy.lab.emulator.core import ChunkPool, LinkShape
+from deploy.lab.emulator.faults import (
     Blackhole,
     Command,
     Configure,
@@ -33,7 +33,7 @@ from deploy.emulator.faults import (
     Reset,
     Stall,
 )
-from deploy.emulator.pipes import Connection, LinkDirection, Pipe, Side
+from deploy.lab.emulator.pipes import Connection, LinkDirection, Pipe, Side
 
 _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 _GONE = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP

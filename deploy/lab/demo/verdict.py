@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.demo.answers import Answer
-from deploy.demo.scenario import CHUNK_TOKENS, DemoRequest
+from deploy.lab.demo.answers import Answer
+from deploy.lab.demo.scenario import CHUNK_TOKENS, DemoRequest
 
 MIN_CHUNKS = 4
 MIN_EARLY_SHARE = 0.8

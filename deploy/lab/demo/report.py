@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from deploy.demo.verdict import Row
+from deploy.lab.demo.verdict import Row
 from deploy.table_style import TABLE_STYLE
 
 _PARTS = {

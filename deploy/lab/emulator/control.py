@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from deploy.emulator.faults import (
+from deploy.lab.emulator.faults import (
     Blackhole,
     Command,
     Configure,
@@ -49,7 +49,7 @@ class RelayControl:
         self._timeout_s = timeout_s
 
     def send(self, command: Command) -> LinkReport:
-        """Any command of `deploy.emulator.faults`."""
+        """Any command of `deploy.lab.emulator.faults`."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
                 peer.settimeout(self._timeout_s)
@@ -196,7 +196,7 @@ def relay_argv(*, to: str, listen: str, rate: str, rtt: str, jitter: str) -> lis
     """The command line of a relay process, without its control socket; see `module_argv`."""
     options = {"--listen": listen, "--to": to, "--rate": rate, "--rtt": rtt, "--jitter": jitter}
     words = [word for pair in options.items() for word in pair]
-    return module_argv("deploy.emulator.relay", *words)
+    return module_argv("deploy.lab.emulator.relay", *words)
 
 
 def _first_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:

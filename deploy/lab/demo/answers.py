@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.demo.scenario import DemoRequest
+from deploy.lab.demo.scenario import DemoRequest
 
 REQUEST_TIMEOUT_S = 300.0
 

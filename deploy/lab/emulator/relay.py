@@ -1,7 +1,7 @@
 """A TCP relay process that behaves like a long link: rate, delay, jitter, and faults on command.
 
 Needs no privileges. Process entry:
-``python -m deploy.emulator.relay --listen 127.0.0.1:0 --to 127.0.0.1:7100 --rate 1Gbit --rtt 20ms
+``python -m deploy.lab.emulator.relay --listen 127.0.0.1:0 --to 127.0.0.1:7100 --rate 1Gbit --rtt 20ms
 --control /tmp/link.sock``; prints one JSON line when it is ready and serves until SIGTERM.
 """
 
@@ -17,9 +17,9 @@ from contextlib import suppress
 
 import msgspec
 
-from deploy.emulator.core import LinkShape
-from deploy.emulator.faults import Command, Reply
-from deploy.emulator.link import Address, EmulatedLink
+from deploy.lab.emulator.core import LinkShape
+from deploy.lab.emulator.faults import Command, Reply
+from deploy.lab.emulator.link import Address, EmulatedLink
 from deploy.processes import exit_with_parent
 from deploy.units import parse_duration, parse_rate
 
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m deploy.emulator.relay")
+    parser = argparse.ArgumentParser(prog="python -m deploy.lab.emulator.relay")
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 picks one")
     parser.add_argument("--to", required=True, help="host:port of the target")
     parser.add_argument("--rate", default="unlimited", help="1Gbit, 200Mbit, unlimited")

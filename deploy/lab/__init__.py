@@ -1,0 +1,1 @@
+"""What runs regions for study: the link emulator and the demo."""
