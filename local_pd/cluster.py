@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
-from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
+from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.conversion import RoleChange, RoleStatus
+from scheduler.reports import ClusterReport
 
 
 class PdCluster(Protocol):

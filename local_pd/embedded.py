@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvmanager.agent.messages import ReserveReply
+from kvmanager.landing import consumer_params, reserved_landing
 from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, RoleRefused, UnknownInstance
 from local_pd.handoff import LocalHandoff
 from local_pd.leases import LeaseKeeper
@@ -28,14 +29,9 @@ from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
-from prfaas.jobs import (
-    ClusterReport,
-    PrefillJob,
-    PrefillResult,
-    consumer_params,
-    reserved_landing,
-)
+from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.conversion import RoleChange, RoleStatus, applied
+from scheduler.reports import ClusterReport
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.local_pd")

@@ -16,7 +16,8 @@ from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instances import Instances
 from prfaas.engines.ownership import cancel_requested
 from prfaas.engines.prefill_run import AttemptFailed, PrefillRunner, check_job
-from prfaas.jobs import JobReport, PrefillJob, PrefillResult
+from prfaas.jobs import PrefillJob, PrefillResult
+from scheduler.reports import JobReport
 
 logger = logging.getLogger("prfaas.local_pd")
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvmanager.agent.messages import TransferReport
-from prfaas.jobs import Landing
+from kvmanager.landing import Landing
 from scheduler.live.conversion import RoleChange, RoleStatus
 
 

@@ -34,8 +34,9 @@ from local_pd.server import SERVICE
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
-from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
+from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
+from scheduler.reports import ClusterReport
 from transport import TlsFiles
 from transport.rpc import RpcClient, RpcError
 

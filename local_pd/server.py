@@ -29,7 +29,8 @@ from local_pd.messages import (
     SlotRequest,
 )
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
-from prfaas.jobs import ClusterReport, PrefillJob
+from prfaas.jobs import PrefillJob
+from scheduler.reports import ClusterReport
 from transport import TlsFiles
 from transport.rpc import ErrorCode, Method, RpcError, RpcServer
 

@@ -6,7 +6,8 @@ routing or decoding: a job says what to compute and where the KVCache must land.
 
 from typing import Protocol
 
-from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
+from prfaas.jobs import PrefillJob, PrefillResult
+from scheduler.reports import ClusterReport
 
 
 class PrefillCluster(Protocol):

@@ -20,10 +20,11 @@ from prfaas.engines.prefill_run import (
     check_job,
 )
 from prfaas.errors import UnknownInstance
-from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
+from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics, prefill_metrics
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import Effect, Fail, InstanceView, QueueConfig, QueuedJob, Start
+from scheduler.reports import ClusterReport
 
 logger = logging.getLogger("prfaas.prefill")
 

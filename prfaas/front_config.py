@@ -29,7 +29,7 @@ class BucketSection(_Section):
 
 
 class QueueSection(_Section):
-    """The order in which a prefill cluster starts waiting jobs; see `scheduler.routing.queue_order`."""
+    """The order in which waiting jobs start (`scheduler.routing.queue_order`)."""
 
     buckets: tuple[BucketSection, ...] = tuple(
         BucketSection(

@@ -4,14 +4,16 @@ States of a job: queued -> running -> gone, with running -> queued once, when it
 it and another one is there. Rules:
 
 - The queue is bounded; a job over the bound is refused at once, with the bound in the message.
-- Jobs start in the order of `scheduler.routing.queue_order`: fewest uncached tokens first with ageing, in
-  buckets of lengths that share. While a job waits, its uncached tokens are those of the instance
-  that has most of it cached. A job that is tried again keeps its `submitted_s` and so its place.
+- Jobs start in the order of `scheduler.routing.queue_order`: fewest uncached tokens first with
+  ageing, in buckets of lengths that share. While a job waits, its uncached tokens are those of the
+  instance that has most of it cached. A job that is tried again keeps its `submitted_s` and so its
+  place.
 - More urgent classes of priority first, until a job of another is due; it is due before it is
-  given up. `queue_values` says how priorities make classes.
-- An instance takes at most `max_concurrent` jobs. Of those with room `scheduler.routing.front_placement`
-  chooses, by what is cached there against the uncached tokens under way; of those that are alike
-  the one that was used longest ago. A job never waits for an instance while another has room.
+  given up. `queue_order` says how priorities make classes.
+- An instance takes at most `max_concurrent` jobs. Of those with room
+  `scheduler.routing.front_placement` chooses, by what is cached there against the uncached tokens
+  under way; of those that are alike the one that was used longest ago. A job
+  never waits for an instance while another has room.
 - With no healthy instance that may serve a job, the job fails at once: its decode engine is
   waiting and computes the prompt itself as soon as it hears of that.
 - A job never waits longer than `max_wait_s`. One that was tried before then fails with what made it
@@ -25,18 +27,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from prfaas.engines.errors import PrefillCode
-from prfaas.jobs import JobReport
-from prfaas.queue_values import (
-    Effect,
-    Fail,
-    InstanceView,
-    QueueConfig,
-    QueuedJob,
-    Start,
-    priority_class,
-)
+from prfaas.queue_values import Effect, Fail, InstanceView, QueueConfig, QueuedJob, Start
+from scheduler.reports import JobReport
 from scheduler.routing.front_placement import TokenLoad, place_prefill
-from scheduler.routing.queue_order import QueueOrder, WaitingJob
+from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 
 
 @dataclass(slots=True)

@@ -5,21 +5,9 @@ Values only; queue.py says what becomes of them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from prfaas.engines.errors import PrefillCode
-from scheduler.routing.queue_order import OrderConfig
-
-NUM_CLASSES: Final = 3
-
-
-def priority_class(priority: int) -> int:
-    """The class of a priority as vLLM has it: any integer, 0 if a client says nothing, the lower
-    the earlier. Below 0 is urgent (0), 0 is normal (1), above 0 is background (2).
-
-    Few classes, because what is in the last one is due only after `patience_s` for each of them.
-    """
-    return 1 + (priority > 0) - (priority < 0)
+from scheduler.routing.queue_order import NUM_CLASSES, OrderConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from prfaas.engines.ownership import cancel_requested
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
 from prfaas.errors import PrefillFailed, UnknownInstance
-from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
+from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.server import SERVICE
+from scheduler.reports import ClusterReport
 from transport import TlsFiles
 from transport.rpc import RpcClient, RpcError
 

@@ -10,7 +10,8 @@ from typing import Any, Final
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from prfaas.errors import UnknownInstance
-from prfaas.jobs import ClusterReport, PrefillJob
+from prfaas.jobs import PrefillJob
+from scheduler.reports import ClusterReport
 from transport import TlsFiles
 from transport.rpc import Method, RpcError, RpcServer
 

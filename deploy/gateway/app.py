@@ -44,8 +44,8 @@ from deploy.gateway.serving.request import Serving
 from deploy.gateway.serving.services import Services
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
-from prfaas.jobs import ClusterReport
 from scheduler.live.router import RegionScheduler
+from scheduler.reports import ClusterReport
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -181,7 +181,8 @@ class Gateway:
         scheduler = RegionScheduler(
             self._watcher,
             self._prefill_clusters,
-            config.scheduling.routing,
+            config.scheduling.routing.routing(),
+            config.scheduling.routing.threshold(),
             threshold_tokens=config.threshold_tokens,
             hand_off_tokens=config.hand_off_tokens,
             order=config.scheduling.queue.order(),

@@ -31,11 +31,11 @@ from kvmanager.agent.clients.links import LinkClient
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.directory.remote import RemoteDirectory
+from kvmanager.tls_section import TlsSection
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.placement import DEFAULT_AFFINITY_SLACK
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.engines.front_config import TlsSection
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.queue_values import QueueConfig
 from prfaas.remote import RemotePrefillCluster

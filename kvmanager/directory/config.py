@@ -22,7 +22,7 @@ from pydantic import (
 
 from kvmanager.agent.config import parse_endpoint
 from kvmanager.directory.messages import NodeName
-from prfaas.engines.front_config import TlsSection
+from kvmanager.tls_section import TlsSection
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

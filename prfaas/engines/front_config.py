@@ -9,26 +9,12 @@ from typing import TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvmanager.tls_section import TlsSection
 from prfaas.engines.instances import InstanceSpec
-from transport import TlsFiles
 
 
 class FrontConfigError(ValueError):
     """The file cannot be read or does not describe a front; the message names file and path."""
-
-
-class TlsSection(BaseModel):
-    """PEM files for mutual TLS."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    cert: Path
-    key: Path
-    ca: Path
-
-    def files(self) -> TlsFiles:
-        """As the transport and RPC layers take it."""
-        return TlsFiles(cert=self.cert, key=self.key, ca=self.ca)
 
 
 class FrontConfig(BaseModel):

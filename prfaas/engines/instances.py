@@ -29,7 +29,7 @@ from prfaas.engines.supervisor import (
     SupervisorEvent,
     engine_process,
 )
-from prfaas.jobs import InstanceReport, Role
+from scheduler.reports import InstanceReport, Role
 from transport import TlsFiles
 from transport.rpc import RpcError
 

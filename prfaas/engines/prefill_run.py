@@ -15,6 +15,7 @@ from typing import NoReturn
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import OpenOutboxReply, TransferReport
 from kvmanager.hashing import token_digest
+from kvmanager.landing import producer_params
 from prfaas.engines.client import EngineHttp, EnginePrefill
 from prfaas.engines.errors import (
     EngineError,
@@ -24,7 +25,7 @@ from prfaas.engines.errors import (
 )
 from prfaas.engines.ownership import Cleanups
 from prfaas.engines.service_time import Turn, Turns
-from prfaas.jobs import PrefillJob, PrefillResult, producer_params
+from prfaas.jobs import PrefillJob, PrefillResult
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.kvmanager.engines")

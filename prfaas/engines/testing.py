@@ -30,8 +30,9 @@ from kvmanager.agent.messages import (
     TransferReport,
 )
 from kvmanager.hashing import token_digest
+from kvmanager.landing import Landing
 from kvmanager.token_ids import TokenIds
-from prfaas.jobs import Landing, PrefillJob
+from prfaas.jobs import PrefillJob
 from transport.rpc import Method, RpcError, RpcServer
 
 FINGERPRINT = "ab" * 32

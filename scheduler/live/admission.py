@@ -16,8 +16,8 @@ Three policies, which differ in the moment whose decode load counts:
   prefilled in vain. To compare with.
 
 Nothing is refused while nothing is decoded, waits for it or is under way, unless no slot exists.
-Tenants have limits of their own (`scheduler.live.tenants`), which hold at any load. A refusal says when
-to try again: when, by the same prediction, there is room.
+Tenants have limits of their own (`scheduler.live.tenants`), which hold at any load. A refusal says
+when to try again: when, by the same prediction, there is room.
 
 Pure; knows no HTTP and no clock. The numbers of a verdict are what it rests on.
 """

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Literal
 
-from prfaas.jobs import Role
+from scheduler.reports import Role
 
 PdRole = Literal["prefill", "decode"]
 """What an instance can be converted from and to; `both` is never converted."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from prfaas.jobs import InstanceReport
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
+from scheduler.reports import InstanceReport
 from scheduler.routing.views import DecodeView
 
 UNTOLD_SLOTS: Final = 1 << 20

@@ -1,10 +1,9 @@
 """What the region's requests have taught of one model: how long things take and how big they are.
 
-Places are a prefill cluster's name, `HAND_OFF` and `ONE_ENGINE` (`scheduler.routing.decision`). A place of
-which too little was seen borrows the profile of the place that was seen most: the model is the
-same, and a route must compare sides before both were tried. Its own first prefills set the level of
-what it borrows. Pure; time is an argument. Does not
-know requests, reports or routes.
+Places are a prefill cluster's name, `HAND_OFF` and `ONE_ENGINE` (`scheduler.routing.decision`). A
+place of which too little was seen borrows the profile of the place that was seen most: the model is
+the same, and a route must compare sides before both were tried. Its own first prefills set the
+level of what it borrows. Pure; time is an argument. Does not know requests, reports or routes.
 """
 
 from __future__ import annotations

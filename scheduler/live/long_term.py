@@ -26,8 +26,8 @@ While an instance drains it is lost to both roles. So t counts on the fewer pref
 then: at once when one stops to prefill, afterwards when one will begin to.
 
 A step costs tens of milliseconds for one pair of clusters and seconds for several: call it off the
-event loop. No I/O, no clock. How an instance is converted is `scheduler.live.conversion`'s; congestion
-of seconds is `scheduler.routing.threshold`'s.
+event loop. No I/O, no clock. How an instance is converted is `scheduler.live.conversion`'s;
+congestion of seconds is `scheduler.routing.threshold`'s.
 """
 
 from __future__ import annotations

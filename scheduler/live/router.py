@@ -1,8 +1,8 @@
 """Routes requests by the short-term core, on snapshots of the region as it is now.
 
-The shell around `scheduler.routing.short_term`: it keeps what was learnt of each model, what is under way
-and the thresholds, and asks the watcher for reports and the links for their state. Does not know
-HTTP, and performs nothing.
+The shell around `scheduler.routing.short_term`: it keeps what was learnt of each model, what is
+under way and the thresholds, and asks the watcher for reports and the links for their state. Does
+not know HTTP, and performs nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import replace
-from typing import Final, Protocol
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Protocol
 
-from deploy.gateway.scheduling.config import RoutingSection
 from scheduler.live.decode_side import is_full
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
@@ -23,11 +22,29 @@ from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShap
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.short_term import RouteConfig, RouteDecision, route
+from scheduler.routing.threshold import ThresholdConfig
 from scheduler.routing.views import LinkCondition, LinkView, RegionSnapshot
 
 _NO_KV: Final = KvProfile(0.0, 0.0)
 RETRY_S: Final = 120.0
 """A prefill cluster that nothing was sent to for so long may have become faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """How the side of one request is chosen.
+
+    "predicted": by the threshold, unless the other side's first token is predicted sooner by more
+    than `margin_s` + `margin_share` of it. "threshold": by the threshold alone. Either way a link
+    that is down, congested or not heard of for `max_link_age_s` keeps prompts local, as does one
+    that would take more than `max_tail_s` after the prefill.
+    """
+
+    policy: Literal["predicted", "threshold"] = "predicted"
+    margin_s: float = 1.0
+    margin_share: float = 0.45
+    max_tail_s: float = 20.0
+    max_link_age_s: float = 5.0
 
 
 class Reports(Protocol):
@@ -45,7 +62,8 @@ class RegionScheduler:
         self,
         reports: Reports,
         prefill_clusters: Iterable[str],
-        routing: RoutingSection,
+        routing: RoutingPolicy,
+        threshold: ThresholdConfig,
         *,
         threshold_tokens: int,
         hand_off_tokens: int,
@@ -57,7 +75,7 @@ class RegionScheduler:
         cluster to cluster; without it nothing is known of any.
         """
         self.ledger = Ledger()
-        self.thresholds = Thresholds(prefill_clusters, threshold_tokens, routing.threshold())
+        self.thresholds = Thresholds(prefill_clusters, threshold_tokens, threshold)
         self.clock = clock
         self._reports = reports
         self._routing = routing

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from prfaas.jobs import InstanceReport, Role
 from scheduler.live.conversion import Conversion
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
@@ -19,6 +18,7 @@ from scheduler.live.snapshots import Reported
 from scheduler.planning.allocation import Allocation
 from scheduler.planning.curves import Curve
 from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.reports import InstanceReport, Role
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.views import LinkCondition, LinkView

@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from deploy.gateway.cache.cached import serves
-from prfaas.jobs import ClusterReport, InstanceReport, JobReport
-from prfaas.queue_values import priority_class
 from scheduler.live.decode_side import decode_view, landing_cap_bytes
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
 from scheduler.live.thresholds import Thresholds
+from scheduler.reports import ClusterReport, InstanceReport, JobReport, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, priority_class
 from scheduler.routing.views import ClusterView, InstanceView, LinkView, RegionSnapshot
 
 ON_THE_WAY_S: Final = 1.0

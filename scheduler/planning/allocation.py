@@ -16,8 +16,9 @@ from scheduler.planning.region_model import Region, Traffic
 class Corrections:
     """What measurement says of the region, over its profiles; what is left out is right already.
 
-    Factors are measured over predicted time by cluster name (`scheduler.routing.prediction`). Link rates
-    are means over the last period, by `Link.name`: what lasts for seconds is not for this loop.
+    Factors are measured over predicted time by cluster name (`scheduler.routing.prediction`). Link
+    rates are means over the last period, by `Link.name`: what lasts for seconds is not for this
+    loop.
     """
 
     prefill_factors: Mapping[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The prefix cache of one cluster over the time of a replay: the most recently used blocks.
 
-The rule of `scheduler.planning.prefix_reuse`, asked and filled at different moments. A block's id stands for
-the whole prefix up to it. Knows no bytes and no tiers.
+The rule of `scheduler.planning.prefix_reuse`, asked and filled at different moments. A block's id
+stands for the whole prefix up to it. Knows no bytes and no tiers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A region in virtual time: requests through the scheduler's own decisions and modelled hardware.
 
-The model is that of `scheduler.planning.load.queueing`, event by event, with what that one leaves out: decisions
-that look at the present state, queues that are not first come, first served, links that change,
-batches whose step time grows, caches, instances that change their role, refusals. With a static
-threshold, first come, first served and a constant link the two give the same timeline.
+The model is that of `scheduler.planning.load.queueing`, event by event, with what that one leaves
+out: decisions that look at the present state, queues that are not first come, first served, links
+that change, batches whose step time grows, caches, instances that change their role, refusals. With
+a static threshold, first come, first served and a constant link the two give the same timeline.
 
     arrival -> [refused] -> queue -> prefill, emitting KVCache -> landed -> slot -> done
                               ^                                     |

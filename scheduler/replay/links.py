@@ -1,9 +1,9 @@
 """Links that change while the replay runs: a schedule of rates, and the fluid queue before it.
 
 A link sends first whatever was emitted first, at the rate of the moment while there is anything to
-send (`scheduler.planning.load.queueing`, rule 2). So when a transfer has landed is known as soon as all of it was
-emitted: what comes later cannot delay it. Loss lowers the rate by what is sent again, and by more
-where the congestion control gives way to it; other traffic takes its bytes first.
+send (`scheduler.planning.load.queueing`, rule 2). So when a transfer has landed is known as soon as
+all of it was emitted: what comes later cannot delay it. Loss lowers the rate by what is sent again,
+and by more where the congestion control gives way to it; other traffic takes its bytes first.
 
 Knows no requests and nobody who watches.
 """

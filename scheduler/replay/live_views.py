@@ -1,9 +1,9 @@
 """The state of a running replay in the shape of `scheduler.routing.views`, without building those.
 
-The scheduler's decisions only read attributes. Frozen views of all instances, built and checked
-for every request, would take longer than the decisions; these are filled in place instead. They
-carry exactly what `scheduler.routing.short_term.route` and `scheduler.live.admission` look at, which a test
-holds against the real views. Valid until the replay goes on.
+The scheduler's decisions only read attributes. Frozen views of all instances, built and checked for
+every request, would take longer than the decisions; these are filled in place instead. They carry
+exactly what `scheduler.routing.short_term.route` and `scheduler.live.admission` look at, which a
+test holds against the real views. Valid until the replay goes on.
 """
 
 from __future__ import annotations

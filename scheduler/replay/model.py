@@ -26,7 +26,7 @@ class Routing(StrEnum):
     STATIC = "static"
     """One threshold for ever, whatever the queues and the link do: the paper's model."""
     ROUTER = "router"
-    """`scheduler.routing.short_term` and `scheduler.routing.threshold`, with links as they are measured."""
+    """The short-term core and the threshold's rule, with links as they are measured."""
     ORACLE = "oracle"
     """The same router, which knows the links' schedules and has the best t for every rate."""
 

@@ -1,8 +1,8 @@
 """The long timescale in a replay: measured traffic in, a new t out, and instances that convert.
 
-Plays the shell of `scheduler.live.long_term` and `scheduler.live.conversion`: it calls the loop every period
-and performs a conversion's effects on the replay's instances. A drain takes until the instance's
-last request is over, the new role `relabel_s` longer. Knows no requests' fates.
+Plays the shell of `scheduler.live.long_term` and `scheduler.live.conversion`: it calls the loop
+every period and performs a conversion's effects on the replay's instances. A drain takes until the
+instance's last request is over, the new role `relabel_s` longer. Knows no requests' fates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The places where one request could be prefilled, each with its prediction.
 
-For `scheduler.routing.short_term`: which places can be had now and if not why, what of the prompt is cached
-there, and whether a longer cached prefix is worth fetching from another cluster first.
+For `scheduler.routing.short_term`: which places can be had now and if not why, what of the prompt
+is cached there, and whether a longer cached prefix is worth fetching from another cluster first.
 
 The cache rule (PrfaaS 3.4.3). A link is abundant when it is clear and carries KVCache faster than
 all instances of its cluster would emit it for prompts like this one, with some room; then compute

@@ -2,8 +2,8 @@
 
 Some requests must be served whole by one engine whatever the region looks like (several prompts or
 choices, prompt logprobs, echo, beam search, multimodal parts, embeddings, nothing to hand over):
-they go `direct`. Of all others `scheduler.routing.short_term` decides. Pure. This file does not know HTTP,
-engines, token ids, clocks or what a landing is made of.
+they go `direct`. Of all others `scheduler.routing.short_term` decides. Pure. This file does not
+know HTTP, engines, token ids, clocks or what a landing is made of.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prefill time and KVCache size of one prompt as plain numbers, for decisions made per request.
 
-The same curves as `scheduler.planning.curves`, evaluated in plain Python: a value in about a microsecond. A
-profile also carries what measurement taught since: a factor on the time, and fixed seconds that the
-curve does not contain. Knows no queue and no link.
+The same curves as `scheduler.planning.curves`, evaluated in plain Python: a value in about a
+microsecond. A profile also carries what measurement taught since: a factor on the time, and fixed
+seconds that the curve does not contain. Knows no queue and no link.
 """
 
 from __future__ import annotations

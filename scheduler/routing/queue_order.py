@@ -26,9 +26,21 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+NUM_CLASSES: Final = 3
+
+
+def priority_class(priority: int) -> int:
+    """The class of a priority as vLLM has it: any integer, 0 if a client says nothing, the lower
+    the earlier. Below 0 is urgent (0), 0 is normal (1), above 0 is background (2).
+
+    Few classes, because what is in the last one is due only after `patience_s` for each of them.
+    """
+    return 1 + (priority > 0) - (priority < 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
+from kvmanager.landing import Landing
 from kvmanager.token_ids import TokenIds
-from prfaas.jobs import Landing, PrefillJob
+from prfaas.jobs import PrefillJob
 
 
 class Recorder:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.jobs import JobReport
 from prfaas.queue import PrefillQueue
-from prfaas.queue_values import Fail, InstanceView, QueueConfig, QueuedJob, Start, priority_class
-from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
+from prfaas.queue_values import Fail, InstanceView, QueueConfig, QueuedJob, Start
+from scheduler.reports import JobReport
+from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, priority_class
 
 
 def view(name: str, **changes: object) -> InstanceView:

@@ -13,16 +13,11 @@ from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import ReserveReply
 from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
+from kvmanager.landing import Landing, consumer_params, reserved_landing
 from kvmanager.token_ids import TokenIds
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.prefill_run import Place, PrefillRunner
-from prfaas.jobs import (
-    Landing,
-    PrefillJob,
-    PrefillResult,
-    consumer_params,
-    reserved_landing,
-)
+from prfaas.jobs import PrefillJob, PrefillResult
 
 TIMEOUT_S = 60.0
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from prfaas.jobs import ClusterReport, InstanceReport, Role
 from scheduler.live.conversion import (
     Conversion,
     ConversionWish,
@@ -21,6 +20,7 @@ from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.running_region import LinkPair
 from scheduler.live.snapshots import Reported
 from scheduler.live.thresholds import Thresholds
+from scheduler.reports import ClusterReport, InstanceReport, Role
 from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.threshold import ThresholdConfig

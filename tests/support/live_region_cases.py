@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.gateway.scheduling.config import RoutingSection
-from prfaas.jobs import ClusterReport, InstanceReport, JobReport
 from scheduler.live.router import RegionScheduler
 from scheduler.live.snapshots import Reported
+from scheduler.reports import ClusterReport, InstanceReport, JobReport
 from scheduler.routing.views import LinkView
 
 MODEL = "tiny"
@@ -54,10 +54,12 @@ class Region:
         return [Reported("far", self.far, self.at_s)]
 
     def scheduler(self, *, follows_links: bool = True, **routing: Any) -> RegionScheduler:
+        section = RoutingSection.model_validate(routing)
         return RegionScheduler(
             self,
             ("far",),
-            RoutingSection.model_validate(routing),
+            section.routing(),
+            section.threshold(),
             threshold_tokens=1000,
             hand_off_tokens=256,
             link=(lambda a, b: self.links[a, b]) if follows_links else None,

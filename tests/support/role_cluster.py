@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass
 
 from local_pd.errors import RoleRefused, UnknownInstance
-from prfaas.jobs import ClusterReport, InstanceReport, Role
 from scheduler.live.conversion import RoleChange, RoleStatus, applied
+from scheduler.reports import ClusterReport, InstanceReport, Role
 
 
 @dataclass(slots=True)

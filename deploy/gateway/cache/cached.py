@@ -25,7 +25,7 @@ from kvmanager.directory.messages import NodeCoverage
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import PartKind
 from kvmanager.token_ids import TokenIds
-from prfaas.jobs import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, InstanceReport, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 
 _STEP_BLOCKS: Final = 256
@@ -105,7 +105,7 @@ class CachedPrompt:
         return self._best_first(self._pd, self.places.decode_nodes, _usable)
 
     def computing(self, target: str) -> tuple[str, Nodes]:
-        """The cluster and the nodes that compute for a route's target (`scheduler.routing.decision`)."""
+        """The cluster and the nodes that compute for a route's target."""
         places = self.places
         if target == HAND_OFF:
             return self._pd, places.hand_off_nodes
@@ -221,12 +221,6 @@ def places_of(
             }
         ),
     )
-
-
-def serves(instance: InstanceReport, model: str) -> bool:
-    """Whether requests for `model` may be given to the instance."""
-    is_model = not model or not instance.model or instance.model == model
-    return is_model and instance.healthy and not instance.draining
 
 
 def _nodes(instances: Iterable[InstanceReport]) -> Nodes:

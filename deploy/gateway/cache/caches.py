@@ -17,7 +17,7 @@ from kvmanager.agent.messages import ListCacheReply, StatusReply
 from kvmanager.directory.messages import NodeName, NodeState, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.token_ids import TokenIds
-from prfaas.jobs import ClusterReport
+from scheduler.reports import ClusterReport
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")

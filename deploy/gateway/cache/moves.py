@@ -1,8 +1,8 @@
 """Moves cached prefixes between the region's nodes: for a request that waits, and ahead of need.
 
 Owns a connection to each agent it has spoken to and every move under way. When a move is worth it
-is `scheduler.routing.cache_moves`'s to say; what it rests on, rates of prefill and of links, is measured
-here. Does not know requests or how prefixes are found.
+is `scheduler.routing.cache_moves`'s to say; what it rests on, rates of prefill and of links, is
+measured here. Does not know requests or how prefixes are found.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps hot prefixes on more than one node: every few seconds a plan is made and carried out.
 
-The plan is `scheduler.routing.cache_moves.plan_replication`'s; here are the clock, the directory and the
-moves. Nothing waits for it, and whatever fails is tried again later, elsewhere, or never.
+The plan is `scheduler.routing.cache_moves.plan_replication`'s; here are the clock, the directory
+and the moves. Nothing waits for it, and whatever fails is tried again later, elsewhere, or never.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvmanager.agent.clients.cache import CacheMoveResult
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
-from prfaas.jobs import ClusterReport
+from scheduler.reports import ClusterReport
 from scheduler.routing.cache_moves import (
     ByteBudget,
     Demote,

@@ -15,7 +15,7 @@ from deploy.gateway.cache.caches import RegionCaches
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
 from deploy.gateway.cache.rebalancing import Rebalancer, node_loads
 from deploy.gateway.serving.background import Background
-from prfaas.jobs import ClusterReport
+from scheduler.reports import ClusterReport
 
 
 class CacheUpkeep:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import msgspec
 
 from prfaas.embedded import EmbeddedPrefillCluster
-from prfaas.jobs import ClusterReport, PrefillJob, PrefillResult
+from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import RemotePrefillCluster
+from scheduler.reports import ClusterReport
 
 
 class LinkedPrefillCluster:

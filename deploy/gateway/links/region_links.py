@@ -24,8 +24,8 @@ from kvmanager.agent.clients.links import probe_link
 from kvmanager.agent.links.messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
 from kvmanager.directory.messages import NodeName
-from prfaas.jobs import ClusterReport
 from scheduler.live.region_link import HeardPath, LinkNow, RegionLink
+from scheduler.reports import ClusterReport
 from transport.backoff import Backoff
 from transport.rpc import RpcError
 

@@ -15,8 +15,8 @@ from deploy.gateway.cache.cached import CachePlaces, places_of
 from deploy.gateway.config import GatewayConfig
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
-from prfaas.jobs import ClusterReport
 from scheduler.live.snapshots import Reported
+from scheduler.reports import ClusterReport
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

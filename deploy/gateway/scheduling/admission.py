@@ -1,8 +1,8 @@
 """Requests let in or answered with 429 before anything is reserved for them.
 
-The shell around `scheduler.live.admission` and `scheduler.live.tenants`: keeps what each tenant has in flight
-and turns a refusal into an OpenAI error that says what was predicted, what may be, and when to come
-back. Does not know routes, engines or how a load was measured; both come as values.
+The shell around `scheduler.live.admission` and `scheduler.live.tenants`: keeps what each tenant has
+in flight and turns a refusal into an OpenAI error that says what was predicted, what may be, and
+when to come back. Does not know routes, engines or how a load was measured; both come as values.
 
 Where no decode slot is known, load is no reason: whether there is an engine at all is for the PD
 cluster to say. Limits of tenants hold all the same.

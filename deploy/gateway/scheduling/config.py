@@ -14,6 +14,7 @@ from prfaas.front_config import QueueSection
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.conversion import ConversionConfig
 from scheduler.live.long_term import LongTermConfig
+from scheduler.live.router import RoutingPolicy
 from scheduler.live.tenants import TenantLimit
 from scheduler.routing.threshold import ThresholdConfig
 
@@ -33,15 +34,25 @@ class RoutingSection(_Section):
     link. Either way a link that is down, stale or congested keeps prompts local.
     """
 
-    policy: Literal["predicted", "threshold"] = "predicted"
-    margin_s: Share = 1.0
-    margin_share: Share = 0.45
-    max_tail_s: Positive = 20.0
-    max_link_age_s: Positive = 5.0
+    policy: Literal["predicted", "threshold"] = RoutingPolicy().policy
+    margin_s: Share = RoutingPolicy().margin_s
+    margin_share: Share = RoutingPolicy().margin_share
+    max_tail_s: Positive = RoutingPolicy().max_tail_s
+    max_link_age_s: Positive = RoutingPolicy().max_link_age_s
     rising_factor: Annotated[float, Field(ge=1)] = 1.1
     congested_factor: Annotated[float, Field(ge=1)] = 1.5
     max_factor: Annotated[float, Field(ge=1)] = 16.0
     return_s: Positive = 10.0
+
+    def routing(self) -> RoutingPolicy:
+        """For the router."""
+        return RoutingPolicy(
+            policy=self.policy,
+            margin_s=self.margin_s,
+            margin_share=self.margin_share,
+            max_tail_s=self.max_tail_s,
+            max_link_age_s=self.max_link_age_s,
+        )
 
     def threshold(self) -> ThresholdConfig:
         """How t follows a link."""

@@ -12,8 +12,9 @@ from typing import Final
 import msgspec
 
 from deploy.gateway.serving.records import RequestRecord
+from kvmanager.landing import Landing
 from prfaas.engines.service_time import LEAST_SERVICE_S
-from prfaas.jobs import Landing, PrefillResult
+from prfaas.jobs import PrefillResult
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import DirectPrompt, PrefillLeg
 from scheduler.live.prompt_length import PromptContent

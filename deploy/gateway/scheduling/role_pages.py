@@ -21,8 +21,8 @@ from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.roles import RoleKeeper, drained_by_others, is_usable
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, UnknownInstance
-from prfaas.jobs import ClusterReport, InstanceReport, Role
 from scheduler.live.conversion import Conversion, ConversionWish, Ended, Outcome, PdRole, Phase
+from scheduler.reports import ClusterReport, InstanceReport, Role
 from transport.rpc import RpcError
 
 _BODY: Final = (

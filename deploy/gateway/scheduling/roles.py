@@ -30,7 +30,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, RoleRefused, UnknownInstance
-from prfaas.jobs import ClusterReport, InstanceReport
 from scheduler.live.conversion import (
     Conversion,
     ConversionConfig,
@@ -47,6 +46,7 @@ from scheduler.live.conversion import (
     SetRole,
     Start,
 )
+from scheduler.reports import ClusterReport, InstanceReport
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")

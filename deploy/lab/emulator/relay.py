@@ -1,8 +1,8 @@
 """A TCP relay process that behaves like a long link: rate, delay, jitter, and faults on command.
 
-Needs no privileges. Process entry:
-``python -m deploy.lab.emulator.relay --listen 127.0.0.1:0 --to 127.0.0.1:7100 --rate 1Gbit --rtt 20ms
---control /tmp/link.sock``; prints one JSON line when it is ready and serves until SIGTERM.
+Needs no privileges. Process entry: ``python -m deploy.lab.emulator.relay --listen 127.0.0.1:0
+--to 127.0.0.1:7100 --rate 1Gbit --rtt 20ms --control /tmp/link.sock``; prints one JSON line when it
+is ready and serves until SIGTERM.
 """
 
 from __future__ import annotations

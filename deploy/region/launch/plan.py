@@ -22,8 +22,8 @@ from deploy.region.launch.arenas import arena_name
 from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address, join_address
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
+from kvmanager.tls_section import TlsSection
 from prfaas.engines.command import EngineSpec
-from prfaas.engines.front_config import TlsSection
 from prfaas.engines.instances import InstanceSpec
 from prfaas.engines.process import ProcessSpec
 

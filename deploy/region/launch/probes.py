@@ -15,7 +15,7 @@ from deploy.region.spec.region import TlsSpec
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import StatusReply
 from prfaas.engines.supervisor import Probe
-from prfaas.jobs import ClusterReport
+from scheduler.reports import ClusterReport
 from transport import TlsFiles
 
 _TIMEOUT_S = 5.0

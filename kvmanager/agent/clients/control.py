@@ -33,7 +33,7 @@ from kvmanager.agent.messages import (
     TransferReport,
     WatchCache,
 )
-from prfaas.jobs import Landing
+from kvmanager.landing import Landing
 from transport import TlsFiles
 from transport.rpc import RpcClient
 

@@ -1,7 +1,8 @@
 """Follows what the engines of a host publish about their own prefix caches (vLLM's KV events).
 
-Sockets and order of messages only: what events mean is `kvmanager.agent.engines.blocks`'s. Nothing waits
-for this and nothing fails with it; an engine that is not heard of holds nothing as far as we know.
+Sockets and order of messages only: what events mean is `kvmanager.agent.engines.blocks`'s. Nothing
+waits for this and nothing fails with it; an engine that is not heard of holds nothing as far as we
+know.
 
 An endpoint is what `--kv-events-config` of the engine names, as somebody on this host reaches it:
 "tcp://host:port" or "ipc:///path". With the engine's replay endpoint behind a comma, messages that

@@ -1,8 +1,8 @@
 """The queueing simulation event by event, for when bounded decode memory holds prefills up.
 
-The rules are in `scheduler.planning.load.queueing`, which runs this only where it must. Each event changes a few
-counters and may let others happen; the heap holds what is bound to happen. It may not know what the
-times are good for. No I/O, no randomness.
+The rules are in `scheduler.planning.load.queueing`, which runs this only where it must. Each event
+changes a few counters and may let others happen; the heap holds what is bound to happen. It may not
+know what the times are good for. No I/O, no randomness.
 """
 
 from __future__ import annotations

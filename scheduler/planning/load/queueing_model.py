@@ -1,8 +1,8 @@
 """What the queueing simulation is told and what it tells: a region, its requests, their timelines.
 
-Value types of `scheduler.planning.load.queueing`, where the rules are. Constructors raise ValueError for a value
-that can never be meant, `check_fit` for requests that a region cannot serve. No clock; random draws
-come from a generator that the caller seeds.
+Value types of `scheduler.planning.load.queueing`, where the rules are. Constructors raise
+ValueError for a value that can never be meant, `check_fit` for requests that a region cannot serve.
+No clock; random draws come from a generator that the caller seeds.
 """
 
 from __future__ import annotations

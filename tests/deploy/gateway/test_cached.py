@@ -9,7 +9,7 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import Hit, NodeCoverage
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.token_ids import TokenIds
-from prfaas.jobs import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, InstanceReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 
 NAMESPACE = "ab" * 16

@@ -8,7 +8,7 @@ from deploy.gateway.cache.caches import RegionCaches
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
 from kvmanager.token_ids import TokenIds
-from prfaas.jobs import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, InstanceReport
 
 
 class Directory:

@@ -12,8 +12,8 @@ from deploy.gateway.links.region_links import SAME_S, RegionLinks
 from kvmanager.agent.links.messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
 from netmon.estimate import LinkEstimate
-from prfaas.jobs import ClusterReport, InstanceReport
 from scheduler.live.region_link import NUM_STEPS, STALE_S, HeardPath, RegionLink
+from scheduler.reports import ClusterReport, InstanceReport
 from scheduler.routing.views import LinkCondition
 from transport.rpc import RpcError
 

@@ -14,7 +14,7 @@ from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCac
 from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
-from prfaas.jobs import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, InstanceReport
 from scheduler.routing.cache_moves import NodeLoad, ReplicationLimits
 from transport.rpc import RpcError
 

@@ -13,8 +13,9 @@ from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
 from deploy.gateway.intake.inbound import InboundRequest, parsing_request
 from deploy.gateway.scheduling.lessons import Lessons, Usage, usage_of
 from deploy.gateway.serving.records import RequestRecord
+from kvmanager.landing import Landing
 from kvmanager.token_ids import at_once
-from prfaas.jobs import Landing, PrefillResult
+from prfaas.jobs import PrefillResult
 from scheduler.live.prompt_length import PromptContent
 from scheduler.live.thresholds import Thresholds
 from scheduler.routing.decision import ONE_ENGINE, RequestShape

@@ -6,7 +6,7 @@ from typing import Any
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.serving.background import Background
-from prfaas.jobs import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, InstanceReport
 
 
 class Front:

@@ -20,18 +20,13 @@ from deploy.gateway.cache.caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
 from deploy.gateway.server import start_server
 from kvmanager.agent.messages import CacheModel
+from kvmanager.landing import Landing, consumer_params
 from local_pd.errors import NoInstance, NoRoom, RoleRefused
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from prfaas.engines.errors import PrefillFailed
-from prfaas.jobs import (
-    ClusterReport,
-    InstanceReport,
-    Landing,
-    PrefillJob,
-    PrefillResult,
-    consumer_params,
-)
+from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.conversion import RoleChange, RoleStatus
+from scheduler.reports import ClusterReport, InstanceReport
 
 Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 

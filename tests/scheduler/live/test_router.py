@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, job, report, teach
 
-from deploy.gateway.scheduling.config import RoutingSection
 from scheduler.live.ledger import PrefillLeg
-from scheduler.live.router import RegionScheduler
+from scheduler.live.router import RegionScheduler, RoutingPolicy
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
+from scheduler.routing.threshold import ThresholdConfig
 from scheduler.routing.views import LinkCondition, LinkView
 
 LONG = RequestShape(num_prompt_tokens=4000)
@@ -84,7 +84,8 @@ def test_the_bound_decides_whether_to_count_and_the_likely_length_what_is_predic
     scheduler = RegionScheduler(
         _Lonely(region),
         (),
-        RoutingSection(),
+        RoutingPolicy(),
+        ThresholdConfig(),
         threshold_tokens=1000,
         hand_off_tokens=256,
         clock=lambda: region.now_s,
@@ -106,7 +107,12 @@ def test_the_hand_off_takes_them() -> None:
 def test_without_prefill_clusters_nothing_is_counted() -> None:
     region = Region()
     scheduler = RegionScheduler(
-        _Lonely(region), (), RoutingSection(), threshold_tokens=1000, hand_off_tokens=256
+        _Lonely(region),
+        (),
+        RoutingPolicy(),
+        ThresholdConfig(),
+        threshold_tokens=1000,
+        hand_off_tokens=256,
     )
     decision = scheduler.route_early(MODEL, bound(9000))
     assert decision is not None

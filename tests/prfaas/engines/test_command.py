@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from prfaas.engines.command import EngineSpec
 
-ROOT = str(Path(__file__).resolve().parents[2])
+ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def spec(**changes: object) -> EngineSpec:

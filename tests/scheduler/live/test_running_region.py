@@ -17,7 +17,6 @@ from live_plan_cases import (
     teach,
 )
 
-from prfaas.jobs import InstanceReport
 from scheduler.live.conversion import Conversion, ConversionWish, Phase
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.running_region import (
@@ -30,6 +29,7 @@ from scheduler.live.running_region import (
 )
 from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.region_model import Traffic
+from scheduler.reports import InstanceReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
 from scheduler.routing.views import LinkCondition, LinkView
 

@@ -1,0 +1,88 @@
+"""Memory reserved on a receiving node for a transfer, and what engines are told of it.
+
+Knows neither who reserved it nor what is sent.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvmanager.agent.messages import OpenOutboxReply, ReserveReply
+
+
+class Landing(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory reserved on a receiving node for exactly one transfer.
+
+    Ids, tokens, fingerprints and digests are lower-case hex. `num_tokens` is the number of tokens
+    whose KVCache lands, `token_digest` the digest of exactly those (`kvmanager.hashing`).
+    `host`, `port` is where the receiving agent takes data connections. The full-attention KVCache
+    of the first `cached_tokens` is there already and not part of the `nbytes`.
+    """
+
+    transfer_id: str
+    token: str
+    nbytes: int
+    num_tokens: int
+    host: str
+    port: int
+    layout_fingerprint: str
+    token_digest: str
+    cached_tokens: int = 0
+
+
+def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) -> Landing:
+    """The landing that an agent granted for these tokens."""
+    return Landing(
+        transfer_id=reply.transfer_id,
+        token=reply.token,
+        nbytes=reply.nbytes,
+        num_tokens=num_tokens,
+        host=reply.host,
+        port=reply.port,
+        layout_fingerprint=reply.layout_fingerprint,
+        token_digest=token_digest,
+        cached_tokens=reply.cached_tokens,
+    )
+
+
+def producer_params(landing: Landing, outbox: OpenOutboxReply) -> dict[str, Any]:
+    """The `kv_transfer_params` that make an engine fill the outbox its agent opened."""
+    return {
+        "prfaas": {
+            "role": "producer",
+            "transfer_id": landing.transfer_id,
+            "num_tokens": landing.num_tokens,
+            "arena_epoch": outbox.arena_epoch,
+            "runs": [list(run) for run in outbox.runs],
+            "attempt": outbox.attempt,
+            "layout_fingerprint": landing.layout_fingerprint,
+            "cached_tokens": landing.cached_tokens,
+        }
+    }
+
+
+def consumer_params(
+    landing: Landing,
+    *,
+    arena_epoch: str,
+    runs: Sequence[tuple[int, int]],
+    cached_runs: Sequence[Sequence[tuple[int, int]]] = (),
+) -> dict[str, Any]:
+    """The `kv_transfer_params` that make an engine load the landing at `runs` of its agent.
+
+    `cached_runs`: where the agent's prefix cache has each block of the first `cached_tokens`.
+    """
+    return {
+        "prfaas": {
+            "role": "consumer",
+            "transfer_id": landing.transfer_id,
+            "num_tokens": landing.num_tokens,
+            "token_digest": landing.token_digest,
+            "arena_epoch": arena_epoch,
+            "runs": [list(run) for run in runs],
+            "layout_fingerprint": landing.layout_fingerprint,
+            "cached_tokens": landing.cached_tokens,
+            "cached_runs": [[list(run) for run in block] for block in cached_runs],
+        }
+    }
