@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Final
 
 from transport.codec.codecs import Codec
 
-KIB = 1024
-MIB = 1024 * KIB
+KIB: Final = 1024
+MIB: Final[int] = 1024 * KIB
 NEAR_RTT_S = 1e-3
 """Below this a path is within one host or one site: CPU is its limit, not the network."""
 CODEC_NAMES = ("auto", "none", *(codec.name.lower() for codec in Codec if codec is not Codec.RAW))

@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.explain import client
 from deploy.gateway.serving.records import Outcome, RequestRecord, TtftParts
+from deploy.ops import explain_client as client
 from deploy.ops.client import CannotAsk
 from deploy.ops.explain_client import Records
 from deploy.ops.explain_view import print_records, ttft_error

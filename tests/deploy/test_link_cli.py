@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from deploy.cache import client
 from deploy.cli import app
 from deploy.gateway.links.region_links import LinkPath, LinksOverview
+from deploy.ops import client
 from deploy.ops.link_view import overview, sparkline
 from kvmanager.agent.links.messages import LinkView
 from netmon.estimate import LinkEstimate

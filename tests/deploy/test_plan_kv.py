@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from deploy.lab.demo.tiny_specs import MODELS
-from deploy.plan import kv_verify
+from deploy.plan.kv import verify as kv_verify
 from deploy.plan.kv.cli import kv_command
 from deploy.plan.kv.verify import Verification, compare
 from kvmanager.hf_config import read_model_kv

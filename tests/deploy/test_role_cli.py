@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cache import client
 from deploy.cli import app
 from deploy.gateway.scheduling.role_pages import (
     InstanceRole,
@@ -17,6 +16,7 @@ from deploy.gateway.scheduling.role_pages import (
     RoleChangeNow,
     RolesOverview,
 )
+from deploy.ops import client
 from scheduler.live.conversion import PdRole
 
 AT = ["--gateway", "http://g"]

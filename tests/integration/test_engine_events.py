@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvmanager.agent import engine_events
+from kvmanager.agent.engines import events
 from kvmanager.agent.engines.events import EngineEvents
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
@@ -183,7 +183,7 @@ async def test_what_makes_no_sense_costs_the_claims_and_nothing_else(publisher: 
 async def test_an_engine_that_ends_holds_nothing_and_may_come_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_events, "RETRY_S", 0.05)
+    monkeypatch.setattr(events, "RETRY_S", 0.05)
     first = Publisher(tmp_path)
     async with following(engine=first.endpoint) as follower:
         await first.subscribed()

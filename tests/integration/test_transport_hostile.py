@@ -14,8 +14,8 @@ import pytest
 from hostile import forge, own_greeting
 
 from transport import TransportConfig
-from transport import receiver as receiver_module
 from transport.interfaces import OutgoingSpec
+from transport.receiving import receiver as receiver_module
 from transport.sockets import Buffer, PlainStream
 from transport.testing.doubles import MemorySpace, make_spec
 from transport.testing.loopback import LoopbackPair

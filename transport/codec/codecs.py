@@ -2,7 +2,7 @@
 
 Payload of the codecs other than RAW and FP8:
 
-    element_bytes u8, then for each byte plane (see codec_planes): packed u8, length u32;
+    element_bytes u8, then for each byte plane (see planes.py): packed u8, length u32;
     then the planes' bytes in that order, then the raw bytes after the last whole element
 
 A plane is packed (1: with the codec's LZ4 block or Zstandard frame) only where that saves at least
@@ -28,7 +28,8 @@ import lz4.block
 import numpy as np
 import zstandard
 
-from transport import codec_fp8, codec_planes
+from transport.codec import fp8
+from transport.codec import planes as byte_planes
 from transport.codec.planes import Bytes
 
 _PLANE = struct.Struct("<BI")
@@ -159,9 +160,9 @@ def _fill(targets: list[Bytes], codec: Codec, planes: list[Bytes], tail: Bytes) 
     for target in targets:
         whole = target.size - target.size % unit
         if codec is Codec.FP8:
-            codec_fp8.widen(planes[0][at : at + whole // unit], target[:whole])
+            fp8.widen(planes[0][at : at + whole // unit], target[:whole])
         else:
-            codec_planes.join(planes, at, target[:whole])
+            byte_planes.join(planes, at, target[:whole])
         at += whole // unit
         if whole < target.size:
             target[whole:] = tail
@@ -172,7 +173,7 @@ def _encode_fp8(pieces: list[Bytes], raw_bytes: int) -> memoryview:
     at = 0
     for piece in pieces:
         whole = piece.size - piece.size % 2
-        codec_fp8.narrow(piece[:whole], payload[at : at + whole // 2])
+        fp8.narrow(piece[:whole], payload[at : at + whole // 2])
         at += whole // 2
     if raw_bytes % 2:
         payload[at] = pieces[-1][-1]
@@ -201,7 +202,7 @@ def _split(pieces: list[Bytes], num_planes: int, num_elements: int) -> list[Byte
     at = 0
     for piece in pieces:
         whole = piece.size - piece.size % num_planes
-        codec_planes.split(piece[:whole], planes, at)
+        byte_planes.split(piece[:whole], planes, at)
         at += whole // num_planes
     return list(planes)
 

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from deploy.gateway import serving
+from deploy.gateway.serving import request as serving
 from prfaas.engines.errors import PrefillFailed
 
 

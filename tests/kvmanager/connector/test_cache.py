@@ -20,7 +20,7 @@ from cache_engine import (
 
 from kvmanager.agent.engines.protocol import CacheSlots
 from kvmanager.hashing import block_keys, root_key
-from kvmanager.vllm_connector import cache_scheduler
+from kvmanager.vllm_connector.cache import scheduler as cache_scheduler
 from kvmanager.vllm_connector.cache.keys import RequestKeys
 from kvmanager.vllm_connector.connector import PrfaasConnector
 

@@ -14,7 +14,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport import codec_planes
+from transport.codec import planes as codec_planes
 from transport.codec.codecs import (
     Codec,
     CodecError,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from transport import Endpoint, OutgoingSpec, TransportConfig, TransportError
-from transport import sender_link as module
+from transport.sending import sender_link as module
 from transport.sending.sender_link import Link
 
 SPEC = OutgoingSpec(b"i" * 16, b"t" * 32, b"f" * 32, Endpoint("192.0.2.1", 1))
