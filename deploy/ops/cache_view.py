@@ -16,7 +16,7 @@ from deploy.gateway.cache.api import (
     TopPrefixes,
 )
 from deploy.table_style import TABLE_STYLE
-from deploy.units import format_age, format_bytes
+from kvmanager.config_files.units import format_age, format_bytes
 
 KINDS = ("kv", "window", "state")
 _KEY_CHARS = 12

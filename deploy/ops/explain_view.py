@@ -12,7 +12,7 @@ from rich.text import Text
 from deploy.gateway.serving.records import RequestRecord
 from deploy.ops.explain_words import OUTCOMES, placement_words, reason_words, target_words
 from deploy.table_style import TABLE_STYLE
-from deploy.units import format_age, format_bytes, format_rate
+from kvmanager.config_files.units import format_age, format_bytes, format_rate
 from scheduler.routing.decision import HAND_OFF, Number
 
 _ROWS: Final = (

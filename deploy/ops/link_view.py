@@ -11,7 +11,7 @@ from rich.text import Text
 
 from deploy.gateway.links.region_links import LinkPath, LinksOverview
 from deploy.table_style import TABLE_STYLE
-from deploy.units import format_age, format_bytes, format_duration, format_rate
+from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
 from scheduler.live.region_link import LinkNow, LinkStep
 
 _BARS: Final = "▁▂▃▄▅▆▇█"

@@ -13,7 +13,7 @@ from deploy.gateway.scheduling.plan_overview import (
     TrafficNow,
 )
 from deploy.table_style import TABLE_STYLE
-from deploy.units import format_age, format_bytes, format_duration, format_rate
+from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
 
 
 def print_plan(console: Console, found: PlanOverview, *, num_decisions: int = 10) -> None:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from deploy.gateway.scheduling.role_pages import InstanceRole, RolesOverview
 from deploy.table_style import TABLE_STYLE
-from deploy.units import format_age
+from kvmanager.config_files.units import format_age
 
 
 def print_roles(overview: RolesOverview, console: Console | None = None) -> None:

@@ -176,7 +176,7 @@ def sweep_command(
         raise typer.BadParameter(str(error), param_hint="--over") from error
     plan_input = _load(file)
     from deploy.plan.solve.solving import SWEEPABLE, Today, sweep
-    from deploy.problems import suggestion
+    from kvmanager.config_files.problems import suggestion
 
     for name in ranges:
         if name not in SWEEPABLE:
@@ -197,7 +197,7 @@ def sweep_command(
 
 def _load(file: Path) -> PlanInput:
     from deploy.plan.solve.building import load_plan
-    from deploy.problems import FileError
+    from kvmanager.config_files.problems import FileError
 
     try:
         return load_plan(file)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from deploy.problems import FileError, Problem
+from kvmanager.config_files.problems import FileError, Problem
 from scheduler.planning.prefix_reuse import TracePrompt
 
 

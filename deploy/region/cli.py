@@ -21,7 +21,6 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import JsonOption, fail
-from deploy.problems import FileError
 from deploy.region.file_cli import FileArgument, SetOption, load_or_exit
 from deploy.region.launch.rundir import (
     RegionState,
@@ -32,6 +31,7 @@ from deploy.region.launch.rundir import (
     read_state,
     remove_leftovers,
 )
+from kvmanager.config_files.problems import FileError
 
 NameArgument = Annotated[
     str | None, typer.Argument(metavar="[NAME]", help="region; not needed if only one runs")

@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from deploy.command_line import JsonOption, fail
-from deploy.problems import FileError
 from deploy.region.spec.loading import load_region
 from deploy.region.spec.region import RegionSpec, region_schema
+from kvmanager.config_files.problems import FileError
 
 region_app = typer.Typer(
     no_args_is_help=True,

@@ -26,7 +26,7 @@ from deploy.plan.simulate.studies import STUDIES, overload
 from deploy.plan.simulate.study import Study
 from deploy.plan.solve.case_study import case_study_region
 from deploy.plan.trace import load_trace
-from deploy.units import GBIT_PER_S
+from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.live.admission import AdmissionConfig
 from scheduler.planning.plan import best_plan
 from scheduler.planning.throughput import Mode

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploy.units import GBIT_PER_S
+from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.planning.curves import Curve
 from scheduler.planning.lengths import Floats
 from scheduler.planning.load.queueing import DecodePool, Link, Requests, Station, System, simulate

@@ -34,7 +34,7 @@ from deploy.plan.profile.stats import (
     doubts,
     prefill_profile,
 )
-from deploy.problems import FileError
+from kvmanager.config_files.problems import FileError
 
 seconds = st.floats(1e-4, 1e3)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.problems import FileError
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import load_region, missing_models, parse_region
 from deploy.region.spec.region import RegionSpec, region_schema, role_of
+from kvmanager.config_files.problems import FileError
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
 VARIABLES = {"MODEL": "/models/tiny"}

@@ -20,12 +20,12 @@ from typing import Any
 import psutil
 import pytest
 
-from deploy.problems import FileError
 from deploy.region.launch.launcher import LaunchConfig, Progress, RegionStartFailed, RunningRegion
 from deploy.region.launch.rundir import RunDirectoryError, read_state
 from deploy.region.launch.status import region_status
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.clients.control import AgentControl
+from kvmanager.config_files.problems import FileError
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig
 from prfaas.engines.supervisor import ProcessState

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import Command, Configure, LinkReport
-from deploy.units import format_duration, format_rate, parse_duration, parse_rate
+from kvmanager.config_files.units import format_duration, format_rate, parse_duration, parse_rate
 
 emulate_app = typer.Typer(
     no_args_is_help=True,

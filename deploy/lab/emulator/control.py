@@ -33,7 +33,7 @@ from deploy.lab.emulator.faults import (
     Stall,
 )
 from deploy.processes import module_argv, module_environment
-from deploy.units import parse_duration, parse_rate
+from kvmanager.config_files.units import parse_duration, parse_rate
 
 
 class RelayError(Exception):

@@ -21,7 +21,7 @@ from deploy.lab.emulator.core import LinkShape
 from deploy.lab.emulator.faults import Command, Reply
 from deploy.lab.emulator.link import Address, EmulatedLink
 from deploy.processes import exit_with_parent
-from deploy.units import parse_duration, parse_rate
+from kvmanager.config_files.units import parse_duration, parse_rate
 
 _MAX_COMMAND_BYTES = 64 << 10
 _PRIORITY = -10

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.units import GBIT_PER_S
+from kvmanager.config_files.units import GBIT_PER_S
 from kvmanager.hf_config import LayerKv, ModelKv
 from kvmanager.layout import KVKind
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.plan.kv.report import KindRow, LengthRow, kind_rows
-from deploy.plan.tokens import format_tokens
 from deploy.table_style import TABLE_STYLE
+from kvmanager.config_files.tokens import format_tokens
 from kvmanager.hf_config import ModelKv
 from kvmanager.layout import KVKind
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from deploy.plan.tokens import parse_tokens
-from deploy.units import parse_duration, parse_size
-from deploy.yaml_files import parse_yaml, read_text
+from kvmanager.config_files.tokens import parse_tokens
+from kvmanager.config_files.units import parse_duration, parse_size
+from kvmanager.config_files.yaml_files import parse_yaml, read_text
 
 EXPECTED = "a profile file is a mapping with the key profile; `prfaas plan profile` writes one"
 

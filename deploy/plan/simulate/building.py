@@ -21,7 +21,7 @@ from deploy.plan.simulate.spec import (
 from deploy.plan.solve.building import PlanInput, load_plan
 from deploy.plan.solve.spec import PlanSpec
 from deploy.plan.trace import load_trace
-from deploy.problems import FileError, Problem, suggestion
+from kvmanager.config_files.problems import FileError, Problem, suggestion
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term import LongTermConfig
 from scheduler.planning.plan import best_plan

@@ -85,7 +85,7 @@ def run_command(
     simulation = _load(file)
     names = _names(simulation, policy, compare)
     from deploy.plan.simulate.report import document_of, print_outcomes, series_of
-    from deploy.problems import FileError
+    from kvmanager.config_files.problems import FileError
     from scheduler.replay.driver import replay
 
     try:
@@ -133,7 +133,7 @@ def study_command(
     Exit status 1: a goal was missed.
     """
     from deploy.plan.simulate.studies import STUDIES
-    from deploy.problems import suggestion
+    from kvmanager.config_files.problems import suggestion
 
     if name not in STUDIES:
         fail(f"no study {name!r}{suggestion(name, STUDIES)}", 2)
@@ -161,7 +161,7 @@ def study_command(
 def _overload(trace: Path, seed: int, scale: float) -> Study:
     from deploy.plan.simulate.studies import overload
     from deploy.plan.trace import load_trace
-    from deploy.problems import FileError
+    from kvmanager.config_files.problems import FileError
 
     try:
         return overload(seed, scale, load_trace(trace))
@@ -171,7 +171,7 @@ def _overload(trace: Path, seed: int, scale: float) -> Study:
 
 def _load(file: Path) -> Simulation:
     from deploy.plan.simulate.building import load_simulation
-    from deploy.problems import FileError
+    from kvmanager.config_files.problems import FileError
 
     try:
         return load_simulation(file)
@@ -180,7 +180,7 @@ def _load(file: Path) -> Simulation:
 
 
 def _names(simulation: Simulation, given: list[str] | None, compare: bool) -> list[str]:
-    from deploy.problems import suggestion
+    from kvmanager.config_files.problems import suggestion
 
     names = list(given or ([] if compare else [simulation.file.simulation.policy]))
     if compare:

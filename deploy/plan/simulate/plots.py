@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from deploy.units import GBIT_PER_S
+from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.planning.lengths import Floats
 from scheduler.replay.jobs import Fate
 from scheduler.replay.results import Outcome

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.table_style import TABLE_STYLE
-from deploy.units import GBIT_PER_S
+from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.replay.results import Outcome, Percentiles
 
 _ROWS: Final = (

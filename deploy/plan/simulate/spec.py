@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from deploy.plan.solve.spec import BytesPerS, Name, PlanSpec
-from deploy.plan.tokens import parse_tokens
-from deploy.units import parse_duration
+from kvmanager.config_files.tokens import parse_tokens
+from kvmanager.config_files.units import parse_duration
 
 POLICY_NAMES: Final = ("static", "router", "oracle", "homogeneous")
 """Always there; the file may change them and add others."""

@@ -22,8 +22,8 @@ from deploy.plan.profile.file import (
 )
 from deploy.plan.solve.spec import PdClusterSpec, PlanSpec, ProfileSpec, TraceSpec
 from deploy.plan.trace import load_trace
-from deploy.problems import FileError, KeyPath, Problem, suggestion
-from deploy.yaml_files import parse_yaml, read_text
+from kvmanager.config_files.problems import FileError, KeyPath, Problem, suggestion
+from kvmanager.config_files.yaml_files import parse_yaml, read_text
 from kvmanager.hf_config import ModelKv, read_model_kv
 from scheduler.planning.curves import Curve, FittedCurve, fit_quadratic, interpolate
 from scheduler.planning.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens

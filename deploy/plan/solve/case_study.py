@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from deploy.units import GBIT_PER_S
+from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.planning.curves import Curve
 from scheduler.planning.lengths import LogNormalLengths, mean_tokens
 from scheduler.planning.pair_search import best_of_pair

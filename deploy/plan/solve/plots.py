@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from deploy.plan.solve.solving import Solution, binding_words, without_prefill_clusters
-from deploy.units import GBIT_PER_S
+from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.planning.pair_search import search_pair, threshold_grid
 from scheduler.planning.plan import Plan, best_plan, is_pair
 from scheduler.planning.throughput import Mode

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from deploy.units import GBIT_PER_S
+from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.planning.assignment import Resource
 from scheduler.planning.load.study import (
     LOADS,

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from deploy.plan.profile.file import DecodeStep, PrefillPoint
-from deploy.plan.tokens import parse_tokens
-from deploy.units import parse_duration, parse_rate, parse_size
+from kvmanager.config_files.tokens import parse_tokens
+from kvmanager.config_files.units import parse_duration, parse_rate, parse_size
 
 
 def _tokens(value: Any) -> Any:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.problems import suggestion
 from deploy.region.launch.ports import advertised_address
 from deploy.region.launch.rundir import RegionState, RunDirectoryError, known_runs, read_state
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
 from kvmanager.agent.config import parse_endpoint
+from kvmanager.config_files.problems import suggestion
 from transport import TlsFiles
 
 

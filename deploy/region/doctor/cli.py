@@ -121,8 +121,8 @@ async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRu
     from rich.progress import BarColumn, Progress, TextColumn
 
     from deploy.region.doctor.probe import NamedAgent, run_probe
-    from deploy.units import format_rate
     from kvmanager.agent.clients.control import AgentControl
+    from kvmanager.config_files.units import format_rate
     from transport import TlsFiles
 
     tls = pair.tls if tls_dir is None else TlsFiles.in_directory(tls_dir)
@@ -159,7 +159,7 @@ def _report(pair: Pair, run: ProbeRun, rate_gbps: float | None, as_json: bool) -
     from deploy.region.doctor import report
     from deploy.region.doctor.diagnosis import diagnose
     from deploy.region.doctor.measurement import summarise
-    from deploy.units import GBIT_PER_S
+    from kvmanager.config_files.units import GBIT_PER_S
 
     measured = summarise(run)
     diagnosis = diagnose(measured, None if rate_gbps is None else rate_gbps * GBIT_PER_S)

@@ -23,7 +23,7 @@ from enum import StrEnum
 from deploy.region.doctor.kernel_checks import KernelCheck, kernel_checks
 from deploy.region.doctor.measurement import EndLoad, Measurement
 from deploy.region.doctor.windows import Windows, windows_of
-from deploy.units import format_duration, format_rate
+from kvmanager.config_files.units import format_duration, format_rate
 from transport.config import NEAR_RTT_S
 from transport.sending.tuning import FULL_QUEUE_RTTS, LIMITED_SHARE
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from deploy.region.doctor.diagnosis import Diagnosis, Finding
 from deploy.region.doctor.measurement import EndLoad, Measurement
 from deploy.table_style import TABLE_STYLE
-from deploy.units import format_duration, format_rate
+from kvmanager.config_files.units import format_duration, format_rate
 from transport.config import NEAR_RTT_S
 
 

@@ -22,7 +22,6 @@ import aiohttp
 import psutil
 
 from deploy.lab.emulator.control import RelayControl
-from deploy.problems import FileError
 from deploy.region.launch.arenas import discard_arenas
 from deploy.region.launch.plan import Kind, PlannedProcess, Planner, gateway_url
 from deploy.region.launch.ports import ResolvedRegion, join_address, resolve_ports, taken_ports
@@ -40,6 +39,7 @@ from deploy.region.launch.running import RunningProcess
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
+from kvmanager.config_files.problems import FileError
 from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig

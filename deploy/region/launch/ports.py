@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import psutil
 
-from deploy.problems import Problem
 from deploy.region.spec.checks import fixed_ports
 from deploy.region.spec.region import (
     AgentSpec,
@@ -23,6 +22,7 @@ from deploy.region.spec.region import (
     NodeSpec,
     RegionSpec,
 )
+from kvmanager.config_files.problems import Problem
 
 # Below the range from which the kernel takes ports of outgoing connections, so that none of those
 # sits on a chosen port before its owner has started.

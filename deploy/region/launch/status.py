@@ -20,9 +20,9 @@ from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import LinkReport
 from deploy.region.launch.rundir import RegionState
 from deploy.region.spec.region import RegionSpec
-from deploy.units import format_age, format_bytes, format_duration, format_rate
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import StatusReply
+from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
 from prfaas.engines.guard import live_session_members
 from transport import TlsFiles
 from transport.rpc import RpcError

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from deploy.problems import KeyPath, Problem, suggestion
 from deploy.region.spec.region import (
     ClusterSpec,
     ModelSpec,
@@ -17,7 +16,8 @@ from deploy.region.spec.region import (
     RegionSpec,
     role_of,
 )
-from deploy.units import parse_rate
+from kvmanager.config_files.problems import KeyPath, Problem, suggestion
+from kvmanager.config_files.units import parse_rate
 
 MAX_NUM_SEQS: Final = "--max-num-seqs"
 

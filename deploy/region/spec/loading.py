@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from deploy.problems import Problem
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.region import ClusterSpec, RegionSpec
-from deploy.yaml_files import parse_yaml, read_text
+from kvmanager.config_files.problems import Problem
+from kvmanager.config_files.yaml_files import parse_yaml, read_text
 
 EXPECTED = "a region file is a mapping with the keys models, clusters, links, security"
 

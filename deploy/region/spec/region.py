@@ -22,7 +22,7 @@ from pydantic import (
 
 from deploy.gateway.config import DirectoryConfig
 from deploy.gateway.scheduling.config import SchedulingConfig
-from deploy.units import parse_duration, parse_rate, parse_size
+from kvmanager.config_files.units import parse_duration, parse_rate, parse_size
 from kvmanager.pool.placement import StatePlacement
 from transport import TransportConfig
 

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from deploy.problems import FileError, KeyPath, Problem, suggestion
+from kvmanager.config_files.problems import FileError, KeyPath, Problem, suggestion
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 

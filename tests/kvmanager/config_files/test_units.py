@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.units import format_duration, format_rate, parse_duration, parse_rate, parse_size
+from kvmanager.config_files.units import (
+    format_duration,
+    format_rate,
+    parse_duration,
+    parse_rate,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
