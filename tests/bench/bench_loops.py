@@ -12,6 +12,7 @@ import asyncio
 import gc
 import json
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,10 @@ from typing import Any, Final
 
 import aiohttp
 import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+from agent_process import AgentProcess, DrivenEngine
 from bench_directory import NODES, RULE, Region
 from smoke import add_smoke
 
@@ -28,7 +33,6 @@ from kvmanager.agent.cache.feed import CacheFeed
 from kvmanager.agent.cache.store import PartStore
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.kept_arena import open_arena
-from kvmanager.agent.testing import AgentProcess, FakeEngine
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.loop.gaps import Gap
 from kvmanager.loop.watch import LoopWatch
@@ -177,8 +181,8 @@ def measure_agents(seconds: float, folder: Path) -> list[Row]:
     with (
         AgentProcess(folder / "sender", **settings) as sender,
         AgentProcess(folder / "receiver", **settings) as receiver,
-        FakeEngine(sender) as producer,
-        FakeEngine(receiver) as consumer,
+        DrivenEngine(sender) as producer,
+        DrivenEngine(receiver) as consumer,
     ):
         end_s = time.monotonic() + seconds
         num_transfers = 0
@@ -192,7 +196,7 @@ def measure_agents(seconds: float, folder: Path) -> list[Row]:
 
 
 def transfer(
-    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+    sender: AgentProcess, receiver: AgentProcess, producer: DrivenEngine, consumer: DrivenEngine
 ) -> None:
     landing = receiver.reserve(NUM_TOKENS)
     transfer_id = bytes.fromhex(landing.transfer_id)

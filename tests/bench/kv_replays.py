@@ -16,10 +16,11 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
+from pool_replay import ReplayConfig, ReplayResult, replay
+
 from deploy.plan.trace import load_trace
 from kvmanager.pool.eviction import POLICIES, eviction_policy
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.pool.replay import ReplayConfig, ReplayResult, replay
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 

@@ -44,7 +44,7 @@ from prfaas.engines.client import open_session
 
 
 @dataclass
-class FakeEngine:
+class TimedEngine:
     """vLLM's HTTP surface with times of its own: it reports `prefill_s_per_token` exactly."""
 
     prefill_s_per_token: float = 1e-4
@@ -61,7 +61,7 @@ class FakeEngine:
     strangers_in_a_sample: int = 0
     cached_tokens: int = 0
     preempts: bool = False
-    on_request: Callable[[FakeEngine], None] = lambda engine: None
+    on_request: Callable[[TimedEngine], None] = lambda engine: None
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_aborted: int = 0
 
@@ -148,7 +148,7 @@ class FakeEngine:
 
 
 @contextlib.asynccontextmanager
-async def profiled(fake: FakeEngine, api_key: str = "") -> AsyncIterator[ProfiledEngine]:
+async def profiled(fake: TimedEngine, api_key: str = "") -> AsyncIterator[ProfiledEngine]:
     async with TestServer(fake.app()) as server, open_session() as session:
         yield ProfiledEngine(str(server.make_url("/")), session, api_key)
 
@@ -164,7 +164,7 @@ async def run_plan(engine: ProfiledEngine, plan: ProfilePlan = PLAN) -> Measured
 
 
 async def test_the_measured_times_are_the_engines() -> None:
-    fake = FakeEngine()
+    fake = TimedEngine()
     shown: list[Progress] = []
     measured = Measured()
     async with profiled(fake) as engine:
@@ -188,7 +188,7 @@ async def test_the_measured_times_are_the_engines() -> None:
 
 
 async def test_no_two_prompts_share_a_beginning_or_a_salt() -> None:
-    fake = FakeEngine(step_s=0.001)
+    fake = TimedEngine(step_s=0.001)
     async with profiled(fake) as engine:
         await run_plan(engine)
     assert len(fake.requests) == 2 * 3 + 2 * (1 + 4)
@@ -201,7 +201,7 @@ async def test_no_two_prompts_share_a_beginning_or_a_salt() -> None:
 
 
 async def test_an_engine_that_does_not_tokenize_gets_small_ids() -> None:
-    fake = FakeEngine(step_s=0.001, tokenizes=False)
+    fake = TimedEngine(step_s=0.001, tokenizes=False)
     async with profiled(fake) as engine:
         measured = await run_plan(engine)
     assert max(max(request["prompt"]) for request in fake.requests) < 256
@@ -209,7 +209,7 @@ async def test_an_engine_that_does_not_tokenize_gets_small_ids() -> None:
 
 
 async def test_without_the_engines_histogram_the_client_counts() -> None:
-    fake = FakeEngine(step_s=0.001, has_prefill_histogram=False)
+    fake = TimedEngine(step_s=0.001, has_prefill_histogram=False)
     async with profiled(fake) as engine:
         measured = await run_plan(engine)
     profile = build_profile(measured, PLAN.setup, provenance)
@@ -220,23 +220,23 @@ async def test_without_the_engines_histogram_the_client_counts() -> None:
 
 async def test_a_busy_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.plan.profile.measuring._SETTLE_S", 0.05)
-    async with profiled(FakeEngine(num_strangers=3)) as engine:
+    async with profiled(TimedEngine(num_strangers=3)) as engine:
         with pytest.raises(EngineBusyError, match="3 requests running"):
             await run_plan(engine)
-    async with profiled(FakeEngine(strangers_in_a_sample=1)) as engine:
+    async with profiled(TimedEngine(strangers_in_a_sample=1)) as engine:
         with pytest.raises(EngineBusyError, match="answered 1 requests of somebody else"):
             await run_plan(engine)
 
 
 async def test_metrics_of_another_engine_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.plan.profile.measuring._SETTLE_S", 0.05)
-    async with profiled(FakeEngine(strangers_in_a_sample=-1)) as engine:
+    async with profiled(TimedEngine(strangers_in_a_sample=-1)) as engine:
         with pytest.raises(ProfilingError, match="do several engines share this URL"):
             await run_plan(engine)
 
 
 async def test_a_cached_prompt_is_no_prefill() -> None:
-    async with profiled(FakeEngine(cached_tokens=32)) as engine:
+    async with profiled(TimedEngine(cached_tokens=32)) as engine:
         with pytest.raises(ProfilingError, match="computed 32 tokens of a random prompt of 64"):
             await run_plan(engine)
 
@@ -252,7 +252,7 @@ async def test_batches_that_do_not_fit_are_said(
     fake: dict[str, Any], why: str, sizes: list[int], missing: int
 ) -> None:
     plan = ProfilePlan((64,), 1, (1, 4, 8), DecodeSetup(16, 24))
-    async with profiled(FakeEngine(step_s=0.002, **fake)) as engine:
+    async with profiled(TimedEngine(step_s=0.002, **fake)) as engine:
         measured = await run_plan(engine, plan)
     assert [sample.batch_size for sample in measured.decode] == sizes
     assert why in measured.notes[-1]
@@ -262,7 +262,7 @@ async def test_batches_that_do_not_fit_are_said(
 
 
 async def test_cancelling_drops_the_request_and_keeps_whole_samples() -> None:
-    fake = FakeEngine(prefill_s_per_token=0.001)
+    fake = TimedEngine(prefill_s_per_token=0.001)
     measured = Measured()
     plan = ProfilePlan((1, 60_000), 1, (1,), DecodeSetup(16, 24))
     async with profiled(fake) as engine:
@@ -289,13 +289,13 @@ async def test_cancelling_drops_the_request_and_keeps_whole_samples() -> None:
     ],
 )
 async def test_wrong_models_and_keys(fake: dict[str, Any], wanted: str, message: str) -> None:
-    async with profiled(FakeEngine(**fake)) as engine:
+    async with profiled(TimedEngine(**fake)) as engine:
         with pytest.raises(ProfilingError, match=message):
             await engine.served_model(wanted)
 
 
 async def test_an_adapter_has_its_base_models_length() -> None:
-    async with profiled(FakeEngine(api_key="k"), api_key="k") as engine:
+    async with profiled(TimedEngine(api_key="k"), api_key="k") as engine:
         assert (await engine.served_model("adapter")).max_model_len == 300
 
 
@@ -307,7 +307,7 @@ async def test_an_adapter_has_its_base_models_length() -> None:
     ],
 )
 async def test_engines_without_metrics(fake: dict[str, Any], message: str) -> None:
-    async with profiled(FakeEngine(**fake)) as engine:
+    async with profiled(TimedEngine(**fake)) as engine:
         with pytest.raises(ProfilingError, match=message):
             await run_plan(engine)
 
@@ -316,7 +316,7 @@ async def test_engines_without_metrics(fake: dict[str, Any], message: str) -> No
 
 
 @contextlib.contextmanager
-def served(fake: FakeEngine) -> Iterator[str]:
+def served(fake: TimedEngine) -> Iterator[str]:
     """The engine in a thread, as the command has an event loop of its own."""
     started: list[Any] = []
     ready = threading.Event()
@@ -350,7 +350,7 @@ def invoke(url: str, out: Path, *words: str) -> Any:
 
 def test_the_command_writes_a_profile(tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
-    with served(FakeEngine(step_s=0.003, api_key="k")) as url:
+    with served(TimedEngine(step_s=0.003, api_key="k")) as url:
         result = invoke(url, out, "--api-key", "k")
         assert result.exit_code == 0, result.output
         assert "wrote" in result.stdout
@@ -384,7 +384,7 @@ def test_the_command_writes_a_profile(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments(tmp_path: Path, words: list[str], message: str) -> None:
-    with served(FakeEngine()) as url:
+    with served(TimedEngine()) as url:
         result = invoke(url, tmp_path / "p.yaml", *words)
     assert result.exit_code == 2, result.output
     assert message in result.stderr
@@ -402,13 +402,13 @@ def test_nobody_there(tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_ctrl_c(tmp_path: Path, keep: bool) -> None:
-    def interrupt(fake: FakeEngine) -> None:
+    def interrupt(fake: TimedEngine) -> None:
         # The third request: the first length is done.
         if len(fake.requests) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     out = tmp_path / "p.yaml"
-    with served(FakeEngine(prefill_s_per_token=0.001, on_request=interrupt)) as url:
+    with served(TimedEngine(prefill_s_per_token=0.001, on_request=interrupt)) as url:
         result = invoke(url, out, *(["--keep-partial"] if keep else []))
     assert result.exit_code == 130, result.output
     assert "interrupted" in result.stderr
@@ -440,7 +440,7 @@ CONFIG = {
 def test_the_models_config_gives_the_kvcache(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     out = tmp_path / "p.yaml"
-    with served(FakeEngine(step_s=0.002)) as url:
+    with served(TimedEngine(step_s=0.002)) as url:
         result = invoke(url, out, "--config", str(tmp_path))
     assert result.exit_code == 0, result.output
     kv_cache = EngineProfileFile.load(out).profile.kv_cache

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 
 from kvmanager.agent.messages import Cancel, CancelReply, Renew, RenewReply, ReserveReply
-from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from transport.rpc import RpcError
 
 NUM_TOKENS = 1000
@@ -24,8 +24,8 @@ class Pair:
 
     sender: AgentProcess
     receiver: AgentProcess
-    producer: FakeEngine
-    consumer: FakeEngine
+    producer: DrivenEngine
+    consumer: DrivenEngine
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,14 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[AgentProce
 def pair(agents: list[AgentProcess]) -> Iterator[Pair]:
     """Fresh engines on the agents; afterwards every byte of memory must have come back."""
     sender, receiver = agents
-    with FakeEngine(sender) as producer, FakeEngine(receiver) as consumer:
+    with DrivenEngine(sender) as producer, DrivenEngine(receiver) as consumer:
         yield Pair(sender, receiver, producer, consumer)
     for agent in agents:
         agent.cancel_all()
         wait_until(lambda agent=agent: agent.status().free_bytes == agent.status().arena_bytes)
 
 
-def send(agent: AgentProcess, engine: FakeEngine, landing: ReserveReply, content: bytes) -> None:
+def send(agent: AgentProcess, engine: DrivenEngine, landing: ReserveReply, content: bytes) -> None:
     """Fill an outbox for the landing in shuffled pieces and end the prefill."""
     transfer_id = bytes.fromhex(landing.transfer_id)
     outbox = agent.open_outbox(landing, NUM_TOKENS)
@@ -98,7 +98,7 @@ def test_bytes_arrive_and_all_memory_comes_back(pair: Pair) -> None:
 
 def test_both_ends_inside_one_agent(pair: Pair) -> None:
     content = random.Random(4).randbytes(NBYTES)
-    with FakeEngine(pair.receiver, "prefill") as producer:
+    with DrivenEngine(pair.receiver, "prefill") as producer:
         landing = pair.receiver.reserve(NUM_TOKENS)
         pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
         send(pair.receiver, producer, landing, content)
@@ -164,7 +164,7 @@ def test_impossible_requests_are_refused_with_a_reason(pair: Pair) -> None:
 def test_full_landing_is_no_room_until_something_ends(tmp_path: Path) -> None:
     with (
         AgentProcess(tmp_path, landing_gib=2 * NBYTES / 2**30) as agent,
-        FakeEngine(agent),
+        DrivenEngine(agent),
     ):
         first = agent.reserve(NUM_TOKENS)
         with pytest.raises(RpcError) as caught:
@@ -247,7 +247,7 @@ def test_cancel_reaches_both_engines(pair: Pair) -> None:
 
 def test_several_models_on_one_agent(pair: Pair) -> None:
     other = msgspec.structs.replace(SMALL_LAYOUT, model_id="other")
-    with FakeEngine(pair.receiver, "other", other) as stranger:
+    with DrivenEngine(pair.receiver, "other", other) as stranger:
         with pytest.raises(RpcError, match="2 KV layouts"):
             pair.receiver.reserve(NUM_TOKENS)
         fingerprint = SMALL_LAYOUT.fingerprint().hex()
@@ -264,7 +264,7 @@ def test_several_models_on_one_agent(pair: Pair) -> None:
 
 def test_sender_with_another_layout_is_refused(pair: Pair) -> None:
     other = msgspec.structs.replace(SMALL_LAYOUT, model_id="other")
-    with FakeEngine(pair.sender, "other", other):
+    with DrivenEngine(pair.sender, "other", other):
         landing = pair.receiver.reserve(NUM_TOKENS)
         pair.sender.open_outbox(landing, NUM_TOKENS, layout_fingerprint=other.fingerprint().hex())
         report = pair.sender.wait(landing.transfer_id)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots
 from kvmanager.agent.messages import (
@@ -20,7 +21,6 @@ from kvmanager.agent.messages import (
     Reserve,
     ReserveReply,
 )
-from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import CacheShape
 from transport.rpc import RpcError
@@ -48,8 +48,8 @@ class CachingEngine:
     """A scheduler and a worker of one engine."""
 
     def __init__(self, agent: AgentProcess, instance: str = "engine") -> None:
-        self.scheduler = FakeEngine(agent, instance, role="scheduler", namespace=NAMESPACE)
-        self.worker = FakeEngine(agent, instance)
+        self.scheduler = DrivenEngine(agent, instance, role="scheduler", namespace=NAMESPACE)
+        self.worker = DrivenEngine(agent, instance)
         self._handles = iter(range(1 << 30))
 
     def __enter__(self) -> "CachingEngine":
@@ -175,7 +175,7 @@ def test_engines_of_a_node_share_what_one_of_them_stored(agent: AgentProcess) ->
 
 def test_an_agent_without_a_cache(tmp_path: Path) -> None:
     with AgentProcess(tmp_path, **SETTINGS, cache_gib=0) as agent:
-        with FakeEngine(agent, role="scheduler", namespace=NAMESPACE) as engine:
+        with DrivenEngine(agent, role="scheduler", namespace=NAMESPACE) as engine:
             assert engine.client.cache_find(1, prompt(1))
             assert engine.next() == ("disconnected",)
         with pytest.raises(RpcError, match="no prefix cache"):
@@ -252,9 +252,9 @@ def test_garbage_costs_its_engine_the_connection_and_nobody_else_anything(
 KILLED_WORKER = """
 import sys, time
 from pathlib import Path
-from kvmanager.agent.testing import FakeEngine, AgentProcess
+from agent_process import DrivenEngine, AgentProcess
 class Agent: socket = Path(sys.argv[1])
-engine = FakeEngine(Agent(), "killed")
+engine = DrivenEngine(Agent(), "killed")
 engine.__enter__()
 print("up", flush=True)
 time.sleep(60)
@@ -265,10 +265,11 @@ def test_a_killed_worker_leaves_no_half_written_part_and_no_lost_memory(tmp_path
     keys = prompt(3)
     settings = SETTINGS | {"drain_s": 60.0}
     with AgentProcess(tmp_path, **settings) as agent:
-        with FakeEngine(agent, "killed", role="scheduler", namespace=NAMESPACE) as scheduler:
+        with DrivenEngine(agent, "killed", role="scheduler", namespace=NAMESPACE) as scheduler:
             worker = subprocess.Popen(
                 [sys.executable, "-c", KILLED_WORKER, str(agent.socket)],
                 stdout=subprocess.PIPE,
+                env=CHILD_ENV,
                 text=True,
             )
             try:
@@ -292,7 +293,7 @@ class Transfers:
     def __init__(self, sender: AgentProcess, receiver: AgentProcess) -> None:
         self.sender, self.receiver = sender, receiver
 
-    def send(self, producer: FakeEngine, landing: ReserveReply, keys: Sequence[bytes]) -> None:
+    def send(self, producer: DrivenEngine, landing: ReserveReply, keys: Sequence[bytes]) -> None:
         """Send what an engine has for the tokens of these blocks, as it lies in a landing."""
         num_tokens = len(keys) * B
         outbox = self.sender.open_outbox(landing, num_tokens)
@@ -321,7 +322,7 @@ def test_a_landing_leaves_out_what_is_cached_and_is_kept(
     """The second turn of a conversation: only the new blocks travel, and then all can be found."""
     keys = prompt(8, 5)
     receiver = agent
-    with CachingEngine(receiver) as consumer, FakeEngine(transfers.sender) as producer:
+    with CachingEngine(receiver) as consumer, DrivenEngine(transfers.sender) as producer:
         first = receiver.reserve(5 * B, block_keys=join_keys([ROOT, *keys[:5]]))
         assert (first.cached_tokens, first.cached_runs) == (0, [])
         assert first.nbytes == SMALL_LAYOUT.transfer_bytes(5 * B)
@@ -347,7 +348,7 @@ def test_what_a_landing_stands_on_stays_until_its_engine_has_let_go(
 ) -> None:
     keys = prompt(4, 6)
     receiver = agent
-    with CachingEngine(receiver) as consumer, FakeEngine(transfers.sender) as producer:
+    with CachingEngine(receiver) as consumer, DrivenEngine(transfers.sender) as producer:
         consumer.store(keys[:3])
         landing = receiver.reserve(4 * B, block_keys=join_keys([ROOT, *keys]))
         assert landing.cached_tokens == 3 * B
@@ -405,7 +406,7 @@ def test_an_outbox_must_know_what_its_landing_stands_on(
     transfers: Transfers, agent: AgentProcess
 ) -> None:
     keys = prompt(4, 8)
-    with CachingEngine(agent) as consumer, FakeEngine(transfers.sender):
+    with CachingEngine(agent) as consumer, DrivenEngine(transfers.sender):
         consumer.store(keys)
         landing = agent.reserve(4 * B + 1, block_keys=join_keys([ROOT, *keys]))
         for cached_tokens, words in ((0, "0 of them cached"), (7, "not whole pages")):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from agent_process import SMALL_LAYOUT
 
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
 from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder, move_cache
@@ -17,7 +18,6 @@ from kvmanager.agent.control import ControlService
 from kvmanager.agent.engines.protocol import Hello
 from kvmanager.agent.messages import SERVICE
 from kvmanager.agent.service import NodeAgent
-from kvmanager.agent.testing import SMALL_LAYOUT
 from kvmanager.agent.transfer_io import now_s
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.pool import HybridPool

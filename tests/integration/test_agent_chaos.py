@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 
 from kvmanager.agent.messages import Cancel, CancelReply, OpenOutboxReply, ReserveReply
-from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from kvmanager.arena import Arena
 from transport.rpc import RpcError
 
@@ -32,7 +32,7 @@ def content_of(transfer_id: bytes) -> bytes:
     return random.Random(transfer_id).randbytes(NBYTES)
 
 
-class Consumer(FakeEngine):
+class Consumer(DrivenEngine):
     """Compares what landed, slowly, then lets it go."""
 
     def __init__(self, agent: AgentProcess) -> None:
@@ -51,7 +51,7 @@ class Consumer(FakeEngine):
         self.client.release(transfer_id)
 
 
-class Producer(FakeEngine):
+class Producer(DrivenEngine):
     """Fills outboxes in a thread each; stops writing before it lets a failed one go."""
 
     def __init__(self, agent: AgentProcess) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 
 from kvmanager.agent.engines.protocol import (
     Attach,
@@ -25,7 +26,6 @@ from kvmanager.agent.engines.protocol import (
     encode_frame,
 )
 from kvmanager.agent.messages import ReserveReply
-from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from transport.rpc import RpcError
 
 NUM_TOKENS = 1000
@@ -33,10 +33,10 @@ NBYTES = SMALL_LAYOUT.transfer_bytes(NUM_TOKENS)
 
 ENGINE_PROCESS = """
 import sys, time
-from kvmanager.agent.testing import AgentProcess, FakeEngine
+from agent_process import AgentProcess, DrivenEngine
 from pathlib import Path
 what, transfer_id = sys.argv[2], bytes.fromhex(sys.argv[3])
-with FakeEngine(AgentProcess(Path(sys.argv[1])), "victim") as engine:
+with DrivenEngine(AgentProcess(Path(sys.argv[1])), "victim") as engine:
     print("connected", flush=True)
     attempt = int(sys.stdin.readline())
     if what == "fill":
@@ -59,6 +59,7 @@ class Victim:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=CHILD_ENV,
         )
         assert self._line() == "connected"
 
@@ -90,19 +91,19 @@ def receiver(tmp_path: Path) -> Iterator[AgentProcess]:
 
 
 @pytest.fixture
-def producer(sender: AgentProcess) -> Iterator[FakeEngine]:
-    with FakeEngine(sender) as engine:
+def producer(sender: AgentProcess) -> Iterator[DrivenEngine]:
+    with DrivenEngine(sender) as engine:
         yield engine
 
 
 @pytest.fixture
-def consumer(receiver: AgentProcess) -> Iterator[FakeEngine]:
-    with FakeEngine(receiver) as engine:
+def consumer(receiver: AgentProcess) -> Iterator[DrivenEngine]:
+    with DrivenEngine(receiver) as engine:
         yield engine
 
 
 def begin(
-    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+    sender: AgentProcess, receiver: AgentProcess, producer: DrivenEngine, consumer: DrivenEngine
 ) -> tuple[ReserveReply, int]:
     """A transfer of which a part has arrived, and the attempt of its outbox."""
     landing = receiver.reserve(NUM_TOKENS)
@@ -117,7 +118,7 @@ def begin(
 
 
 def transfer_works(
-    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+    sender: AgentProcess, receiver: AgentProcess, producer: DrivenEngine, consumer: DrivenEngine
 ) -> None:
     content = random.Random(5).randbytes(NBYTES)
     landing = receiver.reserve(NUM_TOKENS)
@@ -134,7 +135,7 @@ def transfer_works(
 
 
 def test_sending_agent_killed(
-    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+    sender: AgentProcess, receiver: AgentProcess, producer: DrivenEngine, consumer: DrivenEngine
 ) -> None:
     landing, _ = begin(sender, receiver, producer, consumer)
     old_epoch = sender.status().arena_epoch
@@ -157,7 +158,7 @@ def test_sending_agent_killed(
 
 
 def test_receiving_agent_killed(
-    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+    sender: AgentProcess, receiver: AgentProcess, producer: DrivenEngine, consumer: DrivenEngine
 ) -> None:
     landing, _ = begin(sender, receiver, producer, consumer)
     receiver.settings |= {"listen": receiver.ready["data"]}
@@ -177,7 +178,7 @@ def test_receiving_agent_killed(
 
 
 def test_receiving_agent_gone_for_good(
-    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+    sender: AgentProcess, receiver: AgentProcess, producer: DrivenEngine, consumer: DrivenEngine
 ) -> None:
     landing, attempt = begin(sender, receiver, producer, consumer)
     receiver.end(signal.SIGKILL)
@@ -187,7 +188,7 @@ def test_receiving_agent_gone_for_good(
 
 
 def test_stopping_agents_tell_their_peers_at_once(
-    sender: AgentProcess, receiver: AgentProcess, producer: FakeEngine, consumer: FakeEngine
+    sender: AgentProcess, receiver: AgentProcess, producer: DrivenEngine, consumer: DrivenEngine
 ) -> None:
     begin(sender, receiver, producer, consumer)
     assert sender.end(signal.SIGTERM) == 0
@@ -209,7 +210,7 @@ def test_stopping_agents_tell_their_peers_at_once(
 
 
 def test_engine_killed_while_it_fills(
-    sender: AgentProcess, receiver: AgentProcess, consumer: FakeEngine, producer: FakeEngine
+    sender: AgentProcess, receiver: AgentProcess, consumer: DrivenEngine, producer: DrivenEngine
 ) -> None:
     landing = receiver.reserve(NUM_TOKENS)
     consumer.client.watch(bytes.fromhex(landing.transfer_id))
@@ -227,11 +228,11 @@ def test_engine_killed_while_it_fills(
 
 
 def test_engine_killed_while_it_owns_a_landing(
-    sender: AgentProcess, producer: FakeEngine, tmp_path: Path
+    sender: AgentProcess, producer: DrivenEngine, tmp_path: Path
 ) -> None:
     with (
         AgentProcess(tmp_path / "slow", drain_s=600) as receiver,
-        FakeEngine(receiver) as consumer,
+        DrivenEngine(receiver) as consumer,
     ):
         landing = receiver.reserve(NUM_TOKENS)
         victim = Victim(receiver, "watch", landing)
@@ -246,7 +247,7 @@ def test_engine_killed_while_it_owns_a_landing(
 
 
 def test_second_agent_on_the_same_socket_refuses_to_start(
-    sender: AgentProcess, producer: FakeEngine
+    sender: AgentProcess, producer: DrivenEngine
 ) -> None:
     second = AgentProcess(sender.directory)
     with pytest.raises(AssertionError, match="another agent serves"):
@@ -341,7 +342,7 @@ HOSTILE = [
 def test_hostile_frames_cost_only_their_connection(
     one_agent: AgentProcess, data: bytes, words: str
 ) -> None:
-    with FakeEngine(one_agent) as engine, RawEngine(one_agent) as raw:
+    with DrivenEngine(one_agent) as engine, RawEngine(one_agent) as raw:
         assert words in raw.refusal(data)
         engine.client.watch(TID)
         assert engine.next()[0] == "failed", "the other engine is served as before"
@@ -355,7 +356,7 @@ def one_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess
 
 
 def test_engine_that_does_not_read_is_cut_off(one_agent: AgentProcess) -> None:
-    with RawEngine(one_agent) as raw, FakeEngine(one_agent) as engine:
+    with RawEngine(one_agent) as raw, DrivenEngine(one_agent) as engine:
         raw.connection.sendall(encode_frame(hello()))
         frame = encode_frame(Watch(TID)) * 1000
 

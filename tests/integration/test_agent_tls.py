@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 
-from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess, FakeEngine, wait_until
 from transport.rpc import RpcError
 
 NUM_TOKENS = 1000
@@ -49,8 +49,8 @@ def test_transfer_over_tls(agent: AgentProcess, files: dict[str, str], tmp_path:
     content = random.Random(6).randbytes(NBYTES)
     with (
         AgentProcess(tmp_path / "sender", **files) as sender,
-        FakeEngine(sender) as producer,
-        FakeEngine(agent) as consumer,
+        DrivenEngine(sender) as producer,
+        DrivenEngine(agent) as consumer,
     ):
         landing = agent.reserve(NUM_TOKENS)
         transfer_id = bytes.fromhex(landing.transfer_id)
@@ -68,8 +68,8 @@ def test_strangers_reach_neither_port(agent: AgentProcess, tmp_path: Path, has_t
     settings = make_files(tmp_path / "theirs") if has_tls else {}
     with (
         AgentProcess(tmp_path / "stranger", **settings) as stranger,
-        FakeEngine(stranger),
-        FakeEngine(agent) as consumer,
+        DrivenEngine(stranger),
+        DrivenEngine(agent) as consumer,
     ):
         landing = agent.reserve(NUM_TOKENS)
         consumer.client.watch(bytes.fromhex(landing.transfer_id))

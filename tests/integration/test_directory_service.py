@@ -36,7 +36,7 @@ typer.run(directory_command)
 
 
 @dataclass
-class FakeAgent:
+class FollowedAgent:
     """The part of an agent that is followed: its real feed, told what engines hold."""
 
     feed: CacheFeed = field(default_factory=CacheFeed)
@@ -65,8 +65,8 @@ class FakeAgent:
 
 
 @pytest.fixture
-async def agent() -> AsyncIterator[FakeAgent]:
-    fake = FakeAgent()
+async def agent() -> AsyncIterator[FollowedAgent]:
+    fake = FollowedAgent()
     server = await fake.start()
     yield fake
     await server.stop(grace_s=0)
@@ -82,7 +82,7 @@ async def until(directory: DirectoryReader, num_blocks: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_follows_changes_pages_and_a_restart(agent: FakeAgent) -> None:
+async def test_follows_changes_pages_and_a_restart(agent: FollowedAgent) -> None:
     agent.holds(0, 100)
     directory = EmbeddedDirectory(timing=TIMING)
     await directory.follow({NODE: f"127.0.0.1:{agent.port}"})
@@ -98,7 +98,7 @@ async def test_follows_changes_pages_and_a_restart(agent: FakeAgent) -> None:
 
 
 async def test_an_agent_that_dies_is_forgotten_and_known_again_when_it_is_back() -> None:
-    fake = FakeAgent()
+    fake = FollowedAgent()
     server = await fake.start()
     fake.holds(0, 50)
     directory = EmbeddedDirectory(timing=TIMING)
@@ -113,7 +113,7 @@ async def test_an_agent_that_dies_is_forgotten_and_known_again_when_it_is_back()
     await server.stop(grace_s=0)
 
 
-async def test_the_service_answers_as_the_directory_does(agent: FakeAgent) -> None:
+async def test_the_service_answers_as_the_directory_does(agent: FollowedAgent) -> None:
     agent.holds(0, 33)
     directory = EmbeddedDirectory(timing=TIMING)
     await directory.follow({NODE: f"127.0.0.1:{agent.port}"})
@@ -138,7 +138,7 @@ async def test_the_service_answers_as_the_directory_does(agent: FakeAgent) -> No
     await remote.close()
 
 
-async def test_the_command_serves_until_it_is_told_to_stop(agent: FakeAgent) -> None:
+async def test_the_command_serves_until_it_is_told_to_stop(agent: FollowedAgent) -> None:
     agent.holds(0, 21)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", RUN_COMMAND),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_process import AgentProcess, wait_until
 from certificates import make_authority, openssl
 
 from deploy.lab.emulator import RelayProcess
@@ -26,7 +27,6 @@ from kvmanager.agent.messages import (
     ProbeStatus,
     ProbeStatusReply,
 )
-from kvmanager.agent.testing import AgentProcess, wait_until
 from transport.rpc import RpcError
 
 GIB = 1 << 30

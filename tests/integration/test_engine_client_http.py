@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 from aiohttp import web
+from front_doubles import FakeEngine
 
 from kvmanager.token_ids import TokenIds
 from prfaas.engines.client import (
@@ -16,7 +17,6 @@ from prfaas.engines.client import (
     open_session,
 )
 from prfaas.engines.errors import EngineRefused, EngineUnreachable
-from prfaas.engines.testing import FakeEngine
 
 CHAT = {"token_ids": [1, 2, 3], "features": {"mm_hashes": {}}, "sampling_params": {"n": 1}}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from front_doubles import FakeAgent, FakeEngine, eventually, prefill_job
 from prometheus_client import CollectorRegistry
 
 from local_pd import RemotePdCluster
@@ -19,7 +20,6 @@ from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.engines.restart import RestartConfig
 from prfaas.engines.supervisor import SupervisorConfig
-from prfaas.engines.testing import FakeAgent, FakeEngine, eventually, prefill_job
 from prfaas.metrics import PrefillMetrics
 
 ROOT = str(Path(__file__).resolve().parents[2])

@@ -12,16 +12,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from agent_process import AgentProcess, DrivenEngine
+from front_doubles import FakeEngine, eventually, prefill_job
 from prometheus_client import CollectorRegistry
 
-from kvmanager.agent.testing import AgentProcess
-from kvmanager.agent.testing import FakeEngine as DrivenEngine
 from local_pd import DecodeSlot, EmbeddedPdCluster, NoRoom, PdClusterConfig, PrefillFailed
 from local_pd.metrics import PdMetrics
 from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.engines.prefill_run import RunnerConfig
-from prfaas.engines.testing import FakeEngine, eventually, prefill_job
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
 

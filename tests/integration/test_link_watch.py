@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
+from agent_process import AgentProcess, wait_until
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.file import GatewayFile, build_clusters, build_links
@@ -28,7 +29,6 @@ from kvmanager.agent.messages import (
     ProbeSend,
     ProbeSendReply,
 )
-from kvmanager.agent.testing import AgentProcess, wait_until
 from scheduler.live.region_link import LinkNow
 from transport.rpc import RpcError
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import uvloop
+from agent_process import AgentProcess
 
-from kvmanager.agent.testing import AgentProcess
 from kvmanager.loop.watch import LoopWatch
 
 LOOPS = pytest.mark.parametrize(

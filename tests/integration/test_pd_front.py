@@ -7,6 +7,13 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from front_doubles import (
+    BYTES_PER_TOKEN,
+    FakeAgent,
+    FakeEngine,
+    eventually,
+    prefill_job,
+)
 from prometheus_client import CollectorRegistry
 
 from kvmanager.agent.messages import CacheModel
@@ -27,13 +34,6 @@ from local_pd.metrics import PdMetrics
 from local_pd.server import SERVICE, PdServer
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.engines.prefill_run import RunnerConfig
-from prfaas.engines.testing import (
-    BYTES_PER_TOKEN,
-    FakeAgent,
-    FakeEngine,
-    eventually,
-    prefill_job,
-)
 from prfaas.jobs import PrefillJob
 from scheduler.live.conversion import RoleChange, RoleStatus
 from transport.rpc import RpcServer

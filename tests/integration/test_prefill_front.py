@@ -7,6 +7,13 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from front_doubles import (
+    BYTES_PER_TOKEN,
+    FakeAgent,
+    FakeEngine,
+    eventually,
+    prefill_job,
+)
 from prometheus_client import CollectorRegistry
 
 from kvmanager.token_ids import TokenIds
@@ -21,13 +28,6 @@ from prfaas import (
 )
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.engines.prefill_run import RunnerConfig
-from prfaas.engines.testing import (
-    BYTES_PER_TOKEN,
-    FakeAgent,
-    FakeEngine,
-    eventually,
-    prefill_job,
-)
 from prfaas.jobs import PrefillResult
 from prfaas.metrics import PrefillMetrics
 from prfaas.server import PrefillServer

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from front_doubles import eventually
 
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.guard import live_session_members
@@ -20,7 +21,6 @@ from prfaas.engines.supervisor import (
     SupervisorConfig,
     SupervisorEvent,
 )
-from prfaas.engines.testing import eventually
 
 ROOT = str(Path(__file__).resolve().parents[2])
 

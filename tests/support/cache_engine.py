@@ -34,7 +34,7 @@ def tables_of(layout: KVLayout) -> list[list[int]]:
     return [[100 * g + p + 1 for p in range(TABLE_PAGES)] for g in range(len(layout.groups))]
 
 
-class FakeAgent:
+class RecordingAgent:
     """The client as the scheduler's side sees it; says what an agent would when told to."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Engine:
     def __init__(self, *groups: KVGroup, **options: Any) -> None:
         self.layout = layout_of(*(groups or HYBRID))
         self.shape = CacheShape.of(self.layout)
-        self.agent = FakeAgent()
+        self.agent = RecordingAgent()
         self.event = threading.Event()
         pages = CachePages(
             self.layout, self.shape, lambda group, tokens: (tokens - 1) // 16, [16] * 3

@@ -179,7 +179,7 @@ def test_the_past_is_kept_for_a_while() -> None:
     assert steps[0].achieved_bytes_per_s < steps[-1].achieved_bytes_per_s
 
 
-class FakeAgent:
+class LinkSpeaker:
     """An agent that answers when the test lets it."""
 
     def __init__(self, data_endpoint: str) -> None:
@@ -217,7 +217,7 @@ class Region:
 
     def __init__(self) -> None:
         self.now_s = 50.0
-        self.agents = {"a:1": FakeAgent("a1:7100"), "b:1": FakeAgent("b1:7100")}
+        self.agents = {"a:1": LinkSpeaker("a1:7100"), "b:1": LinkSpeaker("b1:7100")}
         self.links = RegionLinks(
             self.agents.__getitem__,
             names={("far", "home"): "wan"},
@@ -309,7 +309,7 @@ async def test_nodes_that_are_reported_no_more_are_forgotten(region: Region) -> 
     await region.until(lambda: links.now("far", "home").num_paths == 1)
     await links.watch(report("far"))  # says nothing
     assert len(links.overview().paths) == 1
-    region.agents["a:2"] = FakeAgent("a2:7100")
+    region.agents["a:2"] = LinkSpeaker("a2:7100")
     await links.watch(report("far", a2="a:2"))
     assert links.overview().paths == []
     assert region.agents["a:1"].num_closed == 1

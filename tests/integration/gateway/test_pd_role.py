@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from front_doubles import FakeAgent, FakeEngine
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.app import Gateway
@@ -18,7 +19,6 @@ from deploy.gateway.server import start_server
 from local_pd import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
-from prfaas.engines.testing import FakeAgent, FakeEngine
 
 ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
 KEYS = {"Authorization": "Bearer secret"}

@@ -10,18 +10,17 @@ from typing import Any
 
 import aiohttp
 import pytest
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
+from front_doubles import FakeEngine as PrefillEngine
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.server import start_server
-from kvmanager.agent.testing import SMALL_LAYOUT, AgentProcess
-from kvmanager.agent.testing import FakeEngine as DrivenEngine
 from local_pd import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
-from prfaas.engines.testing import FakeEngine as PrefillEngine
 from prfaas.metrics import PrefillMetrics
 
 PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from agent_process import SMALL_LAYOUT
 from pydantic import ValidationError
 
 from kvmanager.agent.config import AgentConfig, ConfigError, load
@@ -12,7 +13,6 @@ from kvmanager.agent.engines.instances import EngineRefused, InstanceBook, Unkno
 from kvmanager.agent.engines.protocol import Hello
 from kvmanager.agent.landing_door import LandingDoor
 from kvmanager.agent.reports import landing_report, outbox_report
-from kvmanager.agent.testing import SMALL_LAYOUT
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers.records import Landing, LandingSpec, Outbox, OutboxSpec, State

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_replay import ReplayConfig, ReplayResult, replay
 
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.pool.replay import ReplayConfig, ReplayResult, replay
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 

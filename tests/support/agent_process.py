@@ -1,6 +1,6 @@
-"""Test doubles that ship with the agent: a real agent process and an engine that is driven by hand.
+"""A real agent process, and an engine's connection to it that a test drives by hand.
 
-Not used by the product. Everything here blocks; use it from plain (not async) tests.
+Everything here blocks; use it from plain (not async) tests.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ from transport import TlsFiles
 from transport.rpc import RpcClient, RpcError
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+
+CHILD_ENV = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+"""For a child process that imports what this one can."""
 
 SMALL_LAYOUT = KVLayout(
     model_id="small",
@@ -204,7 +207,7 @@ class AgentProcess:
         return self.call("Await", request, TransferReport, timeout_s + 5)
 
 
-class FakeEngine:
+class DrivenEngine:
     """One engine connection driven by a test; a context manager."""
 
     def __init__(

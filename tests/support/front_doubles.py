@@ -1,4 +1,4 @@
-"""Test doubles on loopback: an engine's OpenAI server and a node agent's control port.
+"""Doubles on loopback: an engine's OpenAI server and a node agent's control port.
 
 They compute and move nothing. For tests of fronts and gateways; what only real engines and agents
 can show is tested with those.
@@ -42,7 +42,7 @@ BYTES_PER_TOKEN = 512
 async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Wait until `condition` holds; TimeoutError when it does not come to."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - conditions of tests have no event to wait for
+        while not condition():
             await asyncio.sleep(0.01)
 
 
