@@ -9,6 +9,7 @@
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
+# make stats STATS_ARGS="9e15150 HEAD"  how much code, and how divided, at some git revisions
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -23,7 +24,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-long lint format bench soak fuzz mutants clean
+.PHONY: help setup demo test test-fast test-engine test-long lint format bench soak fuzz mutants stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -90,6 +91,9 @@ fuzz: setup
 # What survives is printed as a difference; tests/mutation/README.md says how to read it.
 mutants: setup
 	@$(BIN)/python tests/mutation/run.py $(FILES) $(MUTANTS_ARGS)
+
+stats:
+	@$(PYTHON) tests/stats/stats.py $(STATS_ARGS)
 
 clean:
 	rm -rf $(VENV) .demo build *.egg-info bench-results
