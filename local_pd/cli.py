@@ -15,6 +15,7 @@ from local_pd.server import PdServer
 from prfaas.engines.front_config import FrontConfig, FrontConfigError, load_front_config
 from prfaas.engines.front_process import serve_front
 from prfaas.engines.instances import InstancesConfig
+from transport import Endpoint
 from transport.rpc import RpcError
 
 
@@ -57,7 +58,7 @@ async def serve_pd(config: FrontConfig) -> None:
             ),
         ),
     )
-    host = config.listen.rpartition(":")[0]
+    host = Endpoint.parse(config.listen).host
     server = PdServer(cluster, config.listen, tls)
     await serve_front(
         cluster, server, host, metrics_prefix="prfaas_pd", metrics_port=config.metrics_port

@@ -17,6 +17,7 @@ from prfaas.engines.instances import InstancesConfig
 from prfaas.front_config import PrefillFrontConfig
 from prfaas.queue_values import QueueConfig
 from prfaas.server import PrefillServer
+from transport import Endpoint
 from transport.rpc import RpcError
 
 
@@ -58,7 +59,7 @@ async def serve_prefill(config: PrefillFrontConfig) -> None:
             ),
         ),
     )
-    host = config.listen.rpartition(":")[0]
+    host = Endpoint.parse(config.listen).host
     server = PrefillServer(cluster, config.listen, tls)
     await serve_front(
         cluster, server, host, metrics_prefix="prfaas_prefill", metrics_port=config.metrics_port

@@ -5,7 +5,8 @@ order. What the bytes mean is not known here. Start with `Sender`, `Receiver` an
 wire format is in WIRE.md.
 """
 
-from transport.config import Endpoint, TlsFiles, TransportConfig
+from transport.config import TlsFiles, TransportConfig
+from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, PeerError, Refused, TransportError
 from transport.interfaces import (
     ByteSpace,

@@ -18,18 +18,6 @@ CODEC_NAMES = ("auto", "none", *(codec.name.lower() for codec in Codec if codec 
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a receiver listens; `port` 0 asks the kernel for a free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
 class TlsFiles:
     """PEM files for mutual TLS: both ends show a certificate signed by `ca`. They may be replaced
     while the process runs: new connections use the new ones.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Protocol
 
-from transport.config import Endpoint
+from transport.endpoint import Endpoint
 from transport.errors import TransportError
 
 ID_BYTES = 16

@@ -24,7 +24,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from transport import kernel_limits, tcp_info
-from transport.config import MIB, NEAR_RTT_S, Endpoint, TransportConfig
+from transport.config import MIB, NEAR_RTT_S, TransportConfig
+from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, TransportError
 from transport.tcp_info import TcpInfo
 

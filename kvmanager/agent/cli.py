@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 import uvloop
 
-from kvmanager.agent.config import AgentConfig, ConfigError, load, parse_endpoint
+from kvmanager.agent.config import AgentConfig, ConfigError, load
 from kvmanager.agent.control import ControlService
 from kvmanager.agent.engines.server import SocketTaken
 from kvmanager.agent.messages import SERVICE
@@ -26,7 +26,7 @@ from kvmanager.arena import ArenaError
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.pool.ssd import SsdError
-from transport import TransportError
+from transport import Endpoint, TransportError
 from transport.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
@@ -136,17 +136,17 @@ async def serve(config: AgentConfig) -> None:
     rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()}, config.tls)
     metrics: MetricsServer | None = None
     try:
-        control_host = parse_endpoint(config.control).host
+        control_host = Endpoint.parse(config.control).host
         ready = {
             "event": "ready",
             "data": str(agent.data_endpoint),
-            "control": f"{control_host}:{await rpc.start()}",
+            "control": str(Endpoint(control_host, await rpc.start())),
             "socket": str(config.socket),
             "pid": os.getpid(),
         }
         if config.metrics_port is not None:
             metrics = MetricsServer(agent.metrics, control_host, config.metrics_port)
-            ready["metrics"] = f"{control_host}:{await metrics.start()}"
+            ready["metrics"] = str(Endpoint(control_host, await metrics.start()))
         settle_heap()
         print(json.dumps(ready), flush=True)
         with LoopWatch() as watch:

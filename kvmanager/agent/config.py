@@ -114,7 +114,7 @@ class AgentConfig(BaseModel):
     @field_validator("listen", "control")
     @classmethod
     def _check_address(cls, value: str) -> str:
-        parse_endpoint(value)
+        Endpoint.parse(value)
         return value
 
     @field_validator("transport")
@@ -185,12 +185,12 @@ class AgentConfig(BaseModel):
             raise ValueError("tls_cert, tls_key and tls_ca belong together: give all or none")
         if self.tls is None and not self.trusted_network:
             for name in ("listen", "control"):
-                if not _is_loopback(parse_endpoint(getattr(self, name)).host):
+                if not _is_loopback(Endpoint.parse(getattr(self, name)).host):
                     raise ValueError(
                         f"{name}: {getattr(self, name)} is reachable from other hosts without "
                         "TLS; give tls_dir or tls_cert, tls_key and tls_ca, or set trusted_network"
                     )
-        if self.advertise is None and parse_endpoint(self.listen).host in ("0.0.0.0", "::"):
+        if self.advertise is None and Endpoint.parse(self.listen).host in ("0.0.0.0", "::"):
             raise ValueError(
                 "advertise: needed when listen is a wildcard address; name the host or address "
                 "that senders can reach"
@@ -240,7 +240,7 @@ class AgentConfig(BaseModel):
         if self.advertise is None:
             return real
         if _has_port(self.advertise):
-            return parse_endpoint(self.advertise)
+            return Endpoint.parse(self.advertise)
         return Endpoint(self.advertise.strip("[]"), real.port)
 
 
@@ -263,14 +263,6 @@ def load(path: Path | None, overrides: dict[str, Any]) -> AgentConfig:
             for problem in error.errors()
         ]
         raise ConfigError("; ".join(problems)) from error
-
-
-def parse_endpoint(text: str) -> Endpoint:
-    """ "host:port" or "[v6]:port"; raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{text!r} is not host:port")
-    return Endpoint(host.strip("[]"), int(port))
 
 
 def _detector_config(fields: dict[str, Any]) -> DetectorConfig:

@@ -20,7 +20,7 @@ import msgspec
 from kvmanager.agent.cache.move_control import control_methods
 from kvmanager.agent.cache.moves import CacheMover
 from kvmanager.agent.cache.service import LandingBase, NodeCache
-from kvmanager.agent.config import AgentConfig, parse_endpoint
+from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.engines.events import EngineEvents
 from kvmanager.agent.engines.instances import EngineRefused, InstanceBook
 from kvmanager.agent.engines.protocol import (
@@ -72,7 +72,7 @@ from kvmanager.transfers.records import (
     TransferError,
 )
 from kvmanager.transfers.table import TransferTable
-from transport import OutgoingSpec
+from transport import Endpoint, OutgoingSpec
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -131,7 +131,7 @@ class NodeAgent:
             )
             self.io = TransferIo(
                 config.transport_config,
-                parse_endpoint(config.listen),
+                Endpoint.parse(config.listen),
                 self,
                 lambda code: self.metrics.refused_senders.labels(code).inc(),
             )

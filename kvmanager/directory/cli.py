@@ -18,7 +18,6 @@ import typer
 import uvloop
 from prometheus_client import start_http_server
 
-from kvmanager.agent.config import parse_endpoint
 from kvmanager.directory.config import DirectoryConfig, DirectoryConfigError, load
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.errors import DirectoryError
@@ -28,6 +27,7 @@ from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
+from transport import Endpoint
 from transport.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
@@ -88,12 +88,12 @@ async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
     tls = config.tls.files() if config.tls is not None else None
     directory = EmbeddedDirectory(tls=tls, timing=FollowTiming(forget_s=config.forget_s))
     server = RpcServer(config.listen, {SERVICE: DirectoryService(directory).methods()}, tls)
-    host = parse_endpoint(config.listen).host
+    host = Endpoint.parse(config.listen).host
     metrics = _Metrics(config, directory.follower)
     try:
         port = await server.start()
         await directory.follow(config.targets)
-        _say_ready(control=f"{host}:{port}")
+        _say_ready(control=str(Endpoint(host, port)))
         with LoopWatch() as watch:
             metrics.show_loop(watch)
             while not await _stopped(stopping):
@@ -137,7 +137,7 @@ class _Metrics:
         self._metrics = DirectoryMetrics()
         self._server: WSGIServer | None = None
         if config.metrics_port:
-            host = parse_endpoint(config.listen).host
+            host = Endpoint.parse(config.listen).host
             registry = self._metrics.registry
             self._server, self._thread = start_http_server(config.metrics_port, host, registry)
 

@@ -20,9 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from kvmanager.agent.config import parse_endpoint
 from kvmanager.directory.messages import NodeName
 from kvmanager.tls_section import TlsSection
+from transport import Endpoint
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -55,7 +55,7 @@ class DirectoryConfig(BaseModel):
     @field_validator("listen")
     @classmethod
     def _check_listen(cls, value: str) -> str:
-        parse_endpoint(value)
+        Endpoint.parse(value)
         return value
 
     @field_validator("agents")
@@ -63,12 +63,12 @@ class DirectoryConfig(BaseModel):
     def _check_agents(cls, value: dict[str, str]) -> dict[str, str]:
         for name, address in value.items():
             _node_name(name)
-            parse_endpoint(address)
+            Endpoint.parse(address)
         return value
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:
-        serves = self.redis is None and not _is_loopback(parse_endpoint(self.listen).host)
+        serves = self.redis is None and not _is_loopback(Endpoint.parse(self.listen).host)
         if serves and self.tls is None and not self.trusted_network:
             raise ValueError(
                 f"listen: {self.listen} is reachable from other hosts without TLS; give tls, or "

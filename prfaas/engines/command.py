@@ -12,6 +12,8 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from transport import Endpoint
+
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "kvmanager.vllm_connector.connector"
 
@@ -57,7 +59,7 @@ class EngineSpec(BaseModel):
     def url(self) -> str:
         """Base URL for a client on a host that can reach the engine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"http://{Endpoint(host, self.port)}"
 
     def kv_transfer_config(self) -> dict[str, object]:
         """vLLM's `--kv-transfer-config`. A failed load is computed again, never an error."""

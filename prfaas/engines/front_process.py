@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY, start_http_server
 
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
+from transport import Endpoint
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 
@@ -57,7 +58,7 @@ async def serve_front(
         ready = {
             "event": "ready",
             "front": front.name,
-            "control": f"{host}:{port}",
+            "control": str(Endpoint(host, port)),
             "pid": os.getpid(),
         }
         settle_heap()

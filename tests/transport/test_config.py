@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from transport.backoff import Backoff
-from transport.config import Endpoint, TransportConfig
+from transport.config import TransportConfig
+from transport.endpoint import Endpoint
 from transport.interfaces import OutgoingSpec
 
 
@@ -27,11 +28,6 @@ def test_impossible_settings_are_refused(bad: dict[str, int]) -> None:
 def test_the_watchdog_is_quick_enough_for_short_timeouts_and_slow_otherwise() -> None:
     assert TransportConfig().tick_s == 1.0
     assert TransportConfig(ack_timeout_s=0.4).tick_s == pytest.approx(0.1)
-
-
-def test_endpoints_print_as_one_writes_them() -> None:
-    assert str(Endpoint("10.0.0.1", 7100)) == "10.0.0.1:7100"
-    assert str(Endpoint("::1", 7100)) == "[::1]:7100"
 
 
 def test_spec_sizes_are_checked() -> None:

@@ -18,7 +18,8 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-from transport.config import Endpoint, TransportConfig
+from transport.config import TransportConfig
+from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
 from transport.interfaces import LandingRegistry, TransferProgress
 from transport.receiving.reception import Reception

@@ -12,7 +12,8 @@ import threading
 import time
 from dataclasses import replace
 
-from transport.config import Endpoint, TransportConfig
+from transport.config import TransportConfig
+from transport.endpoint import Endpoint
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.sending.link_state import LinkState
 from transport.sending.outgoing import Outgoing

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from transport.codec.coder import LinkCoder
-from transport.config import Endpoint, TransportConfig
+from transport.config import TransportConfig
+from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, PeerError, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.sending.lane import Lane

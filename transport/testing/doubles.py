@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from transport.config import Endpoint, TransportConfig
+from transport.config import TransportConfig
+from transport.endpoint import Endpoint
 from transport.errors import LinkError, PeerError, Refused, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec
 from transport.receiving.reception import Reception

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
-from transport.config import Endpoint, TransportConfig
+from transport.config import TransportConfig
+from transport.endpoint import Endpoint
 from transport.errors import TransportError
 from transport.receiving.receiver import Receiver
 from transport.sending.sender import OutgoingTransfer, Sender

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from transport.config import Endpoint
+from transport.endpoint import Endpoint
 
 Direction = Literal["forward", "backward"]
 """forward: from whoever connected to the proxy towards its target; backward: the answers."""

@@ -15,6 +15,7 @@ from prfaas.embedded import EmbeddedPrefillCluster
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import RemotePrefillCluster
 from scheduler.reports import ClusterReport
+from transport import Endpoint
 
 
 class LinkedPrefillCluster:
@@ -29,7 +30,9 @@ class LinkedPrefillCluster:
         endpoints: Mapping[str, str],
     ) -> None:
         self._cluster = cluster
-        self._endpoints = {_split(near): _split(far) for near, far in endpoints.items()}
+        self._endpoints = {
+            Endpoint.parse(near): Endpoint.parse(far) for near, far in endpoints.items()
+        }
 
     @property
     def name(self) -> str:
@@ -43,9 +46,9 @@ class LinkedPrefillCluster:
     async def submit(self, job: PrefillJob) -> PrefillResult:
         """See `PrefillCluster.submit`."""
         landing = job.landing
-        endpoint = self._endpoints.get((landing.host, landing.port))
+        endpoint = self._endpoints.get(Endpoint(landing.host, landing.port))
         if endpoint is not None:
-            landing = msgspec.structs.replace(landing, host=endpoint[0], port=endpoint[1])
+            landing = msgspec.structs.replace(landing, host=endpoint.host, port=endpoint.port)
             job = msgspec.structs.replace(job, landing=landing)
         return await self._cluster.submit(job)
 
@@ -64,8 +67,3 @@ class LinkedPrefillCluster:
     async def close(self) -> None:
         """See `PrefillCluster.close`."""
         await self._cluster.close()
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -26,6 +26,7 @@ from kvmanager.agent.messages import ProbeLandingReply
 from kvmanager.directory.messages import NodeName
 from scheduler.live.region_link import HeardPath, LinkNow, RegionLink
 from scheduler.reports import ClusterReport
+from transport import Endpoint
 from transport.backoff import Backoff
 from transport.rpc import RpcError
 
@@ -277,10 +278,9 @@ class RegionLinks:
                 )
 
     async def _probe(self, sender: str, receiver: str, view: LinkView) -> None:
-        host, _, port = view.endpoint.rpartition(":")
         clients = self._connect(sender), self._connect(receiver)
         try:
-            reply = await probe_link(*clients, view.probe_bytes, host.strip("[]"), int(port))
+            reply = await probe_link(*clients, view.probe_bytes, *Endpoint.parse(view.endpoint))
             logger.debug("probe of %s: %s", view.endpoint, reply)
         except RpcError as error:
             logger.info("no probe of %s: %s", view.endpoint, error)

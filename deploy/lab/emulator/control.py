@@ -34,6 +34,7 @@ from deploy.lab.emulator.faults import (
 )
 from deploy.processes import module_argv, module_environment
 from kvmanager.config_files.units import parse_duration, parse_rate
+from transport import Endpoint
 
 
 class RelayError(Exception):
@@ -160,8 +161,7 @@ class RelayProcess(RelayControl):
             last_words = log_path.read_text()[-2000:]
             self.stop()
             raise RelayError(f"the relay did not start: {last_words}")
-        self.host, _, port = json.loads(line)["listen"].rpartition(":")
-        self.port = int(port)
+        self.host, self.port = Endpoint.parse(json.loads(line)["listen"])
         return self
 
     def stop(self) -> None:

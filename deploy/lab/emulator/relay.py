@@ -19,9 +19,10 @@ import msgspec
 
 from deploy.lab.emulator.core import LinkShape
 from deploy.lab.emulator.faults import Command, Reply
-from deploy.lab.emulator.link import Address, EmulatedLink
+from deploy.lab.emulator.link import EmulatedLink
 from deploy.processes import exit_with_parent
 from kvmanager.config_files.units import parse_duration, parse_rate
+from transport import Endpoint
 
 _MAX_COMMAND_BYTES = 64 << 10
 _PRIORITY = -10
@@ -80,14 +81,6 @@ class ControlServer:
             return Reply(error=str(error))
 
 
-def parse_address(text: str) -> Address:
-    """Host and port of "127.0.0.1:7100" or "[::1]:7100"; ValueError otherwise."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{text!r} is not an address; write host:port")
-    return host.strip("[]"), int(port)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a relay in this process until SIGTERM, SIGINT or the `quit` command."""
     args = _arguments().parse_args(argv)
@@ -97,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     shape = LinkShape(parse_rate(args.rate), parse_duration(args.rtt), parse_duration(args.jitter))
-    link = EmulatedLink(parse_address(args.listen), parse_address(args.to), shape, seed=args.seed)
+    link = EmulatedLink(Endpoint.parse(args.listen), Endpoint.parse(args.to), shape, seed=args.seed)
     control = ControlServer(link, args.control) if args.control else None
     wake_read, wake_write = socket.socketpair()
     wake_write.setblocking(False)
@@ -105,8 +98,12 @@ def main(argv: list[str] | None = None) -> int:
     link.add_handler(wake_read.fileno(), lambda _events: link.stop())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: link.stop())
-    host, port = link.address
-    ready = {"event": "ready", "listen": f"{host}:{port}", "to": args.to, "pid": os.getpid()}
+    ready = {
+        "event": "ready",
+        "listen": str(Endpoint(*link.address)),
+        "to": args.to,
+        "pid": os.getpid(),
+    }
     print(json.dumps(ready | {"control": args.control}), flush=True)
     try:
         link.run()

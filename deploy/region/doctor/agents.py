@@ -11,9 +11,8 @@ from pathlib import Path
 from deploy.region.launch.ports import advertised_address
 from deploy.region.launch.rundir import RegionState, RunDirectoryError, known_runs, read_state
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
-from kvmanager.agent.config import parse_endpoint
 from kvmanager.config_files.problems import suggestion
-from transport import TlsFiles
+from transport import Endpoint, TlsFiles
 
 
 class UnknownAgent(Exception):
@@ -37,7 +36,7 @@ class Pair:
     sender: AgentPlace
     receiver: AgentPlace
     tls: TlsFiles | None
-    via: tuple[str, int] | None
+    via: Endpoint | None
 
 
 def find_pair(
@@ -57,8 +56,10 @@ def find_pair(
 
 def is_address(text: str) -> bool:
     """Whether it is "host:port" rather than a name."""
-    host, colon, port = text.rpartition(":")
-    return bool(host and colon) and port.isdecimal() and 0 < int(port) < 65536
+    try:
+        return Endpoint.parse(text).port > 0
+    except ValueError:
+        return False
 
 
 def _running(run_dir: Path | None, base: Path, region: str | None) -> RegionState:
@@ -95,13 +96,12 @@ def _find(name: str, places: dict[str, AgentPlace]) -> AgentPlace:
     return place
 
 
-def _via(spec: RegionSpec, sender: AgentPlace, receiver: AgentPlace) -> tuple[str, int] | None:
+def _via(spec: RegionSpec, sender: AgentPlace, receiver: AgentPlace) -> Endpoint | None:
     """What KVCache from that cluster to that node connects to: a tunnel or an emulated link."""
     if sender.cluster is None or receiver.node is None or receiver.cluster is None:
         return None
     for link in spec.links:
         if (link.source, link.to) == (sender.cluster.name, receiver.cluster.name):
             address = link.endpoints.get(receiver.node.name)
-            endpoint = parse_endpoint(address or advertised_address(receiver.node))
-            return endpoint.host, endpoint.port
+            return Endpoint.parse(address or advertised_address(receiver.node))
     return None

@@ -82,17 +82,16 @@ def link_command(
     prfaas doctor link a1 b1 --seconds 20 --rate-gbps 10
     prfaas doctor link 10.0.0.5:7101 10.1.0.7:7101 --tls-dir /etc/prfaas/tls --json
     """
-    from kvmanager.agent.config import parse_endpoint
+    from transport import Endpoint
 
     try:
-        endpoint = None if via is None else parse_endpoint(via)
+        endpoint = None if via is None else Endpoint.parse(via)
     except ValueError as error:
         fail(f"--via: {error}", 2)
     pair = _pair(sender, receiver, run_dir, region)
     from deploy.region.doctor.probe import CannotMeasure, ProbePlan
 
-    place = pair.via if endpoint is None else (endpoint.host, endpoint.port)
-    plan = ProbePlan(seconds, mib << 20, place)
+    plan = ProbePlan(seconds, mib << 20, endpoint or pair.via)
     try:
         run = asyncio.run(_measure(pair, tls_dir, plan))
         _report(pair, run, rate_gbps, as_json)

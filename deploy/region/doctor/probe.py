@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import ProbeLandingReply, ProbeSend, ProbeStatusReply, StatusReply
+from transport import Endpoint
 from transport.rpc import RpcError
 
 POLL_S = 0.25
@@ -35,7 +36,7 @@ class ProbePlan:
 
     seconds_s: float
     nbytes: int
-    via: tuple[str, int] | None = None
+    via: Endpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +83,23 @@ async def run_probe(
     landing = await _ask(
         receiver, receiver.control.probe_landing(plan.nbytes, LEASE_S, RPC_TIMEOUT_S)
     )
-    host, port = plan.via or (landing.host, landing.port)
+    endpoint = plan.via or Endpoint(landing.host, landing.port)
     try:
         request = ProbeSend(
             transfer_id=landing.transfer_id,
             token=landing.token,
             fingerprint=landing.fingerprint,
             nbytes=plan.nbytes,
-            host=host,
-            port=port,
+            host=endpoint.host,
+            port=endpoint.port,
             lease_s=LEASE_S,
         )
         await _ask(sender, sender.control.probe_send(request, RPC_TIMEOUT_S))
-        watch = _Watch(sender, receiver, landing, f"{host}:{port}")
+        watch = _Watch(sender, receiver, landing, str(endpoint))
         samples = await watch.run(plan.seconds_s, on_sample)
     finally:
         await _end((sender, receiver), landing.transfer_id)
-    return ProbeRun(f"{host}:{port}", samples, status)
+    return ProbeRun(str(endpoint), samples, status)
 
 
 class _Watch:

@@ -24,7 +24,7 @@ import psutil
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.launch.arenas import discard_arenas
 from deploy.region.launch.plan import Kind, PlannedProcess, Planner, gateway_url
-from deploy.region.launch.ports import ResolvedRegion, join_address, resolve_ports, taken_ports
+from deploy.region.launch.ports import ResolvedRegion, resolve_ports, taken_ports
 from deploy.region.launch.probes import Prober
 from deploy.region.launch.rundir import (
     Phase,
@@ -44,6 +44,7 @@ from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig
 from prfaas.engines.supervisor import SupervisorConfig, SupervisorEvent
+from transport import Endpoint
 
 logger = logging.getLogger("prfaas.deploy.region")
 
@@ -345,7 +346,7 @@ class RunningRegion:
 
     def _agent_controls(self) -> dict[str, str]:
         return {
-            node.name: join_address(node.host, node.agent.control_port)
+            node.name: str(Endpoint(node.host, node.agent.control_port))
             for cluster in self.region.clusters
             for node in cluster.nodes
         }

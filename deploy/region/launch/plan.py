@@ -19,13 +19,14 @@ from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
 from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
 from deploy.region.launch.arenas import arena_name
-from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address, join_address
+from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from kvmanager.tls_section import TlsSection
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.instances import InstanceSpec
 from prfaas.engines.process import ProcessSpec
+from transport import Endpoint
 
 Kind = Literal["relay", "agent", "engine", "gateway"]
 
@@ -91,7 +92,7 @@ class Planner:
         return self._planned(relay.name, "relay", relay.listen, [*argv, "--control", str(control)])
 
     def _agent(self, node: NodeSpec) -> PlannedProcess:
-        control = join_address(node.host, node.agent.control_port)
+        control = str(Endpoint(node.host, node.agent.control_port))
         argv = [*module_argv("deploy.cli", "agent"), "--config", str(self._agent_file(node))]
         return self._planned(f"agent.{node.name}", "agent", control, argv)
 
@@ -101,8 +102,8 @@ class Planner:
     def _agent_settings(self, node: NodeSpec) -> dict[str, object]:
         agent, security = node.agent, self.resolved.region.security
         settings: dict[str, object] = {
-            "listen": join_address(node.host, agent.data_port),
-            "control": join_address(node.host, agent.control_port),
+            "listen": str(Endpoint(node.host, agent.data_port)),
+            "control": str(Endpoint(node.host, agent.control_port)),
             "socket": str(self.directory.socket(node.name)),
             "advertise": advertised_address(node),
             "metrics_port": agent.metrics_port,
@@ -248,16 +249,16 @@ def gateway_url(region: RegionSpec) -> str:
     """Where clients on this machine find the gateway."""
     host = region.gateway.host
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://{join_address(host, region.gateway.port)}"
+    return f"http://{Endpoint(host, region.gateway.port)}"
 
 
 def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, ...]:
     return tuple(
         InstanceSpec(
             name=item.name,
-            agent=join_address(node.host, node.agent.control_port),
+            agent=str(Endpoint(node.host, node.agent.control_port)),
             node=node.name,
-            url=f"http://{join_address(node.host, item.port)}",
+            url=f"http://{Endpoint(node.host, item.port)}",
             model=region.model_of(item).name,
             role=role_of(item, cluster),
             max_concurrent=item.max_concurrent,

@@ -23,6 +23,7 @@ from deploy.region.spec.region import (
     RegionSpec,
 )
 from kvmanager.config_files.problems import Problem
+from transport import Endpoint
 
 # Below the range from which the kernel takes ports of outgoing connections, so that none of those
 # sits on a chosen port before its owner has started.
@@ -105,12 +106,7 @@ def resolve_ports(
 
 def advertised_address(node: NodeSpec) -> str:
     """Where the node's agent says that KVCache is to be sent."""
-    return node.agent.advertise or join_address(node.host, node.agent.data_port)
-
-
-def join_address(host: str, port: int) -> str:
-    """host:port, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return node.agent.advertise or str(Endpoint(node.host, node.agent.data_port))
 
 
 _Choose = Callable[[str, int], int]
@@ -137,7 +133,7 @@ def _resolve_link(
         return link
     endpoints = {}
     for node in region.cluster(link.to).nodes:
-        listen = join_address(node.host, choose(node.host, 0))
+        listen = str(Endpoint(node.host, choose(node.host, 0)))
         target = advertised_address(node)
         relays.append(RelayPlan(link.name, node.name, listen, target, link.emulate))
         endpoints[node.name] = listen

@@ -1,0 +1,33 @@
+"""Where a process listens, as host and port: how it is written, and how that is read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Endpoint(NamedTuple):
+    """Where a receiver listens; `port` 0 asks the kernel for a free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Of "node-a:7100", "10.0.0.1:7100" or "[::1]:7100". Raises ValueError, saying what is
+        wrong with `text`.
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or not host:
+            raise ValueError(f"{text!r} is not host:port")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        elif ":" in host:
+            # Without brackets nobody can tell the last group of an address from a port.
+            raise ValueError(f"{text!r}: write an IPv6 address in brackets, such as [::1]:7100")
+        if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+            raise ValueError(f"{text!r}: {port!r} is not a port; write host:port with 0 to 65535")
+        return cls(host, int(port))
