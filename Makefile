@@ -6,6 +6,7 @@
 # make lint   ruff, mypy, import rule
 # make bench  measurements against peers (see tests/bench/README.md)
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
+# make docs   write the configuration reference and build the documentation's site into site/
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
@@ -24,7 +25,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-long lint format bench soak fuzz mutants stats clean
+.PHONY: help setup demo test test-fast test-engine test-long lint format docs bench soak fuzz mutants stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -81,6 +82,12 @@ bench: setup
 	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/bench.txt
 	@$(BIN)/python -m tests.bench $(BENCH_ARGS)
 
+# Warnings are errors: a dead link or a page that the navigation lacks fails.
+docs: setup
+	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/docs.txt
+	@$(BIN)/python docs/write_configuration.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 soak: setup
 	@$(BIN)/python tests/soak/soak_transport.py $(SOAK_ARGS)
 
@@ -96,4 +103,4 @@ stats:
 	@$(PYTHON) tests/stats/stats.py $(STATS_ARGS)
 
 clean:
-	rm -rf $(VENV) .demo build *.egg-info bench-results
+	rm -rf $(VENV) .demo build site *.egg-info bench-results
