@@ -26,24 +26,12 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import pairwise
+from typing import Final
 
-from netmon.estimate import LinkEstimate
+from netmon.estimate import LinkCondition, LinkEstimate
 
-
-class Condition(IntEnum):
-    """In the order of getting worse."""
-
-    CLEAR = 0
-    RISING = 1
-    CONGESTED = 2
-    DOWN = 3
-
-    @property
-    def label(self) -> str:
-        """For metrics and people; stable."""
-        return self.name.lower()
+_CONDITIONS: Final = tuple(LinkCondition)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,19 +91,19 @@ class Sign:
     bounds: tuple[float, float]
     text: str
 
-    def level(self, margin: float = 1.0) -> Condition:
+    def level(self, margin: float = 1.0) -> LinkCondition:
         low, high = self.bounds
         if self.value >= high * margin:
-            return Condition.CONGESTED
-        return Condition.RISING if self.value >= low * margin else Condition.CLEAR
+            return LinkCondition.CONGESTED
+        return LinkCondition.RISING if self.value >= low * margin else LinkCondition.CLEAR
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """The condition changed, and why, with the numbers."""
 
-    before: Condition
-    after: Condition
+    before: LinkCondition
+    after: LinkCondition
     at_s: float
     reason: str
 
@@ -125,7 +113,7 @@ class CongestionDetector:
 
     def __init__(self, config: DetectorConfig | None = None) -> None:
         self._config = config or DetectorConfig()
-        self.condition = Condition.CLEAR
+        self.condition = LinkCondition.CLEAR
         self.reason = "nothing was observed yet"
         """Of the present condition; its numbers are those of when the signs last showed."""
         self.since_s: float | None = None
@@ -134,7 +122,7 @@ class CongestionDetector:
         """What the link carried in the last minutes when it carried most."""
         self._referred_s: float  # from the first estimate on
         self._backlogs_s: deque[float] = deque(maxlen=self._config.num_growing + 1)
-        self._levels: deque[Condition] = deque(maxlen=self._config.num_confirming)
+        self._levels: deque[LinkCondition] = deque(maxlen=self._config.num_confirming)
         self._calm_since_s: float | None = None  # below the present condition, by the margin
         self._seen_s: float  # from the first estimate on
 
@@ -152,18 +140,18 @@ class CongestionDetector:
         self._backlogs_s.append(estimate.backlog_s)
         self._refer(estimate, now_s)
         if (why := self._why_down(estimate)) is not None:
-            return self._become(Condition.DOWN, why, now_s)
+            return self._become(LinkCondition.DOWN, why, now_s)
         return self._weigh(list(self._signs(estimate)), now_s)
 
     def _weigh(self, signs: list[Sign], now_s: float) -> Change | None:
         self._levels.append(_judge(signs))
         self._note_calm(signs, now_s)
         is_sure = len(self._levels) == self._config.num_confirming
-        worse = min(self._levels) if is_sure else Condition.CLEAR
-        if _judge(signs) is self.condition is not Condition.CLEAR:
+        least = min(self._levels, key=_severity) if is_sure else LinkCondition.CLEAR
+        if _judge(signs) is self.condition is not LinkCondition.CLEAR:
             self.reason = _why(signs, 1.0)  # the present numbers
-        if worse > self.condition:
-            return self._become(worse, _why(signs, 1.0), now_s)
+        if least.severity > self.condition.severity:
+            return self._become(least, _why(signs, 1.0), now_s)
         return self._ease(signs, now_s)
 
     def _ease(self, signs: list[Sign], now_s: float) -> Change | None:
@@ -173,18 +161,19 @@ class CongestionDetector:
             return None
         if now_s - self.since_s < config.dwell_s or now_s - calm_s < config.calm_s:
             return None
-        below = Condition(self.condition - 1)
+        below = _CONDITIONS[self.condition.severity - 1]
         why = f"calm for {now_s - calm_s:.1f} s"
         left = _why(signs, config.calm_margin)
         return self._become(below, f"{why}; {left}" if left else why, now_s)
 
     def _note_calm(self, signs: list[Sign], now_s: float) -> None:
-        if _judge(signs, self._config.calm_margin) >= self.condition:
+        calmest = _judge(signs, self._config.calm_margin)
+        if calmest.severity >= self.condition.severity:
             self._calm_since_s = None
         elif self._calm_since_s is None:
             self._calm_since_s = now_s
 
-    def _become(self, condition: Condition, reason: str, now_s: float) -> Change | None:
+    def _become(self, condition: LinkCondition, reason: str, now_s: float) -> Change | None:
         self.reason = reason
         self._calm_since_s = None
         if condition is self.condition:
@@ -243,15 +232,19 @@ class CongestionDetector:
         return rises and backlogs[-1] >= (1 + self._config.backlog_growth) * backlogs[0]
 
 
-def _judge(signs: list[Sign], margin: float = 1.0) -> Condition:
+def _judge(signs: list[Sign], margin: float = 1.0) -> LinkCondition:
     levels = [sign.level(margin) for sign in signs]
-    if Condition.CONGESTED in levels or levels.count(Condition.RISING) >= 2:
-        return Condition.CONGESTED
-    return max(levels)
+    if LinkCondition.CONGESTED in levels or levels.count(LinkCondition.RISING) >= 2:
+        return LinkCondition.CONGESTED
+    return LinkCondition.RISING if LinkCondition.RISING in levels else LinkCondition.CLEAR
 
 
 def _why(signs: list[Sign], margin: float) -> str:
-    return ", ".join(sign.text for sign in signs if sign.level(margin) > Condition.CLEAR)
+    return ", ".join(sign.text for sign in signs if sign.level(margin) is not LinkCondition.CLEAR)
+
+
+def _severity(condition: LinkCondition) -> int:
+    return condition.severity
 
 
 def _is_silent(estimate: LinkEstimate, silent_s: float) -> bool:

@@ -1,12 +1,32 @@
-"""What is known of a link at one moment. Knows not how it was found out."""
+"""What is known of a link at one moment. Does not know how it was found out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
-MAX_BACKLOG_S = 3600.0
+import msgspec
+
+MAX_BACKLOG_S: Final = 3600.0
 """Longer waits are not told apart: the link does not move."""
+
+
+class LinkCondition(StrEnum):
+    """In the order of getting worse. Values are stable: metric labels, and they cross the wire."""
+
+    CLEAR = "clear"
+    RISING = "rising"
+    CONGESTED = "congested"
+    DOWN = "down"
+
+    @property
+    def severity(self) -> int:
+        """0 for clear; the worse, the higher."""
+        return _SEVERITIES[self]
+
+
+_SEVERITIES: Final = {condition: severity for severity, condition in enumerate(LinkCondition)}
 
 
 class Limit(StrEnum):
@@ -80,3 +100,28 @@ class LinkTotals:
     num_samples: int = 0
     num_ignored_samples: int = 0
     """Older than, or too close to, the one before."""
+
+
+class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One link at one moment: for Prometheus, and from a node agent to the gateway (msgpack).
+
+    `endpoint` is where the sender connects to, "host:port". `condition_s`: how long it has had this
+    condition; `reason` says why, with numbers. `reference_bytes_per_s`: what it carried in the last
+    minutes when it carried most. `num_changes`: how often each condition was entered.
+
+    The sender fills in the rest. `oldest_queued_s`: how long, at most, a transfer has had bytes to
+    send without a break. `probe_bytes`: send a probe of this size now; 0 for none.
+    """
+
+    endpoint: str
+    condition: LinkCondition
+    reason: str
+    condition_s: float
+    reference_bytes_per_s: float
+    estimate: LinkEstimate
+    totals: LinkTotals = LinkTotals()
+    num_changes: dict[LinkCondition, int] = {}
+    num_connections: int = 0
+    num_transfers: int = 0
+    oldest_queued_s: float | None = None
+    probe_bytes: int = 0

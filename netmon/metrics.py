@@ -10,9 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from netmon.detector import Condition
-from netmon.estimate import Limit
-from netmon.monitor import LinkReport
+from netmon.estimate import Limit, LinkCondition, LinkReport
 
 _GAUGES: tuple[tuple[str, str, Callable[[LinkReport], float | None]], ...] = (
     (
@@ -114,12 +112,12 @@ class LinkMetrics(Collector):
             for report in reports:
                 value = read(report)
                 if value is not None:
-                    gauge.add_metric([report.link], value)
+                    gauge.add_metric([report.endpoint], value)
             yield gauge
         for name, text, count in _COUNTERS:
             counter = CounterMetricFamily(f"prfaas_link_{name}", text, labels=["link"])
             for report in reports:
-                counter.add_metric([report.link], count(report))
+                counter.add_metric([report.endpoint], count(report))
             yield counter
         yield _condition(reports)
         yield _limit(reports)
@@ -133,8 +131,10 @@ def _condition(reports: Sequence[LinkReport]) -> Metric:
         labels=["link", "condition"],
     )
     for report in reports:
-        for condition in Condition:
-            gauge.add_metric([report.link, condition.label], float(condition is report.condition))
+        for condition in LinkCondition:
+            gauge.add_metric(
+                [report.endpoint, condition.value], float(condition is report.condition)
+            )
     return gauge
 
 
@@ -145,7 +145,7 @@ def _limit(reports: Sequence[LinkReport]) -> Metric:
     for report in reports:
         for limit in Limit:
             is_it = limit is report.estimate.limited_by
-            gauge.add_metric([report.link, limit.value], float(is_it))
+            gauge.add_metric([report.endpoint, limit.value], float(is_it))
     return gauge
 
 
@@ -157,5 +157,5 @@ def _changes(reports: Sequence[LinkReport]) -> Metric:
     )
     for report in reports:
         for condition, count in report.num_changes.items():
-            counter.add_metric([report.link, condition.label], count)
+            counter.add_metric([report.endpoint, condition.value], count)
     return counter

@@ -1,17 +1,15 @@
-"""All that is known of one link in one place: estimate, condition, history, next probe.
+"""All that is known of one link in one place: estimate, condition, next probe.
 
 Joins the parts and decides nothing that they do not. Pure: whoever samples brings the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from netmon.detector import Change, Condition, CongestionDetector, DetectorConfig
-from netmon.estimate import LinkEstimate, LinkTotals
+from netmon.detector import Change, CongestionDetector, DetectorConfig
+from netmon.estimate import LinkCondition, LinkEstimate, LinkReport
 from netmon.estimator import EstimatorConfig, LinkEstimator
-from netmon.history import LinkHistory
 from netmon.probing import ProbeConfig, ProbePlanner
 from netmon.samples import LinkSample, ProbeResult
 
@@ -25,35 +23,16 @@ class MonitorConfig:
     probing: ProbeConfig = field(default_factory=ProbeConfig)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkReport:
-    """One link at one moment, for schedulers, metrics and people."""
-
-    link: str
-    estimate: LinkEstimate
-    condition: Condition
-    reason: str
-    """Why it has this condition, with numbers."""
-    condition_s: float
-    """How long it has had it."""
-    reference_bytes_per_s: float
-    """What the link carried in the last minutes when it carried most."""
-    totals: LinkTotals
-    num_changes: Mapping[Condition, int]
-    """How often each condition was entered."""
-
-
 class LinkMonitor:
     """Watches one link. Not thread-safe."""
 
-    def __init__(self, link: str, config: MonitorConfig | None = None) -> None:
+    def __init__(self, endpoint: str, config: MonitorConfig | None = None) -> None:
         config = config or MonitorConfig()
-        self.link = link
-        self.history = LinkHistory()
+        self._endpoint = endpoint
         self._estimator = LinkEstimator(config.estimator)
         self._detector = CongestionDetector(config.detector)
         self._planner = ProbePlanner(config.probing)
-        self._num_changes = dict.fromkeys(Condition, 0)
+        self._num_changes = dict.fromkeys(LinkCondition, 0)
         self._judged: tuple[float, LinkEstimate] | None = None
         """The estimate that was judged last, and when: it is asked for again at the same moment."""
 
@@ -81,10 +60,11 @@ class LinkMonitor:
         return self._estimator.estimate(now_s)
 
     def report(self, now_s: float) -> LinkReport:
+        """What the monitor knows; what only the sender knows is left at its defaults."""
         detector = self._detector
         since_s = now_s if detector.since_s is None else detector.since_s
         return LinkReport(
-            link=self.link,
+            endpoint=self._endpoint,
             estimate=self.estimate(now_s),
             condition=detector.condition,
             reason=detector.reason,
@@ -100,5 +80,4 @@ class LinkMonitor:
         change = self._detector.observe(estimate, now_s)
         if change is not None:
             self._num_changes[change.after] += 1
-        self.history.add(estimate, self._detector.condition, now_s)
         return change

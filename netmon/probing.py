@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from netmon.detector import Condition
-from netmon.estimate import LinkEstimate
+from netmon.estimate import LinkCondition, LinkEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class ProbePlanner:
     def due_bytes(
         self,
         estimate: LinkEstimate,
-        condition: Condition,
+        condition: LinkCondition,
         known_bytes_per_s: float,
         now_s: float,
     ) -> int | None:
@@ -102,10 +101,10 @@ class ProbePlanner:
     def _is_idle(self, now_s: float) -> bool:
         return self._used_s is not None and now_s - self._used_s >= self._config.idle_s
 
-    def _is_old(self, estimate: LinkEstimate, condition: Condition) -> bool:
+    def _is_old(self, estimate: LinkEstimate, condition: LinkCondition) -> bool:
         if estimate.age_s is None:
             return True
-        is_doubtful = estimate.is_floor or condition is not Condition.CLEAR
+        is_doubtful = estimate.is_floor or condition is not LinkCondition.CLEAR
         return estimate.age_s >= (self._config.recheck_s if is_doubtful else self._config.fresh_s)
 
     def _size(self, estimate: LinkEstimate) -> int:

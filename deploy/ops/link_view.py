@@ -9,14 +9,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.gateway.links.region_links import LinkPath, LinksOverview
+from deploy.gateway.links.region_links import LinksOverview
 from deploy.table_style import TABLE_STYLE
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
-from scheduler.live.region_link import LinkNow, LinkStep
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkNow, LinkPath, LinkStep
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _NUM_BARS: Final = 16
-_STYLES: Final = {"clear": "green", "rising": "yellow", "congested": "red", "down": "bold red"}
+_STYLES: Final = {
+    LinkCondition.CLEAR: "green",
+    LinkCondition.RISING: "yellow",
+    LinkCondition.CONGESTED: "red",
+    LinkCondition.DOWN: "bold red",
+}
 
 
 def overview(found: LinksOverview, *, with_paths: bool = False) -> RenderableType:
@@ -60,10 +66,10 @@ def _links_table(links: Sequence[LinkNow]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("lately", no_wrap=True)
     for link in links:
-        state = "no news" if link.age_s is None else link.condition
+        is_known = link.age_s is not None
         table.add_row(
             title(link),
-            Text(state, style=_STYLES.get(state, "dim")),
+            _condition(link.condition) if is_known else Text("no news", style="dim"),
             _rate(link.achieved_bytes_per_s),
             _available(link),
             "" if link.rate_age_s is None else format_age(link.rate_age_s),
@@ -80,16 +86,16 @@ def _paths_table(paths: Sequence[LinkPath]) -> Table:
     for heading in ("now", "available", "rtt", "sockets", "heard"):
         table.add_column(heading, justify="right", no_wrap=True)
     for path in paths:
-        view, estimate = path.view, path.view.estimate
+        report, estimate = path.report, path.report.estimate
         table.add_row(
             path.agent,
             path.to or "?",
-            view.endpoint,
-            Text(view.condition, style=_STYLES.get(view.condition, "")),
+            report.endpoint,
+            _condition(report.condition),
             _rate(estimate.achieved_bytes_per_s),
             _rate(estimate.available_bytes_per_s),
             _ms(estimate.rtt_s) if estimate.rtt_s else "",
-            str(view.num_connections),
+            str(report.num_connections),
             format_age(path.heard_age_s),
         )
     return table
@@ -100,6 +106,10 @@ def _table(*titles: str) -> Table:
     for heading in titles:
         table.add_column(heading, no_wrap=True)
     return table
+
+
+def _condition(condition: LinkCondition) -> Text:
+    return Text(condition, style=_STYLES[condition])
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -126,7 +136,7 @@ def _ms(seconds: float) -> str:
 
 def _notes(link: LinkNow) -> Iterator[str]:
     """What does not fit the link's line."""
-    if link.condition != "clear":
+    if link.condition is not LinkCondition.CLEAR:
         yield f"{link.condition} for {format_age(link.condition_s)}: {link.reason}"
     if link.backlog_bytes:
         size, wait = format_bytes(link.backlog_bytes), format_age(link.backlog_s)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.live.decode_side import is_full
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
@@ -23,7 +25,7 @@ from scheduler.routing.profiles import KvProfile
 from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.short_term import RouteConfig, RouteDecision, route
 from scheduler.routing.threshold import ThresholdConfig
-from scheduler.routing.views import LinkCondition, LinkView, RegionSnapshot
+from scheduler.routing.views import RegionSnapshot
 
 _NO_KV: Final = KvProfile(0.0, 0.0)
 RETRY_S: Final = 120.0

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.live.conversion import Conversion
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
@@ -21,7 +23,6 @@ from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillClus
 from scheduler.reports import InstanceReport, Role
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
 from scheduler.routing.profiles import KvProfile
-from scheduler.routing.views import LinkCondition, LinkView
 
 HEALTHY_SHARE: Final = 0.5
 """Of a period, from which on an instance counts."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from netmon.region_link import LinkView
 from scheduler.live.decode_side import decode_view, landing_cap_bytes
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
@@ -19,7 +20,7 @@ from scheduler.reports import ClusterReport, InstanceReport, JobReport, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, priority_class
-from scheduler.routing.views import ClusterView, InstanceView, LinkView, RegionSnapshot
+from scheduler.routing.views import ClusterView, InstanceView, RegionSnapshot
 
 ON_THE_WAY_S: Final = 1.0
 """A job that no report has had counts for so long, and a round trip, before a report is asked for:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from netmon.region_link import LinkView
 from scheduler.routing.decision import Number
 from scheduler.routing.threshold import Threshold, ThresholdConfig, ThresholdController
-from scheduler.routing.views import LinkView
 
 
 class ThresholdNow(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.live.admission import AdmissionPolicy, AdmissionRequest, admit, admit_decode
 from scheduler.planning.lengths import mean_tokens
 from scheduler.planning.pair_search import best_of_pair
@@ -32,7 +34,6 @@ from scheduler.routing.prediction import PrefillTask, transfer_tail_s
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.short_term import RouteConfig, choose
 from scheduler.routing.threshold import ThresholdController
-from scheduler.routing.views import LinkCondition, LinkView
 
 _GAIN: Final = 0.02
 """How fast the mean decode time follows what is seen."""

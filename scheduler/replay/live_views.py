@@ -12,16 +12,11 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final, cast, overload
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.views import (
-    ClusterView,
-    DecodeView,
-    InstanceView,
-    LinkCondition,
-    LinkView,
-    RegionSnapshot,
-)
+from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 _NO_HITS: Final = MappingProxyType[str, int]({})
 

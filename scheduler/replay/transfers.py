@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from netmon.region_link import LinkView
 from scheduler.replay.jobs import Job
 from scheduler.replay.links import RateSchedule, ReplayLink
 from scheduler.replay.model import Policy, ReplayModel, Routing
@@ -27,7 +28,6 @@ from scheduler.replay.watching import (
     StillLink,
     WatchedLink,
 )
-from scheduler.routing.views import LinkView
 
 _INSTANT_S: Final = 1e-6
 """A shorter prefill emits everything at its end."""

@@ -13,26 +13,18 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from netmon.detector import Condition
-from netmon.estimate import LinkEstimate
+from netmon.estimate import LinkCondition, LinkEstimate
 from netmon.monitor import LinkMonitor, MonitorConfig
+from netmon.region_link import LinkView
 from netmon.samples import ConnectionSample, LinkSample, ProbeResult
 from scheduler.replay.links import ReplayLink
 from scheduler.replay.live_views import LiveLink
-from scheduler.routing.views import LinkCondition, LinkView
 
 SAMPLE_S: Final = 0.25
 _BUFFER_S: Final = 0.05
 """What the bottleneck buffers, as time at the link's rate at the start."""
 _PROBE_EVERY_S: Final = 1.0
 _LEAST_RTT_S: Final = 0.001
-
-_CONDITIONS: Final = {
-    Condition.CLEAR: LinkCondition.CLEAR,
-    Condition.RISING: LinkCondition.RISING,
-    Condition.CONGESTED: LinkCondition.CONGESTED,
-    Condition.DOWN: LinkCondition.DOWN,
-}
 
 
 class WatchedLink(Protocol):
@@ -122,7 +114,7 @@ class MonitoredLink:
         self._asked_s = 0.0
         self._estimate: LinkEstimate | None = None
         self._seen = LiveLink(self._rtt_s)
-        self.condition = Condition.CLEAR
+        self.condition = LinkCondition.CLEAR
 
     def sample(self, now_s: float) -> None:
         self._count(now_s)
@@ -143,7 +135,7 @@ class MonitoredLink:
         seen.inflow_bytes_per_s = self._link.expected_inflow
         if estimate is not None and estimate.age_s is not None:
             self._link.advance(now_s)
-            seen.state = _CONDITIONS[self.condition]
+            seen.state = self.condition
             seen.available_bytes_per_s = estimate.available_bytes_per_s
             seen.is_floor = estimate.is_floor
             seen.rtt_s = estimate.base_rtt_s

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
 from scheduler.routing.prediction import Prediction, PrefillTask, predict
 from scheduler.routing.profiles import KvProfile
-from scheduler.routing.views import ClusterView, LinkCondition, LinkView, RegionSnapshot
+from scheduler.routing.views import ClusterView, RegionSnapshot
 
 MOVE_ROUND_TRIPS: Final = 4
 """Memory at the destination, the order to the source, opening, the last acknowledgement."""

@@ -27,7 +27,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from scheduler.routing.views import ClusterView, DecodeView, LinkCondition, LinkView
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
+from scheduler.routing.views import ClusterView, DecodeView
 
 
 class PrefillTask(NamedTuple):

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from scheduler.routing.views import LinkCondition, LinkView
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 
 
 class ThresholdReason(StrEnum):

@@ -1,4 +1,4 @@
-"""A region at one moment as the scheduler's decisions see it: links, instances, clusters.
+"""A region at one moment as the scheduler's decisions see it: instances, clusters.
 
 Values that shells fill from reports and measurements. Work is given twice, in uncached tokens and
 in predicted seconds of one instance, because an order needs the first and a prediction the second.
@@ -9,44 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+from netmon.region_link import LinkView
 from scheduler.routing.profiles import PrefillProfile
-
-
-class LinkCondition(StrEnum):
-    """What the congestion detector says of a link. Values are stable: they are metric labels."""
-
-    CLEAR = "clear"
-    RISING = "rising"
-    CONGESTED = "congested"
-    DOWN = "down"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkView:
-    """One direction between two clusters.
-
-    `available_bytes_per_s` is what its transfers get together when they ask for more, None before
-    anything was measured. `backlog_bytes` wait at the sender and go first. `inflow_bytes_per_s` is
-    the KVCache that prefills now running will go on to emit into it. `age_s` is the time since the
-    link was last looked at; what was seen long ago says nothing about its state. `is_floor`: nobody
-    asked for more than was carried, so it may well be faster.
-    """
-
-    state: LinkCondition = LinkCondition.CLEAR
-    available_bytes_per_s: float | None = None
-    rtt_s: float = 0.0
-    backlog_bytes: float = 0.0
-    inflow_bytes_per_s: float = 0.0
-    age_s: float = 0.0
-    is_floor: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("rtt_s", "backlog_bytes", "inflow_bytes_per_s", "age_s"):
-            _check(name, getattr(self, name))
-        if self.available_bytes_per_s is not None:
-            _check("available_bytes_per_s", self.available_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

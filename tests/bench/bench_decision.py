@@ -22,6 +22,7 @@ from typing import Final
 from smoke import add_smoke
 
 from deploy.plan.solve.case_study import H20_PREFILL, H200_PREFILL, KV
+from netmon.region_link import LinkView
 from scheduler.live.admission import AdmissionConfig, AdmissionRequest, admit
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.instance_choice import choose_instance
@@ -29,7 +30,7 @@ from scheduler.routing.prediction import Prediction
 from scheduler.routing.profiles import KvProfile, PrefillProfile
 from scheduler.routing.queue_order import QueueOrder, WaitingJob
 from scheduler.routing.short_term import RouteConfig, route
-from scheduler.routing.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 NUM_PROMPTS: Final = 500
 GOAL_US: Final = 50.0

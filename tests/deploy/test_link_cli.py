@@ -12,12 +12,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.gateway.links.region_links import LinkPath, LinksOverview
+from deploy.gateway.links.region_links import LinksOverview
 from deploy.ops import client
 from deploy.ops.link_view import overview, sparkline
-from kvmanager.agent.links.messages import LinkView
-from netmon.estimate import LinkEstimate
-from scheduler.live.region_link import LinkNow, LinkStep
+from netmon.estimate import LinkCondition, LinkEstimate, LinkReport
+from netmon.region_link import LinkNow, LinkPath, LinkStep
 
 run = CliRunner().invoke
 MBIT = 125_000.0
@@ -26,7 +25,7 @@ BUSY = LinkNow(
     source="far",
     target="home",
     name="wan",
-    condition="congested",
+    condition=LinkCondition.CONGESTED,
     reason="carries 48 of 405 Mbit/s",
     condition_s=7.0,
     available_bytes_per_s=50 * MBIT,
@@ -42,14 +41,14 @@ BUSY = LinkNow(
     num_transfers=3,
     num_paths=1,
     age_s=0.1,
-    steps=[LinkStep(1.0, 48 * MBIT, 50 * MBIT, "congested")],
+    steps=[LinkStep(1.0, 48 * MBIT, 50 * MBIT, LinkCondition.CONGESTED)],
 )
 PATH = LinkPath(
     "far/a1",
     "home/b1",
-    LinkView(
+    LinkReport(
         endpoint="tunnel:9",
-        condition="clear",
+        condition=LinkCondition.CLEAR,
         reason="",
         condition_s=1.0,
         reference_bytes_per_s=0.0,
@@ -84,11 +83,11 @@ def test_a_link_is_a_line_and_its_trouble_another() -> None:
 
 def test_bars_are_shares_of_the_most() -> None:
     def steps(*rates: float) -> list[LinkStep]:
-        return [LinkStep(0.0, rate, 8.0, "clear") for rate in rates]
+        return [LinkStep(0.0, rate, 8.0, LinkCondition.CLEAR) for rate in rates]
 
     assert sparkline(steps(0.0, 1.0, 4.0, 8.0)) == "·▂▅█"
     assert sparkline([]) == ""
-    assert sparkline([LinkStep(0.0, 0.0, None, "clear")]) == "·"
+    assert sparkline([LinkStep(0.0, 0.0, None, LinkCondition.CLEAR)]) == "·"
     assert len(sparkline(steps(*range(100)))) == 16
 
 

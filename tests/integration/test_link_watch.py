@@ -20,7 +20,7 @@ from deploy.gateway.server import start_server
 from deploy.lab.emulator import RelayProcess
 from deploy.ops.client import ask
 from kvmanager.agent.clients.links import LinkClient, probe_link
-from kvmanager.agent.links.messages import LinkFeed, LinkView, WatchLinks
+from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.agent.messages import (
     ProbeEnd,
     ProbeEndReply,
@@ -29,7 +29,8 @@ from kvmanager.agent.messages import (
     ProbeSend,
     ProbeSendReply,
 )
-from scheduler.live.region_link import LinkNow
+from netmon.estimate import LinkCondition, LinkReport
+from netmon.region_link import LinkNow
 from transport.rpc import RpcError
 
 GIB = 1 << 30
@@ -84,20 +85,20 @@ def feed_of(agent: AgentProcess, **request: int | float | bool) -> LinkFeed:
     return agent.call("WatchLinks", WatchLinks(**request), LinkFeed)  # type: ignore[arg-type]
 
 
-def seen(agent: AgentProcess, link: RelayProcess) -> LinkView | None:
+def seen(agent: AgentProcess, link: RelayProcess) -> LinkReport | None:
     name = f"{link.host}:{link.port}"
     return next((item for item in feed_of(agent).links if item.endpoint == name), None)
 
 
 def wait_for(
-    agent: AgentProcess, link: RelayProcess, wanted: Callable[[LinkView], bool], timeout_s: float
-) -> LinkView:
+    agent: AgentProcess, link: RelayProcess, wanted: Callable[[LinkReport], bool], timeout_s: float
+) -> LinkReport:
     """The link as soon as it is as `wanted`; AssertionError, with what it is, if it is not."""
     deadline_s = time.monotonic() + timeout_s
-    while (view := seen(agent, link)) is None or not wanted(view):
-        assert time.monotonic() < deadline_s, view
+    while (report := seen(agent, link)) is None or not wanted(report):
+        assert time.monotonic() < deadline_s, report
         time.sleep(0.03)
-    return view
+    return report
 
 
 def test_a_fall_of_the_rate_is_seen_and_its_return(
@@ -107,28 +108,27 @@ def test_a_fall_of_the_rate_is_seen_and_its_return(
     with RelayProcess(receiver.ready["data"], rate="200Mbit", rtt="10ms") as link:
         sending = Sending(*agents, link)
 
-        def is_measured(view: LinkView) -> bool:
-            rates = view.estimate.available_bytes_per_s, view.reference_bytes_per_s
-            return view.condition == "clear" and all(150 < rate / MBIT < 300 for rate in rates)
+        def is_measured(report: LinkReport) -> bool:
+            rates = report.estimate.available_bytes_per_s, report.reference_bytes_per_s
+            return report.condition == "clear" and all(150 < rate / MBIT < 300 for rate in rates)
 
         clear = wait_for(sender, link, is_measured, 6.0)
         assert clear.num_transfers == 1
         assert clear.oldest_queued_s is not None
         assert clear.estimate.backlog_bytes > 100 << 20
         link.configure(rate="50Mbit")
-        congested = wait_for(sender, link, lambda view: view.condition == "congested", 2.0)
-        assert congested.num_changes["congested"] >= 1
+        congested = wait_for(sender, link, lambda report: report.condition == "congested", 2.0)
+        assert congested.num_changes[LinkCondition.CONGESTED] >= 1
         assert congested.reason
         link.configure(rate="200Mbit")
-        back = wait_for(sender, link, lambda view: view.condition == "clear", 15.0)
+        back = wait_for(sender, link, lambda report: report.condition == "clear", 15.0)
         assert back.estimate.available_bytes_per_s > 100 * MBIT
         sending.end()
-        wait_for(sender, link, lambda view: view.num_transfers == 0, 3.0)
-        feed = feed_of(sender, num_points=20)
+        wait_for(sender, link, lambda report: report.num_transfers == 0, 3.0)
+        feed = feed_of(sender)
         assert feed.data_endpoint == sender.ready["data"]
-        view = next(item for item in feed.links if item.endpoint == f"{link.host}:{link.port}")
-        assert {"clear", "congested"} <= {point.condition for point in view.points}
-        assert view.totals.acked_bytes > 10_000_000
+        report = next(item for item in feed.links if item.endpoint == f"{link.host}:{link.port}")
+        assert report.totals.acked_bytes > 10_000_000
 
 
 def test_a_cut_link_is_down_and_comes_back_without_traffic(
@@ -137,14 +137,14 @@ def test_a_cut_link_is_down_and_comes_back_without_traffic(
     sender, receiver = agents
     with RelayProcess(receiver.ready["data"], rate="200Mbit", rtt="10ms") as link:
         sending = Sending(*agents, link)
-        wait_for(sender, link, lambda view: view.estimate.achieved_bytes_per_s > MBIT, 5.0)
+        wait_for(sender, link, lambda report: report.estimate.achieved_bytes_per_s > MBIT, 5.0)
         link.cut()
-        down = wait_for(sender, link, lambda view: view.condition == "down", 2.0)
+        down = wait_for(sender, link, lambda report: report.condition == "down", 2.0)
         assert down.estimate.available_bytes_per_s == 0
         assert down.num_connections == 0
         sending.end()
         link.heal()
-        wait_for(sender, link, lambda view: view.condition == "clear", 15.0)
+        wait_for(sender, link, lambda report: report.condition == "clear", 15.0)
 
 
 def test_watching_waits_for_news(agents: tuple[AgentProcess, AgentProcess]) -> None:
@@ -161,7 +161,7 @@ def test_watching_waits_for_news(agents: tuple[AgentProcess, AgentProcess]) -> N
             seqs.append(feed_of(sender, after_seq=seqs[-1], timeout_s=5.0).seq)
         sending.end()
         assert seqs == sorted(set(seqs))
-        wait_for(sender, link, lambda view: view.num_transfers == 0, 3.0)
+        wait_for(sender, link, lambda report: report.num_transfers == 0, 3.0)
     with pytest.raises(RpcError) as refused:
         feed_of(sender, timeout_s=-1.0)
     assert refused.value.code == "INVALID"
@@ -185,8 +185,8 @@ def test_a_probe_measures_an_idle_link(agents: tuple[AgentProcess, AgentProcess]
         wait_until(lambda: seen(sender, link) is not None)
         duration_s = asyncio.run(probe(link, sender, 4 << 20))
         assert 0.1 < duration_s < 1.0
-        view = wait_for(sender, link, lambda view: view.estimate.age_s is not None, 2.0)
-        assert 100 * MBIT < view.estimate.available_bytes_per_s < 500 * MBIT
+        report = wait_for(sender, link, lambda report: report.estimate.age_s is not None, 2.0)
+        assert 100 * MBIT < report.estimate.available_bytes_per_s < 500 * MBIT
         with pytest.raises(RpcError, match="link_probes"):
             asyncio.run(probe(link, receiver, 1024))
 

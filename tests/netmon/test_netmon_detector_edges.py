@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from netmon.detector import Change, Condition, CongestionDetector, DetectorConfig, Sign
-from netmon.estimate import LinkEstimate
+from netmon.detector import Change, CongestionDetector, DetectorConfig, Sign
+from netmon.estimate import LinkCondition, LinkEstimate
 
-CLEAR, RISING, CONGESTED, DOWN = Condition
+CLEAR, RISING, CONGESTED, DOWN = LinkCondition
 MB = 1_000_000
 CALM = LinkEstimate(
     available_bytes_per_s=100 * MB,
@@ -41,7 +41,7 @@ def watching(**fields: object) -> CongestionDetector:
     return CongestionDetector(replace(SETTINGS, **fields))  # type: ignore[arg-type]
 
 
-def seen(estimate: LinkEstimate, **fields: object) -> Condition:
+def seen(estimate: LinkEstimate, **fields: object) -> LinkCondition:
     """The condition after a calm sample and this one, a second later."""
     detector = watching(**fields)
     detector.observe(CALM, 10.0)
@@ -50,14 +50,20 @@ def seen(estimate: LinkEstimate, **fields: object) -> Condition:
 
 
 def test_conditions_are_named_in_small_letters() -> None:
-    assert [condition.label for condition in Condition] == ["clear", "rising", "congested", "down"]
+    assert [condition.severity for condition in LinkCondition] == [0, 1, 2, 3]
+    assert [condition.value for condition in LinkCondition] == [
+        "clear",
+        "rising",
+        "congested",
+        "down",
+    ]
 
 
 @pytest.mark.parametrize(
     ("value", "condition"),
     [(0.99, CLEAR), (1.0, RISING), (1.99, RISING), (2.0, CONGESTED), (9.0, CONGESTED)],
 )
-def test_a_sign_counts_from_its_bound_on(value: float, condition: Condition) -> None:
+def test_a_sign_counts_from_its_bound_on(value: float, condition: LinkCondition) -> None:
     assert Sign("loss", value, (1.0, 2.0), "").level() is condition
     assert Sign("loss", value / 2, (1.0, 2.0), "").level(0.5) is condition
 
@@ -111,7 +117,7 @@ def test_a_link_that_never_carried_anything_has_no_rate_to_lose() -> None:
     assert (detector.condition, detector.reference_bytes_per_s) == (CLEAR, 0.0)
 
 
-def fed(backlogs_s: list[float]) -> Condition:
+def fed(backlogs_s: list[float]) -> LinkCondition:
     detector = watching(num_growing=3)
     for at_s, backlog_s in enumerate(backlogs_s):
         detector.observe(replace(CALM, backlog_s=backlog_s), float(at_s))
@@ -263,7 +269,7 @@ def test_a_step_down_names_the_signs_that_are_left() -> None:
 
 @pytest.mark.parametrize(("silence_s", "condition"), [(3.0, RISING), (3.1, CONGESTED)])
 def test_nobody_knows_whether_it_was_calm_in_a_long_silence(
-    silence_s: float, condition: Condition
+    silence_s: float, condition: LinkCondition
 ) -> None:
     detector = watching()
     detector.observe(WORSE, 0.0)
@@ -282,7 +288,7 @@ def test_every_sample_ends_a_silence() -> None:
 
 @pytest.mark.parametrize(("age_s", "condition"), [(3.0, CONGESTED), (3.1, CLEAR), (None, CLEAR)])
 def test_an_estimate_that_rests_on_old_samples_is_not_judged(
-    age_s: float | None, condition: Condition
+    age_s: float | None, condition: LinkCondition
 ) -> None:
     assert seen(replace(WORSE, sample_age_s=age_s)) is condition
 

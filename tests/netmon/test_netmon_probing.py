@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netmon.detector import Condition
-from netmon.estimate import LinkEstimate
+from netmon.estimate import LinkCondition, LinkEstimate
 from netmon.probing import ProbeConfig, ProbePlanner
 
 MB = 1_000_000
@@ -24,7 +23,7 @@ def due_times(
     planner: ProbePlanner,
     estimate: LinkEstimate,
     *,
-    condition: Condition = Condition.CLEAR,
+    condition: LinkCondition = LinkCondition.CLEAR,
     known: float = 100 * MB,
     seconds: int = 100,
     begin_s: float = 0.0,
@@ -86,7 +85,7 @@ def test_a_probe_lasts_as_long_as_connections_need() -> None:
 @pytest.mark.parametrize("doubt", ["condition", "floor"])
 def test_a_doubtful_link_is_looked_at_sooner(doubt: str) -> None:
     aged = replace(KNOWN, age_s=6.0, is_floor=doubt == "floor")
-    condition = Condition.CONGESTED if doubt == "condition" else Condition.CLEAR
+    condition = LinkCondition.CONGESTED if doubt == "condition" else LinkCondition.CLEAR
     assert not due_times(ProbePlanner(), replace(aged, is_floor=False))
     assert due_times(ProbePlanner(), aged, condition=condition)
 
@@ -112,7 +111,7 @@ def test_probes_never_cost_more_than_their_share(
         now_s = step * passed_s
         earned += share * rate * passed_s if step else 0.0
         estimate = replace(KNOWN, available_bytes_per_s=rate)
-        spent += planner.due_bytes(estimate, Condition.RISING, rate, now_s) or 0
+        spent += planner.due_bytes(estimate, LinkCondition.RISING, rate, now_s) or 0
         assert spent <= config.budget_bytes + earned + 1
 
 

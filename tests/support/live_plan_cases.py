@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from netmon.region_link import LinkView
 from scheduler.live.conversion import (
     Conversion,
     ConversionWish,
@@ -24,7 +25,6 @@ from scheduler.reports import ClusterReport, InstanceReport, Role
 from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.threshold import ThresholdConfig
-from scheduler.routing.views import LinkView
 
 MODEL = "tiny"
 FAST = PrefillProfile((0.0,), ((0.39180, 4.2061e-5, 9.937e-11),))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.gateway.scheduling.config import RoutingSection
+from netmon.region_link import LinkView
 from scheduler.live.router import RegionScheduler
 from scheduler.live.snapshots import Reported
 from scheduler.reports import ClusterReport, InstanceReport, JobReport
-from scheduler.routing.views import LinkView
 
 MODEL = "tiny"
 FAST_LINK = LinkView(available_bytes_per_s=1e9, rtt_s=0.02)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.routing.candidates import RouteConfig
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.profiles import KvProfile, PrefillProfile
-from scheduler.routing.views import (
-    ClusterView,
-    DecodeView,
-    InstanceView,
-    LinkCondition,
-    LinkView,
-    RegionSnapshot,
-)
+from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Examples take milliseconds; a limit would measure what else the machine does."""

@@ -21,10 +21,11 @@ from typing import Final, Protocol
 import msgspec
 
 from kvmanager.agent.clients.links import probe_link
-from kvmanager.agent.links.messages import LinkFeed, LinkView, SendLinkProbeReply, WatchLinks
+from kvmanager.agent.links.messages import LinkFeed, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import ProbeLandingReply
 from kvmanager.directory.messages import NodeName
-from scheduler.live.region_link import HeardPath, LinkNow, RegionLink
+from netmon.estimate import LinkReport
+from netmon.region_link import LinkNow, LinkPath, RegionLink
 from scheduler.reports import ClusterReport
 from transport import Endpoint
 from transport.backoff import Backoff
@@ -61,15 +62,6 @@ class LinkAgent(Protocol):
     async def end_landing(self, transfer_id: str) -> None: ...
 
     async def close(self) -> None: ...
-
-
-class LinkPath(msgspec.Struct, frozen=True):
-    """One agent's connections to one endpoint. `to`: the node there, "" if it is not known."""
-
-    agent: str
-    to: str
-    view: LinkView
-    heard_age_s: float
 
 
 class LinksOverview(msgspec.Struct, frozen=True):
@@ -179,13 +171,9 @@ class RegionLinks:
     def overview(self) -> LinksOverview:
         """GET /prfaas/links."""
         now_s = self._clock_s()
-        paths = [path for name in self._agents for path in self._paths(name)]
         return LinksOverview(
             links=self._with_steps(),
-            paths=[
-                LinkPath(path.agent, path.to, path.view, max(0.0, now_s - path.heard_s))
-                for path in paths
-            ],
+            paths=[path for name in self._agents for path in self._paths(name, now_s)],
             errors={str(name): agent.error for name, agent in self._agents.items() if agent.error},
         )
 
@@ -230,25 +218,28 @@ class RegionLinks:
 
     def _take(self, name: NodeName, agent: _Agent, feed: LinkFeed) -> None:
         """Take in what an agent said."""
-        agent.feed, agent.heard_s = feed, self._clock_s()
+        now_s = self._clock_s()
+        agent.feed, agent.heard_s = feed, now_s
         self._said.clear()
         self._nodes_at[feed.data_endpoint] = name
-        by_link: dict[tuple[str, str], list[HeardPath]] = {}
+        by_link: dict[tuple[str, str], list[LinkPath]] = {}
         for other in self._agents:
             if other.cluster == name.cluster:
-                for path in self._paths(other):
+                for path in self._paths(other, now_s):
                     target = path.to.partition("/")[0]
                     if target:
                         by_link.setdefault((name.cluster, target), []).append(path)
         for key, paths in by_link.items():
-            self._link(*key).observe(paths, self._clock_s())
+            self._link(*key).observe(paths, now_s)
         self._send_probes(name, agent, feed)
 
-    def _paths(self, name: NodeName) -> list[HeardPath]:
+    def _paths(self, name: NodeName, now_s: float) -> list[LinkPath]:
         agent = self._agents[name]
+        reports = agent.feed.links if agent.feed is not None else ()
+        age_s = max(0.0, now_s - agent.heard_s)
         return [
-            HeardPath(str(name), self._leads_to(name.cluster, view.endpoint), view, agent.heard_s)
-            for view in (agent.feed.links if agent.feed is not None else ())
+            LinkPath(str(name), self._leads_to(name.cluster, report.endpoint), report, age_s)
+            for report in reports
         ]
 
     def _leads_to(self, source: str, endpoint: str) -> str:
@@ -267,23 +258,23 @@ class RegionLinks:
         return self._links[key]
 
     def _send_probes(self, name: NodeName, agent: _Agent, feed: LinkFeed) -> None:
-        for view in feed.links:
-            node = self._node_at(name.cluster, view.endpoint)
+        for report in feed.links:
+            node = self._node_at(name.cluster, report.endpoint)
             receiver = None if node is None else self._agents.get(node)
-            if not view.probe_bytes or receiver is None:
+            if not report.probe_bytes or receiver is None:
                 continue
             if self._probing is None or self._probing.done():
                 self._probing = asyncio.create_task(
-                    self._probe(agent.target, receiver.target, view), name="probe a link"
+                    self._probe(agent.target, receiver.target, report), name="probe a link"
                 )
 
-    async def _probe(self, sender: str, receiver: str, view: LinkView) -> None:
-        clients = self._connect(sender), self._connect(receiver)
+    async def _probe(self, sender: str, receiver: str, report: LinkReport) -> None:
+        clients, target = (self._connect(sender), self._connect(receiver)), report.endpoint
         try:
-            reply = await probe_link(*clients, view.probe_bytes, *Endpoint.parse(view.endpoint))
-            logger.debug("probe of %s: %s", view.endpoint, reply)
+            reply = await probe_link(*clients, report.probe_bytes, *Endpoint.parse(target))
+            logger.debug("probe of %s: %s", target, reply)
         except RpcError as error:
-            logger.info("no probe of %s: %s", view.endpoint, error)
+            logger.info("no probe of %s: %s", target, error)
         finally:
             await asyncio.gather(*(client.close() for client in clients))
         await asyncio.sleep(PROBE_PAUSE_S)

@@ -28,6 +28,7 @@ from deploy.gateway.scheduling.plan_overview import (
     region_now,
     traffic_now,
 )
+from netmon.region_link import LinkView
 from scheduler.live.conversion import Conversion, ConversionWish, Drain, Ended, Outcome, Start
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.long_term import LongTermDecision, LongTermLoop, StepReason
@@ -46,7 +47,6 @@ from scheduler.live.running_region import (
 from scheduler.live.thresholds import Thresholds
 from scheduler.planning.plan import Plan
 from scheduler.planning.throughput import Mode
-from scheduler.routing.views import LinkView
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
+from netmon.region_link import LinkView
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.router import RegionScheduler
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.routing.profiles import KvProfile
-from scheduler.routing.views import LinkView
 
 
 class LearnedPlace(msgspec.Struct, frozen=True, kw_only=True):

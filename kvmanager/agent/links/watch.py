@@ -25,10 +25,10 @@ from typing import Final, Protocol
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvmanager.agent.links.messages import LinkFeed, LinkStep, LinkView, WatchLinks
+from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.loop.watch import aligned_delay_s
 from kvmanager.transfers.records import BadRequest
-from netmon.detector import Condition
+from netmon.estimate import LinkCondition, LinkReport
 from netmon.interfaces import interface_to, read_interface
 from netmon.metrics import LinkMetrics
 from netmon.monitor import LinkMonitor, MonitorConfig
@@ -80,7 +80,7 @@ class _Watched:
     """One endpoint. Times are the agent's clock."""
 
     monitor: LinkMonitor
-    condition: Condition = Condition.CLEAR
+    condition: LinkCondition = LinkCondition.CLEAR
     due_s: float = -math.inf
     used_s: float = -math.inf
     """When it last had transfers."""
@@ -133,8 +133,8 @@ class LinkWatch:
 
     async def watch(self, request: WatchLinks) -> LinkFeed:
         """See `WatchLinks`. Raises BadRequest."""
-        if not math.isfinite(request.timeout_s) or request.timeout_s < 0 or request.num_points < 0:
-            raise BadRequest(f"timeout_s {request.timeout_s}, num_points {request.num_points}")
+        if not math.isfinite(request.timeout_s) or request.timeout_s < 0:
+            raise BadRequest(f"timeout_s is {request.timeout_s}; it must be finite, at least 0")
         if request.sends_probes:
             self._prober_s = self._clock_s()
         if request.after_seq == self._seq:
@@ -210,9 +210,10 @@ class LinkWatch:
         if change is None:
             return False
         after = watched.condition = change.after
-        log = logger.warning if after >= Condition.CONGESTED else logger.info
-        log("link to %s: %s, was %s: %s", endpoint, after.label, change.before.label, change.reason)
-        if after is not Condition.DOWN:
+        is_bad = after.severity >= LinkCondition.CONGESTED.severity
+        log = logger.warning if is_bad else logger.info
+        log("link to %s: %s, was %s: %s", endpoint, after, change.before, change.reason)
+        if after is not LinkCondition.DOWN:
             watched.down_s = None
         elif watched.down_s is None:
             watched.down_s = now_s
@@ -220,7 +221,7 @@ class LinkWatch:
 
     def _next_look_s(self, watched: _Watched, now_s: float) -> float:
         """When to look again although it has no transfers."""
-        is_clear = watched.condition is Condition.CLEAR
+        is_clear = watched.condition is LinkCondition.CLEAR
         is_lively = now_s - watched.used_s < LIVELY_S or not is_clear
         interval_s = self._settings.interval_s
         # A little early, because looks themselves are `interval_s` apart.
@@ -265,23 +266,19 @@ class LinkWatch:
         self._news = asyncio.Event()
 
     def _feed(self, request: WatchLinks, now_s: float) -> LinkFeed:
-        links = [self._view(item, request, now_s) for item in self._watched.values()]
+        links = [self._report(item, request, now_s) for item in self._watched.values()]
         return LinkFeed(self._seq, self._data_endpoint, links)
 
-    def _view(self, watched: _Watched, request: WatchLinks, now_s: float) -> LinkView:
-        view = LinkView.of(watched.monitor.report(now_s))
-        points = watched.monitor.history.points()[-request.num_points :]
-        view = msgspec.structs.replace(
-            view, points=[LinkStep.of(point, now_s) for point in points if request.num_points]
-        )
+    def _report(self, watched: _Watched, request: WatchLinks, now_s: float) -> LinkReport:
+        report = watched.monitor.report(now_s)
         if request.sends_probes:
-            view = msgspec.structs.replace(view, probe_bytes=watched.probe_bytes)
-            watched.probe_bytes = 0
+            report = msgspec.structs.replace(report, probe_bytes=watched.probe_bytes)
+            watched.probe_bytes = 0  # one caller sends it
         if watched.state is None:
-            return view
+            return report
         backlog = watched.state.backlog
         return msgspec.structs.replace(
-            view,
+            report,
             num_connections=sum(item.is_open for item in watched.state.connections),
             num_transfers=backlog.num_transfers,
             oldest_queued_s=backlog.oldest_queued_s,

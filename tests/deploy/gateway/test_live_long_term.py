@@ -16,8 +16,9 @@ from deploy.gateway.scheduling.long_term import (
     PlanMetrics,
 )
 from deploy.gateway.scheduling.plan_overview import PlanOverview
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.live.conversion import ConversionWish, Outcome
-from scheduler.routing.views import LinkCondition, LinkView
 
 Make = Callable[..., LongTermService]
 

@@ -15,13 +15,14 @@ from deploy.gateway.scheduling.lessons import Lessons, Usage, usage_of
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.landing import Landing
 from kvmanager.token_ids import at_once
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from prfaas.jobs import PrefillResult
 from scheduler.live.prompt_length import PromptContent
 from scheduler.live.thresholds import Thresholds
 from scheduler.routing.decision import ONE_ENGINE, RequestShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.threshold import ThresholdConfig
-from scheduler.routing.views import LinkCondition, LinkView
 
 
 class School:

@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.overview import scheduling_overview
-from scheduler.live.region_link import LinkNow
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkNow, LinkView
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.prediction import Prediction
-from scheduler.routing.views import LinkCondition, LinkView
 
 WAN = LinkNow(
     source="far",

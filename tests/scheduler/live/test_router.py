@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, job, report, teach
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.live.ledger import PrefillLeg
 from scheduler.live.router import RegionScheduler, RoutingPolicy
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
 from scheduler.routing.threshold import ThresholdConfig
-from scheduler.routing.views import LinkCondition, LinkView
 
 LONG = RequestShape(num_prompt_tokens=4000)
 SHORT = RequestShape(num_prompt_tokens=900)

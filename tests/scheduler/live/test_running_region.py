@@ -17,6 +17,8 @@ from live_plan_cases import (
     teach,
 )
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.live.conversion import Conversion, ConversionWish, Phase
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.running_region import (
@@ -31,7 +33,6 @@ from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.region_model import Traffic
 from scheduler.reports import InstanceReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
-from scheduler.routing.views import LinkCondition, LinkView
 
 TRAFFIC = Traffic(EmpiricalLengths.of([1000.0, 30_000.0]), 500.0, 20_000.0)
 

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_region_cases import MODEL, Region, instance, job, report, teach
 
+from netmon.region_link import LinkView
 from scheduler.live.decode_side import UNTOLD_SLOTS
 from scheduler.live.ledger import DirectPrompt, PrefillLeg
 from scheduler.live.router import RegionScheduler
 from scheduler.live.snapshots import Newcomer
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.prediction import PrefillTask, predict
-from scheduler.routing.views import LinkView, RegionSnapshot
+from scheduler.routing.views import RegionSnapshot
 
 S_PER_TOKEN = 1e-3
 

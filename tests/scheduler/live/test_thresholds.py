@@ -2,9 +2,10 @@
 
 import pytest
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.live.thresholds import Thresholds
 from scheduler.routing.threshold import ThresholdConfig
-from scheduler.routing.views import LinkCondition, LinkView
 
 CLEAR = LinkView(available_bytes_per_s=1e9)
 CONGESTED = LinkView(state=LinkCondition.CONGESTED, available_bytes_per_s=1e8)

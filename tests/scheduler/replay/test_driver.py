@@ -11,6 +11,7 @@ import pytest
 
 import scheduler.replay.deciding as deciding
 from deploy.plan.solve.case_study import case_study_region
+from netmon.region_link import LinkView
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term import LongTermConfig
 from scheduler.planning.lengths import EmpiricalLengths
@@ -28,7 +29,7 @@ from scheduler.replay.results import Outcome
 from scheduler.replay.workload import Phase, Workload, drawn, traced
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.short_term import choose
-from scheduler.routing.views import ClusterView, DecodeView, InstanceView, LinkView, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 LINK = "h200 to h20"
 GBIT = 1e9 / 8

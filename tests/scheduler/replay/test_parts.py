@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from netmon.estimate import LinkCondition
 from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 from scheduler.replay.caching import ReplayCache
@@ -22,7 +23,6 @@ from scheduler.replay.watching import DirectLink, ForeseenLink, MonitoredLink
 from scheduler.replay.workload import Phase, Workload, drawn, traced
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import OrderConfig
-from scheduler.routing.views import LinkCondition
 
 # ---- schedules
 

@@ -23,6 +23,8 @@ from scheduling_cases import (
 )
 
 from deploy.plan.solve.case_study import H200_PREFILL, KV
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.planning.curves import interpolate
 from scheduler.routing.prediction import (
     OverheadMeter,
@@ -35,14 +37,7 @@ from scheduler.routing.prediction import (
     transfer_tail_s,
 )
 from scheduler.routing.profiles import KvProfile, PrefillProfile
-from scheduler.routing.views import (
-    ClusterView,
-    DecodeView,
-    InstanceView,
-    LinkCondition,
-    LinkView,
-    RegionSnapshot,
-)
+from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 CLOSE = 1 + 1e-9
 """What sums in another order may differ by."""

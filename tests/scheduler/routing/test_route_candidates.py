@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.routing.candidates import (
     Candidate,
     RouteConfig,
@@ -17,7 +19,7 @@ from scheduler.routing.candidates import (
 )
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
 from scheduler.routing.profiles import KvProfile, PrefillProfile
-from scheduler.routing.views import ClusterView, DecodeView, LinkCondition, LinkView, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 KV = KvProfile(fixed_bytes=1000.0, token_bytes=100.0)
 BY_TOKEN = PrefillProfile((0.0,), ((0.0, 0.0078125, 0.0),))  # 128 tokens/s, exact in binary

@@ -20,15 +20,11 @@ from scheduling_cases import (
     untimed,
 )
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
 from scheduler.routing.short_term import RouteConfig, RouteDecision, choose, route
-from scheduler.routing.views import (
-    ClusterView,
-    DecodeView,
-    LinkCondition,
-    LinkView,
-    RegionSnapshot,
-)
+from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 BUSY = instances(30.0, 30.0)
 SCARCE = replace(GOOD_LINK, available_bytes_per_s=2e7)

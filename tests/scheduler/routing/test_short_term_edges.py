@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
 
+from netmon.estimate import LinkCondition
 from scheduler.routing.candidates import RouteConfig
 from scheduler.routing.decision import HAND_OFF, Reason
 from scheduler.routing.profiles import KvProfile, PrefillProfile
 from scheduler.routing.short_term import RouteDecision, route
-from scheduler.routing.views import ClusterView, DecodeView, LinkCondition, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 FULL_QUEUE = far("queue", num_queued=1, max_queued=1)
 BUSY = far("busy", link=replace(GOOD_LINK, backlog_bytes=1e12))

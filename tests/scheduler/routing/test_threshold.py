@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import links, untimed
 
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
 from scheduler.routing.threshold import ThresholdConfig, ThresholdController, ThresholdReason
-from scheduler.routing.views import LinkCondition, LinkView
 
 CLEAR = LinkView(available_bytes_per_s=1e9)
 HALF = LinkView(available_bytes_per_s=5e8)

@@ -17,6 +17,7 @@ Pure; time is an argument. Does not know how the news came, nor what follows fro
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +25,7 @@ from typing import Final
 
 import msgspec
 
-from kvmanager.agent.links.messages import CONDITIONS, LinkView
-from netmon.detector import Condition
-from netmon.estimate import MAX_BACKLOG_S
-from scheduler.routing.views import LinkCondition
-from scheduler.routing.views import LinkView as RoutingView
+from netmon.estimate import MAX_BACKLOG_S, LinkCondition, LinkReport
 
 STALE_S: Final = 5.0
 """A path of which nothing was heard for so long says nothing of the link any more."""
@@ -40,37 +37,21 @@ STEP_S: Final = 0.5
 NUM_STEPS: Final = 120
 
 
-@dataclass(frozen=True, slots=True)
-class HeardPath:
-    """A path as its agent told it at `heard_s`."""
+class LinkPath(msgspec.Struct, frozen=True):
+    """One agent's connections to one endpoint.
+
+    `agent` and `to` are nodes, "cluster/node"; `to` is "" when the node there is not known.
+    `heard_age_s`: since the agent gave this report.
+    """
 
     agent: str
     to: str
-    view: LinkView
-    heard_s: float
-
-    def age_s(self, now_s: float) -> float | None:
-        """Since somebody looked at it; None: nobody has."""
-        return self._aged(self.view.estimate.sample_age_s, now_s)
-
-    def rate_age_s(self, now_s: float) -> float | None:
-        """Since its available rate was measured or confirmed."""
-        return self._aged(self.view.estimate.age_s, now_s)
-
-    def full_age_s(self, now_s: float) -> float | None:
-        """Since it was last known to carry all it can."""
-        return self._aged(self.view.estimate.full_age_s, now_s)
-
-    @property
-    def condition(self) -> Condition:
-        return CONDITIONS.get(self.view.condition, Condition.CLEAR)
+    report: LinkReport = msgspec.field(name="view")
+    heard_age_s: float
 
     @property
     def wants_to_send(self) -> bool:
-        return self.view.num_transfers > 0 or self.view.estimate.backlog_bytes > 0
-
-    def _aged(self, age_s: float | None, now_s: float) -> float | None:
-        return None if age_s is None else age_s + max(0.0, now_s - self.heard_s)
+        return self.report.num_transfers > 0 or self.report.estimate.backlog_bytes > 0
 
 
 class LinkStep(msgspec.Struct, frozen=True):
@@ -79,7 +60,32 @@ class LinkStep(msgspec.Struct, frozen=True):
     age_s: float
     achieved_bytes_per_s: float
     available_bytes_per_s: float | None
-    condition: str
+    condition: LinkCondition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkView:
+    """One direction between two clusters, as routing sees it.
+
+    `available_bytes_per_s` is what its transfers get together when they ask for more, None before
+    anything was measured. `backlog_bytes` wait at the sender and go first. `inflow_bytes_per_s` is
+    the KVCache that prefills now running will go on to emit into it. `age_s` is the time since the
+    link was last looked at; what was seen long ago says nothing about its state. `is_floor`: nobody
+    asked for more than was carried, so it may well be faster.
+    """
+
+    state: LinkCondition = LinkCondition.CLEAR
+    available_bytes_per_s: float | None = None
+    rtt_s: float = 0.0
+    backlog_bytes: float = 0.0
+    inflow_bytes_per_s: float = 0.0
+    age_s: float = 0.0
+    is_floor: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rtt_s", "backlog_bytes", "inflow_bytes_per_s", "age_s"):
+            _check(name, getattr(self, name))
+        _check("available_bytes_per_s", self.available_bytes_per_s or 0.0)
 
 
 class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +99,7 @@ class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     target: str
     name: str = ""
-    condition: str = Condition.CLEAR.label
+    condition: LinkCondition = LinkCondition.CLEAR
     reason: str = ""
     condition_s: float = 0.0
     available_bytes_per_s: float | None = None
@@ -113,17 +119,17 @@ class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float | None = None
     steps: list[LinkStep] = []
 
-    def view(self) -> RoutingView:
+    def view(self) -> LinkView:
         """For routing. A link of which nobody was heard is as old as can be. What a clear link
         carried long ago is not known any more: were it believed for ever, a link that was slow once
         would never be tried again.
         """
         rate, age_s = self.available_bytes_per_s, self.rate_age_s
-        is_clear = self.condition == Condition.CLEAR.label
+        is_clear = self.condition is LinkCondition.CLEAR
         if is_clear and age_s is not None and age_s > RATE_KEPT_S:
             rate = None
-        return RoutingView(
-            state=LinkCondition(self.condition),
+        return LinkView(
+            state=self.condition,
             available_bytes_per_s=rate,
             rtt_s=self.rtt_s,
             backlog_bytes=self.backlog_bytes,
@@ -149,15 +155,16 @@ class RegionLink:
         self.source = source
         self.target = target
         self.name = name
-        self._paths: Sequence[HeardPath] = ()
+        self._paths: Sequence[LinkPath] = ()
+        self._observed_s = 0.0
         self._rate: _Rate | None = None
-        self._condition = Condition.CLEAR
+        self._condition = LinkCondition.CLEAR
         self._since_s: float | None = None
         self._steps: deque[tuple[float, LinkStep]] = deque(maxlen=NUM_STEPS)
 
-    def observe(self, paths: Sequence[HeardPath], now_s: float) -> None:
-        """All paths of the link, with what was heard of each last."""
-        self._paths = paths
+    def observe(self, paths: Sequence[LinkPath], now_s: float) -> None:
+        """All paths of the link as they were heard of last, with their ages at `now_s`."""
+        self._paths, self._observed_s = paths, now_s
         fresh = self._fresh(now_s)
         self._measure(fresh, now_s)
         condition, _ = _judged(fresh)
@@ -171,14 +178,14 @@ class RegionLink:
         fresh, rate = self._fresh(now_s), self._rate
         condition, reason = _judged(fresh)
         busy = [path for path in fresh if _is_busy(path)] or fresh
-        estimates = [path.view.estimate for path in busy]
+        estimates = [path.report.estimate for path in busy]
         available = None if rate is None else rate.bytes_per_s
-        if condition is Condition.DOWN:
+        if condition is LinkCondition.DOWN:
             available = 0.0
-        achieved = sum(path.view.estimate.achieved_bytes_per_s for path in fresh)
-        backlog_bytes = sum(path.view.estimate.backlog_bytes for path in fresh)
-        oldest = [s for path in fresh if (s := path.view.oldest_queued_s) is not None]
-        ages = [s for path in fresh if (s := path.age_s(now_s)) is not None]
+        achieved = sum(path.report.estimate.achieved_bytes_per_s for path in fresh)
+        backlog_bytes = sum(path.report.estimate.backlog_bytes for path in fresh)
+        oldest = [s for path in fresh if (s := path.report.oldest_queued_s) is not None]
+        ages = [s for path in fresh if (s := self._sample_age_s(path, now_s)) is not None]
         ages += [] if heard_age_s is None else [heard_age_s]
         age_s = min(ages, default=None)
         if age_s is not None and age_s > STALE_S:
@@ -187,7 +194,7 @@ class RegionLink:
             source=self.source,
             target=self.target,
             name=self.name,
-            condition=condition.label,
+            condition=condition,
             reason=reason,
             condition_s=0.0 if self._since_s is None else max(0.0, now_s - self._since_s),
             available_bytes_per_s=available,
@@ -201,7 +208,7 @@ class RegionLink:
             loss=max((item.loss for item in estimates), default=0.0),
             backlog_bytes=backlog_bytes,
             backlog_s=_backlog_s(backlog_bytes, available),
-            num_transfers=sum(path.view.num_transfers for path in fresh),
+            num_transfers=sum(path.report.num_transfers for path in fresh),
             oldest_queued_s=max(oldest, default=None),
             num_paths=len(fresh),
             age_s=age_s,
@@ -211,35 +218,45 @@ class RegionLink:
         """Its past, oldest first."""
         return [msgspec.structs.replace(step, age_s=now_s - s) for s, step in self._steps]
 
-    def _fresh(self, now_s: float) -> list[HeardPath]:
-        def is_fresh(path: HeardPath) -> bool:
-            age_s = path.age_s(now_s)
+    def _fresh(self, now_s: float) -> list[LinkPath]:
+        def is_fresh(path: LinkPath) -> bool:
+            age_s = self._sample_age_s(path, now_s)
             return age_s is not None and age_s <= STALE_S
 
         return [path for path in self._paths if is_fresh(path)]
 
-    def _measure(self, paths: list[HeardPath], now_s: float) -> None:
-        """Take in what the paths say of the link's rate."""
-        paths = [path for path in paths if path.view.estimate.is_up]
+    def _sample_age_s(self, path: LinkPath, now_s: float) -> float | None:
+        return self._aged_s(path, path.report.estimate.sample_age_s, now_s)
 
-        def is_measuring(path: HeardPath) -> bool:
-            age_s = path.full_age_s(now_s)
+    def _aged_s(self, path: LinkPath, age_s: float | None, now_s: float) -> float | None:
+        """The age at `now_s` of what was `age_s` old when the agent gave its report."""
+        if age_s is None:
+            return None
+        return age_s + path.heard_age_s + max(0.0, now_s - self._observed_s)
+
+    def _measure(self, paths: list[LinkPath], now_s: float) -> None:
+        """Take in what the paths say of the link's rate."""
+        paths = [path for path in paths if path.report.estimate.is_up]
+
+        def is_measuring(path: LinkPath) -> bool:
+            age_s = self._aged_s(path, path.report.estimate.full_age_s, now_s)
             return age_s is not None and age_s <= MEASURING_S
 
         measuring = [path for path in paths if is_measuring(path)]
         if measuring:
-            together = sum(path.view.estimate.available_bytes_per_s for path in measuring)
+            together = sum(path.report.estimate.available_bytes_per_s for path in measuring)
             beside = sum(
-                path.view.estimate.achieved_bytes_per_s for path in paths if path not in measuring
+                path.report.estimate.achieved_bytes_per_s for path in paths if path not in measuring
             )
             self._rate = _Rate(together + beside, now_s, is_floor=False)
             return
         for path in paths:
             self._raise(path, now_s)
 
-    def _raise(self, path: HeardPath, now_s: float) -> None:
+    def _raise(self, path: LinkPath, now_s: float) -> None:
         """One path's floor, or its memory while nothing newer is known."""
-        age_s, estimate = path.rate_age_s(now_s), path.view.estimate
+        estimate = path.report.estimate
+        age_s = self._aged_s(path, estimate.age_s, now_s)
         if age_s is None:
             return
         rate, at_s = self._rate, now_s - age_s
@@ -248,34 +265,39 @@ class RegionLink:
         elif estimate.available_bytes_per_s >= 0.9 * rate.bytes_per_s:
             rate.at_s = max(rate.at_s, at_s)
 
-    def _step(self, paths: list[HeardPath]) -> LinkStep:
+    def _step(self, paths: list[LinkPath]) -> LinkStep:
         rate = self._rate
-        achieved = sum(path.view.estimate.achieved_bytes_per_s for path in paths)
+        achieved = sum(path.report.estimate.achieved_bytes_per_s for path in paths)
         available = None if rate is None else rate.bytes_per_s
-        return LinkStep(0.0, achieved, available, self._condition.label)
+        return LinkStep(0.0, achieved, available, self._condition)
 
 
-def _judged(paths: list[HeardPath]) -> tuple[Condition, str]:
+def _judged(paths: list[LinkPath]) -> tuple[LinkCondition, str]:
     """The link's condition and why."""
     if not paths:
-        return Condition.CLEAR, "nothing was sent lately"
-    down = [path for path in paths if path.condition is Condition.DOWN]
+        return LinkCondition.CLEAR, "nothing was sent lately"
+    down = [path for path in paths if path.report.condition is LinkCondition.DOWN]
     wanting = [path for path in paths if path.wants_to_send]
     is_down = len(down) == len(paths) or (wanting and all(path in down for path in wanting))
-    worst = (
-        down[0]
-        if is_down
-        else max((path for path in paths if path not in down), key=lambda path: path.condition)
-    )
-    where = f"{worst.agent} to {worst.to or worst.view.endpoint}: " if len(paths) > 1 else ""
-    return worst.condition, where + worst.view.reason
+    if is_down:
+        worst = down[0]
+    else:
+        others = [path for path in paths if path not in down]
+        worst = max(others, key=lambda path: path.report.condition.severity)
+    where = f"{worst.agent} to {worst.to or worst.report.endpoint}: " if len(paths) > 1 else ""
+    return worst.report.condition, where + worst.report.reason
 
 
-def _is_busy(path: HeardPath) -> bool:
-    return path.wants_to_send or path.view.estimate.achieved_bytes_per_s > 0
+def _is_busy(path: LinkPath) -> bool:
+    return path.wants_to_send or path.report.estimate.achieved_bytes_per_s > 0
 
 
 def _backlog_s(backlog_bytes: int, available: float | None) -> float:
     if not backlog_bytes or available is None:
         return 0.0
     return min(MAX_BACKLOG_S, backlog_bytes / available) if available > 0 else MAX_BACKLOG_S
+
+
+def _check(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be finite and not negative")
