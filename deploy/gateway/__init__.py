@@ -9,7 +9,7 @@
     offload                 a request whose KVCache moves: landing, prefill leg, decode leg
     proxy/                  bytes between engines and clients
     rendering, watcher      what decisions rest on: token ids, reports of the clusters
-    links, region_link      the same of links, as node agents see them
+    links                   the same of links, as node agents see them
     cached, caches          what of a prompt is cached where
     cache_upkeep            cached prefixes moved and copied: cache_moves, rebalancing
     scheduling/             routes, thresholds, admission, roles, the long-term loop
