@@ -36,6 +36,7 @@ from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.long_term import LongTermService, LongTermSources, PlanMetrics
 from deploy.gateway.scheduling.role_pages import RolePages
 from deploy.gateway.scheduling.roles import RoleKeeper
+from deploy.gateway.scheduling.scheduler import RegionScheduler, live_settings
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import PATHS
 from deploy.gateway.serving.planning import Planner
@@ -44,7 +45,6 @@ from deploy.gateway.serving.request import Serving
 from deploy.gateway.serving.services import Services
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
-from scheduler.live.router import RegionScheduler
 from scheduler.reports import ClusterReport
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -88,8 +88,10 @@ class Gateway:
             template_tokens=config.template_tokens,
         )
         self._watcher = RegionWatcher(config, pd, prefill_clusters, on_report=self._note_nodes)
-        self.admission = Admission(config.scheduling.admission, self.metrics.registry)
         self.scheduler = self._build_scheduler()
+        self.admission = Admission(
+            config.scheduling.admission, self.metrics.registry, self.scheduler.ask
+        )
         self.roles = RoleKeeper(
             pd,
             self._watcher.pd_report,
@@ -177,16 +179,11 @@ class Gateway:
         return self._serving
 
     def _build_scheduler(self) -> RegionScheduler:
-        config, links = self.config, self._region_links
+        links = self._region_links
         scheduler = RegionScheduler(
+            live_settings(self.config, self._pd.name, tuple(self._prefill_clusters)),
             self._watcher,
-            self._prefill_clusters,
-            config.scheduling.routing.routing(),
-            config.scheduling.routing.threshold(),
-            threshold_tokens=config.threshold_tokens,
-            hand_off_tokens=config.hand_off_tokens,
-            order=config.scheduling.queue.order(),
-            link=None if links is None else lambda a, b: links.now(a, b).view(),
+            None if links is None else lambda a, b: links.now(a, b).view(),
         )
         collector = SchedulingCollector(scheduler, None if links is None else links.links)
         self.metrics.registry.register(collector)
@@ -195,11 +192,8 @@ class Gateway:
     def _build_long_term(self) -> LongTermService:
         sources = LongTermSources(
             models=self._models.names,
-            reports=self._watcher,
-            knowledge=self.scheduler.knowledge,
-            thresholds=self.scheduler.thresholds,
+            scheduler=self.scheduler,
             roles=self.roles,
-            links=self.scheduler.links,
         )
         return LongTermService(
             self.config.scheduling.long_term, sources, PlanMetrics(self.metrics.registry)

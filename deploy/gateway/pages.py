@@ -28,10 +28,10 @@ from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.long_term import LongTermService
 from deploy.gateway.scheduling.overview import scheduling_overview
 from deploy.gateway.scheduling.role_pages import RolePages
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.planning import Planner
 from deploy.gateway.serving.records import RecordRing
-from scheduler.live.router import RegionScheduler
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Page: TypeAlias = Callable[[web.Request], Awaitable[object]]

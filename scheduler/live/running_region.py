@@ -14,6 +14,7 @@ from typing import Final
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.live.conversion import Conversion
+from scheduler.live.core import LinkPair
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
 from scheduler.live.snapshots import Reported
@@ -30,9 +31,6 @@ HEALTHY_SHARE: Final = 0.5
 UNFILLED_BYTES_PER_S: Final = 12.5e9
 """What a link is planned with that nobody filled: it is not what limits the region now. Should a
 plan fill it, the next period knows what it carries."""
-
-LinkPair = tuple[str, str]
-"""The clusters that a link leads from and to."""
 
 
 @dataclass(frozen=True, slots=True)

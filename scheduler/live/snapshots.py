@@ -20,7 +20,7 @@ from scheduler.reports import ClusterReport, InstanceReport, JobReport, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, priority_class
-from scheduler.routing.views import ClusterView, InstanceView, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 ON_THE_WAY_S: Final = 1.0
 """A job that no report has had counts for so long, and a round trip, before a report is asked for:
@@ -56,7 +56,7 @@ class _Job(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomer:
+class PendingRequest:
     """A request that is to be routed; `priority` as its client gave it."""
 
     shape: RequestShape
@@ -74,7 +74,7 @@ class SnapshotMaker:
     link: LinkNow
     order: OrderConfig = field(default_factory=OrderConfig)
     """In which the prefill clusters' queues start what waits."""
-    newcomer: Newcomer | None = None
+    request: PendingRequest | None = None
     """The request that the snapshot is for: what it will overtake is not ahead of it. None: all
     that waits is."""
 
@@ -82,23 +82,26 @@ class SnapshotMaker:
         self, pd: Reported, prefill_clusters: Sequence[Reported], now_s: float
     ) -> RegionSnapshot:
         """The region at `now_s`."""
-        decoding = self._decoding(pd)
         return RegionSnapshot(
             taken_s=now_s,
             local=self._hand_off(pd, now_s),
             engines=self._engines(pd, now_s),
-            decode=decode_view(
-                decoding,
-                pd.at_s,
-                now_s,
-                model=self.model,
-                known=self.knowledge,
-                ledger=self.ledger,
-            ),
-            landing_cap_bytes=landing_cap_bytes(decoding),
+            decode=self.decode_side(pd, now_s),
+            landing_cap_bytes=landing_cap_bytes(self._decoding(pd)),
             prefill_clusters=tuple(
                 self._prefill_cluster(source, pd.name, now_s) for source in prefill_clusters
             ),
+        )
+
+    def decode_side(self, pd: Reported, now_s: float) -> DecodeView:
+        """Those of the PD cluster that decode for the model."""
+        return decode_view(
+            self._decoding(pd),
+            pd.at_s,
+            now_s,
+            model=self.model,
+            known=self.knowledge,
+            ledger=self.ledger,
         )
 
     def _prefill_cluster(self, source: Reported, pd: str, now_s: float) -> ClusterView:
@@ -117,7 +120,7 @@ class SnapshotMaker:
             )
         jobs = self._jobs(source, name, profile, now_s, rtt_s=link.rtt_s)
         waiting = [job for job in jobs if not job.instance]
-        ahead = self._before_newcomer(name, self._ahead(report, jobs), now_s)
+        ahead = self._before_request(name, self._ahead(report, jobs), now_s)
         instances = self._instances(report.instances, name, jobs, now_s)
         return ClusterView(
             name=name,
@@ -236,16 +239,16 @@ class SnapshotMaker:
         others = {item.model for item in report.instances} - {"", self.model}
         return [job for job in jobs if not job.instance and job.model not in others]
 
-    def _before_newcomer(self, cluster: str, waiting: list[_Job], now_s: float) -> list[_Job]:
-        """Of what waits in a prefill cluster, the jobs that start before the newcomer."""
-        if self.newcomer is None or not waiting:
+    def _before_request(self, cluster: str, waiting: list[_Job], now_s: float) -> list[_Job]:
+        """The jobs that wait in a prefill cluster and start before the request."""
+        if self.request is None or not waiting:
             return waiting
         order: QueueOrder[int] = QueueOrder(self.order)
         for key, job in enumerate(waiting):
             priority, submitted_s = priority_class(job.priority), now_s - job.for_s
             order.add(WaitingJob(key, priority, job.uncached_tokens, submitted_s))
-        uncached_tokens = self.newcomer.shape.prefill_uncached_tokens(cluster)
-        new = WaitingJob(-1, priority_class(self.newcomer.priority), uncached_tokens, now_s)
+        uncached_tokens = self.request.shape.prefill_uncached_tokens(cluster)
+        new = WaitingJob(-1, priority_class(self.request.priority), uncached_tokens, now_s)
         return [waiting[job.key] for job in order.ahead_of(new, now_s)]
 
     def _jobs(

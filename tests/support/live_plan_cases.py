@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
 from scheduler.live.conversion import (
     Conversion,
@@ -17,14 +18,13 @@ from scheduler.live.conversion import (
     Phase,
     Start,
 )
+from scheduler.live.core import LinkPair
 from scheduler.live.knowledge import ModelKnowledge
-from scheduler.live.running_region import LinkPair
+from scheduler.live.settings import LiveSettings
 from scheduler.live.snapshots import Reported
-from scheduler.live.thresholds import Thresholds
 from scheduler.reports import ClusterReport, InstanceReport, Role
 from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.threshold import ThresholdConfig
 
 MODEL = "tiny"
 FAST = PrefillProfile((0.0,), ((0.39180, 4.2061e-5, 9.937e-11),))
@@ -133,11 +133,20 @@ class LiveRegion:
     now_s: float = 1000.0
     error: Exception | None = None
     """What looking at links ends in."""
-    knowledge: ModelKnowledge = field(default_factory=ModelKnowledge)
 
     def __post_init__(self) -> None:
         self.roles = Roles(self)
-        self.thresholds = Thresholds(["far"], 8000, ThresholdConfig())
+        settings = LiveSettings(
+            pd="near", prefill_clusters=("far",), threshold_tokens=8000, hand_off_tokens=256
+        )
+        self.scheduler = RegionScheduler(
+            settings,
+            self,
+            lambda source, target: self.links().get((source, target), LinkView()),
+            clock=lambda: self.clock(),
+        )
+        self.knowledge = self.scheduler.knowledge(MODEL)
+        self.thresholds = self.scheduler.live.thresholds
 
     def clock(self) -> float:
         return self.now_s

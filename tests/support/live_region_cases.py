@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.gateway.scheduling.config import RoutingSection
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
-from scheduler.live.router import RegionScheduler
-from scheduler.live.snapshots import Reported
+from scheduler.live.settings import LiveSettings
+from scheduler.live.snapshots import PendingRequest, Reported
 from scheduler.reports import ClusterReport, InstanceReport, JobReport
+from scheduler.routing.views import RegionSnapshot
 
 MODEL = "tiny"
 FAST_LINK = LinkView(available_bytes_per_s=1e9, rtt_s=0.02)
@@ -46,25 +48,38 @@ class Region:
         self.home: ClusterReport | None = report("home", instance("d0", "both", decode_slots=4))
         self.far: ClusterReport | None = report("far", instance("p0"), max_queued=8)
         self.links = {("far", "home"): FAST_LINK, ("home", "far"): FAST_LINK}
+        self.prefill_clusters: tuple[str, ...] = ("far",)
 
     def reported_pd(self) -> Reported:
         return Reported("home", self.home, self.at_s)
 
     def reported_prefill(self) -> list[Reported]:
-        return [Reported("far", self.far, self.at_s)]
+        return [Reported(name, self.far, self.at_s) for name in self.prefill_clusters]
 
     def scheduler(self, *, follows_links: bool = True, **routing: Any) -> RegionScheduler:
         section = RoutingSection.model_validate(routing)
-        return RegionScheduler(
-            self,
-            ("far",),
-            section.routing(),
-            section.threshold(),
+        settings = LiveSettings(
+            pd="home",
+            prefill_clusters=self.prefill_clusters,
             threshold_tokens=1000,
             hand_off_tokens=256,
-            link=(lambda a, b: self.links[a, b]) if follows_links else None,
+            routing=section.routing(),
+            threshold=section.threshold(),
+        )
+        return RegionScheduler(
+            settings,
+            self,
+            (lambda a, b: self.links[a, b]) if follows_links else None,
             clock=lambda: self.now_s,
         )
+
+
+def snapshot(
+    scheduler: RegionScheduler, model: str = MODEL, request: PendingRequest | None = None
+) -> RegionSnapshot:
+    """The region as a request would find it now."""
+    scheduler.links()  # hear of what has changed
+    return scheduler.live.snapshot(model, scheduler.clock(), request)
 
 
 def teach(scheduler: RegionScheduler, place: str, per_token_s: float) -> None:

@@ -1,20 +1,14 @@
 """Requests let in or answered with 429 before anything is reserved for them.
 
-The shell around `scheduler.live.admission` and `scheduler.live.tenants`: keeps what each tenant has
-in flight and turns a refusal into an OpenAI error that says what was predicted, what may be, and
-when to come back. Does not know routes, engines or how a load was measured; both come as values.
-
-Where no decode slot is known, load is no reason: whether there is an engine at all is for the PD
-cluster to say. Limits of tenants hold all the same.
+Asks the live scheduler (`AdmitAsked`) and turns a refusal into an OpenAI error that says what was
+predicted, what may be, and when to come back. Does not know engines, or how a load was measured.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter as Tally
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -22,18 +16,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from deploy.gateway.config import is_named
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.config import AdmissionSection
-from scheduler.live.admission import (
-    AdmissionConfig,
-    AdmissionReason,
-    AdmissionRequest,
-    Verdict,
-    admit,
-    decode_load_at,
-    tenant_refusal,
-)
-from scheduler.live.tenants import TenantLedger
+from scheduler.live.admission import AdmissionReason, Verdict
+from scheduler.live.core import Event
+from scheduler.live.events import AdmissionOver, AdmitAsked
 from scheduler.routing.prediction import Prediction
-from scheduler.routing.views import DecodeView
+
+R = TypeVar("R")
 
 UNNAMED: Final = "(unnamed)"
 """The label of all tenants without a name together. No name can be this."""
@@ -89,55 +77,46 @@ class AdmissionOverview(msgspec.Struct, frozen=True):
     tenants: dict[str, TenantNow]
 
 
+class Decides(Protocol):
+    """Answers an event; `RegionScheduler.ask` does."""
+
+    def __call__(self, event: Event[R], /) -> R: ...
+
+
 class Admission:
-    """Of one gateway. Single-threaded; `clock` gives seconds that never go back."""
+    """One for each gateway. Single-threaded; `decide` is the live scheduler's."""
 
     def __init__(
-        self,
-        config: AdmissionSection,
-        registry: CollectorRegistry,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, config: AdmissionSection, registry: CollectorRegistry, decide: Decides
     ) -> None:
         self._policy = config.policy
-        self._config = config.admission() or AdmissionConfig(
-            min_retry_s=config.min_retry_s, max_retry_s=config.max_retry_s
-        )
-        self._tenants = TenantLedger(
-            config.default_tenant.limit(),
-            {name: tenant.limit() for name, tenant in config.tenants.items()},
-        )
-        self._clock = clock
-        self._num_by_tenant: Tally[str] = Tally()
+        self._decide = decide
+        self._num_asked = 0
+        self._in_flight: dict[str, TenantNow] = {}
         self._num_admitted = 0
         self._refused: Tally[str] = Tally()
         self._metrics = _Metrics(registry, config)
 
     def admit(
-        self,
-        tenant: str,
-        prediction: Prediction,
-        decode: DecodeView,
-        *,
-        num_tokens: int,
-        kv_bytes: float,
+        self, tenant: str, model: str, num_tokens: int, predicted: Prediction | None
     ) -> Callable[[], None]:
-        """Let a request in that would take the route of `prediction`.
+        """Let a request in that would take a route with this prediction.
 
-        `num_tokens` is its prompt's length, `kv_bytes` its KVCache while it decodes. The handle is
-        to be called when the request is over; more calls do nothing. Raises `ApiError` 429, whose
-        code is the reason; nothing is held then.
+        `num_tokens` is its prompt's length. The handle is to be called when the request is over;
+        more calls do nothing. Raises `ApiError` 429, whose code is the reason; nothing is held
+        then.
         """
-        request = AdmissionRequest(prediction, kv_bytes, num_tokens, tenant)
-        verdict = self._verdict(request, decode)
-        self._metrics.judged(verdict, _predicted_load(prediction, decode))
+        self._num_asked += 1
+        number = self._num_asked
+        judged = self._decide(AdmitAsked(number, tenant, model, num_tokens, predicted))
+        verdict = judged.verdict
+        self._metrics.judged(verdict, judged.decode_load)
         if not verdict.admitted:
             self._refused[verdict.reason.value] += 1
             raise _error(tenant, verdict)
         self._num_admitted += 1
-        self._tenants.started(tenant, num_tokens, self._clock())
-        self._count(tenant, +1)
-        return _Once(lambda: self._ended(tenant, num_tokens))
+        self._count(tenant, +1, num_tokens)
+        return _Once(lambda: self._ended(number, tenant, num_tokens))
 
     def overview(self) -> AdmissionOverview:
         """GET /prfaas/region: the policy, what it did, and who has something in flight."""
@@ -145,30 +124,19 @@ class Admission:
             policy=self._policy,
             admitted=self._num_admitted,
             refused=dict(self._refused),
-            tenants={
-                tenant: TenantNow(*self._tenants.in_flight(tenant))
-                for tenant in sorted(self._num_by_tenant)
-            },
+            tenants=dict(sorted(self._in_flight.items())),
         )
 
-    def _verdict(self, request: AdmissionRequest, decode: DecodeView) -> Verdict:
-        now_s, config = self._clock(), self._config
-        if self._policy != "off" and decode.slots_total > 0:
-            return admit(request, decode, config, now_s, self._tenants)
-        refusal = tenant_refusal(request, decode, config, now_s, self._tenants)
-        is_off = self._policy == "off"
-        reason = AdmissionReason.ADMITTED if is_off else AdmissionReason.NO_DECODE_SLOTS
-        return refusal or Verdict(True, reason)
+    def _ended(self, number: int, tenant: str, num_tokens: int) -> None:
+        self._decide(AdmissionOver(number))
+        self._count(tenant, -1, -num_tokens)
 
-    def _ended(self, tenant: str, num_tokens: int) -> None:
-        self._tenants.ended(tenant, num_tokens)
-        self._count(tenant, -1)
-
-    def _count(self, tenant: str, change: int) -> None:
-        self._num_by_tenant[tenant] += change
-        if not self._num_by_tenant[tenant]:
-            del self._num_by_tenant[tenant]
-        self._metrics.in_flight(tenant, change)
+    def _count(self, tenant: str, requests: int, tokens: int) -> None:
+        before = self._in_flight.pop(tenant, TenantNow(0, 0))
+        now = TenantNow(before.requests + requests, before.tokens + tokens)
+        if now.requests:
+            self._in_flight[tenant] = now
+        self._metrics.in_flight(tenant, requests)
 
 
 class _Once:
@@ -226,13 +194,6 @@ class _Metrics:
 
 def _label(tenant: str) -> str:
     return tenant if is_named(tenant) else UNNAMED
-
-
-def _predicted_load(prediction: Prediction, decode: DecodeView) -> float | None:
-    if decode.slots_total <= 0 or prediction.landed_s == math.inf:
-        return None
-    load = decode_load_at(decode, prediction.landed_s)
-    return (load.occupied + 1) / decode.slots_total
 
 
 def _error(tenant: str, verdict: Verdict) -> ApiError:

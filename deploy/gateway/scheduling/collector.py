@@ -12,9 +12,9 @@ from typing import Final
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkNow
-from scheduler.live.router import RegionScheduler
 
 _PREFIX: Final = "prfaas_gateway_"
 

@@ -14,7 +14,7 @@ from prfaas.front_config import QueueSection
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.conversion import ConversionConfig
 from scheduler.live.long_term import LongTermConfig
-from scheduler.live.router import RoutingPolicy
+from scheduler.live.settings import RoutingPolicy
 from scheduler.live.tenants import TenantLimit
 from scheduler.routing.threshold import ThresholdConfig
 
@@ -109,12 +109,11 @@ class AdmissionSection(_Section):
     default_tenant: TenantSection = TenantSection()
     tenants: dict[str, TenantSection] = {}
 
-    def admission(self) -> AdmissionConfig | None:
-        """For the core; None: refuse nobody for load."""
-        if self.policy == "off":
-            return None
+    def admission(self) -> AdmissionConfig:
+        """For the core. Policy "off" asks only for its bounds of a wait."""
+        is_off = self.policy == "off"
         return AdmissionConfig(
-            policy=AdmissionPolicy(self.policy),
+            policy=AdmissionPolicy.PREDICTED if is_off else AdmissionPolicy(self.policy),
             ttft_slo_s=self.ttft_slo_s,
             max_prefill_load=self.max_prefill_load,
             max_decode_load=self.max_decode_load,

@@ -28,14 +28,11 @@ from deploy.gateway.scheduling.plan_overview import (
     region_now,
     traffic_now,
 )
-from netmon.region_link import LinkView
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from scheduler.live.conversion import Conversion, ConversionWish, Drain, Ended, Outcome, Start
-from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.long_term import LongTermDecision, LongTermLoop, StepReason
 from scheduler.live.measured_traffic import MeasuredTraffic
-from scheduler.live.router import Reports
 from scheduler.live.running_region import (
-    LinkPair,
     Modelled,
     NotModelled,
     PeriodMeans,
@@ -44,7 +41,6 @@ from scheduler.live.running_region import (
     division,
     model_region,
 )
-from scheduler.live.thresholds import Thresholds
 from scheduler.planning.plan import Plan
 from scheduler.planning.throughput import Mode
 
@@ -75,18 +71,14 @@ class RoleOrders(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongTermSources:
-    """What the service looks at, and through which it acts: `thresholds` and `roles`.
+    """What the service looks at, and through which it acts.
 
-    `models` are the served ones: an instance cannot be divided between several. `links`
-    gives those between clusters as they are now.
+    `models` are the served ones: an instance cannot be divided between several.
     """
 
     models: Sequence[str]
-    reports: Reports
-    knowledge: Callable[[str], ModelKnowledge]
-    thresholds: Thresholds
+    scheduler: RegionScheduler
     roles: RoleOrders
-    links: Callable[[], Mapping[LinkPair, LinkView]]
 
 
 class PlanMetrics:
@@ -156,7 +148,7 @@ class LongTermService:
         self._next_s: float | None = None
         self._task: asyncio.Task[None] | None = None
         sources.roles.on_ended(self._conversion_ended)
-        for cluster, tokens in sources.thresholds.base_tokens().items():
+        for cluster, tokens in sources.scheduler.base_tokens().items():
             metrics.threshold.labels(cluster).set(tokens)
 
     def start(self) -> None:
@@ -174,8 +166,8 @@ class LongTermService:
 
     def look(self) -> None:
         """See how reports and links are now."""
-        reports = self._sources.reports
-        self._meter.see([reports.reported_pd(), *reports.reported_prefill()], self._sources.links())
+        scheduler = self._sources.scheduler
+        self._meter.see(scheduler.reports(), scheduler.links())
 
     async def step(self) -> PlanDecision:
         """A period is over: decide, and act on it where the configuration says so."""
@@ -186,7 +178,7 @@ class LongTermService:
         if isinstance(modelled, NotModelled):
             self._unknown, self._region = modelled.reason, None
             return self._note(NOT_KNOWN, f"did nothing because {modelled.reason}")
-        knowledge = self._sources.knowledge(self._model)
+        knowledge = self._sources.scheduler.knowledge(self._model)
         self._unknown = ""
         self._region = region_now(modelled.region, knowledge, modelled.notes)
         decision = await asyncio.to_thread(
@@ -200,7 +192,7 @@ class LongTermService:
     def overview(self) -> PlanOverview:
         """GET /prfaas/plan."""
         now_s, measured = self._clock(), self._measured()
-        current, pd = self._sources.roles.current, self._sources.reports.reported_pd()
+        current, pd = self._sources.roles.current, self._sources.scheduler.reports()[0]
         present = PeriodMeter(self._model)
         present.see([pd], {})
         num_prefill, num_decode = division(pd, present.take(), current)
@@ -210,7 +202,7 @@ class LongTermService:
             model=self._model,
             period_s=self._section.period_s,
             next_step_s=None if self._next_s is None else max(0.0, self._next_s - now_s),
-            thresholds=dict(self._sources.thresholds.base_tokens()),
+            thresholds=dict(self._sources.scheduler.base_tokens()),
             num_prefill={pd.name: num_prefill},
             num_decode={pd.name: num_decode},
             conversion="" if current is None else _told(current),
@@ -256,24 +248,25 @@ class LongTermService:
     def _measured(self) -> MeasuredTraffic | None:
         if not self._model:
             return None
-        return self._sources.knowledge(self._model).traffic.measured(self._clock())
+        return self._sources.scheduler.knowledge(self._model).traffic.measured(self._clock())
 
     def _modelled(self, measured: MeasuredTraffic | None) -> Modelled | NotModelled:
-        sources = self._sources
+        sources, scheduler = self._sources, self._sources.scheduler
         if not self._model:
             return NotModelled(
                 f"{len(sources.models)} models are served, and instances can be divided for one"
             )
         if measured is None:
             return NotModelled("no request has ended yet")
+        pd, *prefill_clusters = scheduler.reports()
         return model_region(
             RegionFacts(
                 model=self._model,
-                pd=sources.reports.reported_pd(),
-                prefill_clusters=sources.reports.reported_prefill(),
-                knowledge=sources.knowledge(self._model),
+                pd=pd,
+                prefill_clusters=prefill_clusters,
+                knowledge=scheduler.knowledge(self._model),
                 means=self._means,
-                thresholds=sources.thresholds.base_tokens(),
+                thresholds=scheduler.base_tokens(),
                 traffic=measured.traffic(),
                 conversion=sources.roles.current,
                 converting=sources.roles.converting,
@@ -322,7 +315,7 @@ class LongTermService:
 
     def _changes(self, thresholds: Mapping[str, float]) -> list[str]:
         """In words."""
-        base = self._sources.thresholds.base_tokens()
+        base = self._sources.scheduler.base_tokens()
         return [
             f"t of {cluster} from {base[cluster]:.0f} to {tokens:.0f} tokens"
             for cluster, tokens in thresholds.items()
@@ -332,7 +325,7 @@ class LongTermService:
     def _set(self, thresholds: Mapping[str, float], sent: _Sent) -> None:
         for cluster, tokens in thresholds.items():
             if cluster in sent or self._changes({cluster: tokens}):
-                self._sources.thresholds.set_base(cluster, tokens, sent.get(cluster, 0.0))
+                self._sources.scheduler.set_threshold(cluster, tokens, sent.get(cluster, 0.0))
                 self._metrics.threshold.labels(cluster).set(tokens)
 
     def _why_not(self, decision: LongTermDecision) -> str:

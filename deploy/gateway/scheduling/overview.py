@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
 from scheduler.live.knowledge import ModelKnowledge
-from scheduler.live.router import RegionScheduler
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.routing.profiles import KvProfile
 

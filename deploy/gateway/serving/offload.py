@@ -140,7 +140,7 @@ class Offload:
         the landing before the leg heard that it was complete. The answer itself ends later.
         """
         if self._slot is not None and not is_answered:
-            self._services.lessons.over(self._slot.instance)
+            self._services.feedback.over(self._slot.instance)
         self._services.background.spawn(
             self._give_back(is_answered=is_answered), f"settle {self._exchange.request_id}"
         )
@@ -164,7 +164,7 @@ class Offload:
         services = self._services
         if services.upkeep is None:
             return None
-        if not services.scheduler.moves_caches(self._routed, services.pd.name):
+        if not services.scheduler.moves_caches(self._routed):
             return None
         return await services.upkeep.before_prefill(self._cached, self._routed.target)
 
@@ -254,22 +254,22 @@ class Offload:
         """The answer of a decode engine that computes the prompt itself. Until it begins, the
         prompt counts as work ahead of others at that engine.
         """
-        lessons = self._services.lessons
+        feedback = self._services.feedback
         begun_s = self._services.scheduler.clock()
-        key = lessons.direct_begun(slot.instance, self._shape)
+        key = feedback.direct_begun(slot.instance, self._shape)
         try:
             answer = await decoding
         finally:
-            lessons.direct_over(key)
+            feedback.direct_over(key)
         if answer.is_stream and answer.status == 200:
-            lessons.direct_answered(slot.instance, begun_s)
+            feedback.direct_answered(slot.instance, begun_s)
         return answer
 
     def _begin(self, slot: DecodeSlot, moved_to: str | None) -> _Leg:
         """Start the prefill leg; what is predicted for others counts on it until it is over."""
-        lessons, landing = self._services.lessons, slot.landing
+        feedback, landing = self._services.feedback, slot.landing
         self._exchange.transfer_ids.append(landing.transfer_id)
-        lessons.leg_begun(
+        feedback.leg_begun(
             self._exchange.inbound.model,
             landing,
             self._shape,
@@ -280,7 +280,7 @@ class Offload:
         leg = self._services.background.spawn(
             self._prefill(slot, moved_to), f"prefill leg {self._exchange.request_id}"
         )
-        leg.add_done_callback(lambda _: lessons.leg_over(landing))
+        leg.add_done_callback(lambda _: feedback.leg_over(landing))
         return leg
 
     async def _reserve(self) -> DecodeSlot:
@@ -300,7 +300,7 @@ class Offload:
             logger.info("%s: no landing: %s", self._exchange.request_id, error)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         self._exchange.record.parts.reserve_s = self._exchange.elapsed_s() - started_s
-        self._exchange.was_full = self._services.lessons.given(slot.instance)
+        self._exchange.was_full = self._services.feedback.given(slot.instance)
         saved_bytes = self._cached.kv_bytes(slot.landing.cached_tokens)
         self._exchange.record.reserved(slot, saved_bytes)
         return slot
@@ -339,7 +339,7 @@ class Offload:
             return self._prefill_failed(target, PrefillFailed("engine_failed", repr(error)))
         self._exchange.record.prefilled(result)
         model, num_tokens = self._exchange.inbound.model, len(self._prefix)
-        self._services.lessons.prefilled(model, target, num_tokens, result)
+        self._services.feedback.prefilled(model, target, num_tokens, result)
         if (upkeep := self._services.upkeep) is not None:
             upkeep.prefilled(target, num_tokens - result.cached_tokens, result.prefill_s)
         saved_bytes = self._cached.kv_bytes(slot.landing.cached_tokens)

@@ -15,10 +15,8 @@ from deploy.gateway.serving.rendering import NotRendered, render
 from deploy.gateway.serving.services import Services
 from kvmanager.token_ids import TokenIds
 from local_pd.messages import DirectTarget
-from scheduler.live.snapshots import Newcomer
 from scheduler.routing.decision import Decision, RequestShape, one_engine
 from scheduler.routing.short_term import RouteDecision
-from scheduler.routing.views import DecodeView
 
 
 @dataclass(slots=True)
@@ -27,8 +25,6 @@ class Plan:
 
     decision: Decision
     shape: RequestShape
-    decode: DecodeView
-    """The decode side when the route was chosen."""
     token_ids: TokenIds | None = None
     cached: CachedPrompt = field(default_factory=CachedPrompt)
     tries_left: int = 1
@@ -47,18 +43,16 @@ class Planner:
     async def plan(self, exchange: Exchange) -> Plan:
         """Decide, rendering the prompt and looking it up only if its KVCache may have to move."""
         inbound = exchange.inbound
-        shape = self._services.lessons.likely(inbound.model, inbound.shape, inbound.content)
-        newcomer = Newcomer(shape, inbound.priority)
-        seen = self._scheduler.snapshot(inbound.model, newcomer)
-        early = self._scheduler.route_early(inbound.model, shape, snapshot=seen)
+        shape = self._services.feedback.likely(inbound.model, inbound.shape, inbound.content)
+        early = self._scheduler.route_early(inbound.model, shape, priority=inbound.priority)
         if early is not None:
             if inbound.token_ids is not None:
                 exchange.record.num_prompt_tokens = len(inbound.token_ids)
-            return Plan(early, shape, seen.decode, inbound.token_ids)
+            return Plan(early, shape, inbound.token_ids)
         try:
             token_ids = await self._token_ids(exchange)
         except NotRendered as error:
-            return Plan(one_engine(shape, error.reason), shape, seen.decode)
+            return Plan(one_engine(shape, error.reason), shape)
         plan = await self._look_up(exchange, token_ids)
         if plan.cached.keys is not None:
             self._note_looked_up(exchange, plan)
@@ -105,7 +99,7 @@ class Planner:
             finally:
                 self._services.tell_ended(target.instance)
             inbound = exchange.inbound
-            self._services.lessons.counted(inbound.model, inbound.content, len(token_ids))
+            self._services.feedback.counted(inbound.model, inbound.content, len(token_ids))
             exchange.record.parts.render_s = exchange.elapsed_s() - started_s
         exchange.record.num_prompt_tokens = len(token_ids)
         return token_ids
@@ -121,10 +115,8 @@ class Planner:
         shape = cached.shape(
             replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True)
         )
-        # Reports may have changed meanwhile.
-        seen = self._scheduler.snapshot(inbound.model, Newcomer(shape, inbound.priority))
-        decision = self._scheduler.route(inbound.model, shape, snapshot=seen)
-        return Plan(decision, shape, seen.decode, token_ids, cached)
+        decision = self._scheduler.route(inbound.model, shape, priority=inbound.priority)
+        return Plan(decision, shape, token_ids, cached)
 
     def _note_looked_up(self, exchange: Exchange, plan: Plan) -> None:
         exchange.record.looked_up(plan.shape)

@@ -26,7 +26,7 @@ from deploy.gateway.errors import (
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.stream import End, forwarded_headers, relay_stream
 from deploy.gateway.proxy.usage import in_answer
-from deploy.gateway.scheduling.lessons import Usage, usage_of
+from deploy.gateway.scheduling.feedback import Usage, usage_of
 from deploy.gateway.serving.exchange import Exchange
 from deploy.gateway.serving.offload import (
     CountedPrompt,
@@ -56,7 +56,7 @@ class Serving:
     def __init__(self, services: Services, planner: Planner) -> None:
         self._services = services
         self._scheduler = services.scheduler
-        self._lessons = services.lessons
+        self._feedback = services.feedback
         self._timeouts: TimeoutConfig = services.timeouts
         self.planner = planner
 
@@ -89,13 +89,13 @@ class Serving:
         finally:
             if answer is not None:
                 answer.close()
-                self._lessons.over(answer.instance)
+                self._feedback.over(answer.instance)
                 self._services.tell_ended(answer.instance)
             for transfer_id in exchange.transfer_ids:
-                self._lessons.answer_over(transfer_id)
+                self._feedback.answer_over(transfer_id)
             record.total_s = exchange.elapsed_s()
             exchange.release_admission()
-            self._lessons.ended(exchange.inbound.model, record)
+            self._feedback.ended(exchange.inbound.model, record)
             exchange.metrics.ended(record)
             exchange.let_go()
             _log(exchange)
@@ -168,7 +168,7 @@ class Serving:
             # What the engine refuses costs no prefill: it must not shape thresholds and roles. A
             # request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
-                self._lessons.arrived(exchange.inbound.model, plan.shape)
+                self._feedback.arrived(exchange.inbound.model, plan.shape)
 
     async def _open_planned(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
         while True:
@@ -218,24 +218,17 @@ class Serving:
 
     def _admit(self, exchange: Exchange, plan: Plan) -> None:
         """Let the request in, or raise `ApiError` 429."""
-        decision, inbound = plan.decision, exchange.inbound
-        known = self._scheduler.knowledge(inbound.model)
+        decision, model = plan.decision, exchange.inbound.model
         predicted = decision.predicted if isinstance(decision, RouteDecision) else None
-        num_tokens = plan.shape.num_prompt_tokens
-        kv = known.kv
         exchange.admitted = self._services.admission.admit(
-            exchange.tenant,
-            self._lessons.measured(inbound.model, predicted),
-            plan.decode,
-            num_tokens=num_tokens,
-            kv_bytes=kv.size_bytes(num_tokens) if kv is not None else 0.0,
+            exchange.tenant, model, plan.shape.num_prompt_tokens, predicted
         )
 
     def _prompt_counted(self, exchange: Exchange, usage: Usage) -> None:
         """An answer that is over says how long its prompt was."""
         if usage.prompt_tokens and exchange.record.num_prompt_tokens is None:
             inbound = exchange.inbound
-            self._lessons.counted(inbound.model, inbound.content, usage.prompt_tokens)
+            self._feedback.counted(inbound.model, inbound.content, usage.prompt_tokens)
 
     def _first_token(self, exchange: Exchange) -> None:
         record, predicted = exchange.record, exchange.predicted
@@ -246,7 +239,7 @@ class Serving:
             return
         # How long a client takes to send its body is no matter of a route.
         ttft_s -= record.parts.read_s or 0.0
-        self._lessons.first_token(
+        self._feedback.first_token(
             exchange.inbound.model, record.target, predicted, ttft_s, was_full=exchange.was_full
         )
         exchange.metrics.predicted(record.route, predicted.ttft_s, ttft_s)
@@ -256,8 +249,8 @@ class Serving:
         target = await self.planner.one_engine(exchange, plan.lost_instances, cached.direct_nodes())
         exchange.record.decode_instance = target.instance
         begun_s = self._scheduler.clock()
-        key = self._lessons.direct_begun(target.instance, plan.shape)
-        exchange.was_full = self._lessons.given(target.instance)
+        key = self._feedback.direct_begun(target.instance, plan.shape)
+        exchange.was_full = self._feedback.given(target.instance)
         try:
             answer = await self._services.door.open(
                 target.instance,
@@ -268,16 +261,16 @@ class Serving:
             )
             answer = _first_answer(answer, plan)
         except BaseException:
-            self._lessons.over(target.instance)
+            self._feedback.over(target.instance)
             self._services.tell_ended(target.instance)
             raise
         finally:
-            self._lessons.direct_over(key)
+            self._feedback.direct_over(key)
         if answer.is_stream and answer.status == 200:
-            seconds = self._lessons.direct_answered(target.instance, begun_s)
+            seconds = self._feedback.direct_answered(target.instance, begun_s)
             is_looked_up = self._services.caches is None or cached.keys is not None
             if is_looked_up and not exchange.was_full:
-                self._lessons.direct_took(inbound.model, plan.shape, seconds)
+                self._feedback.direct_took(inbound.model, plan.shape, seconds)
         return answer
 
     def _count_retry(self, exchange: Exchange, plan: Plan, reason: Reason) -> None:

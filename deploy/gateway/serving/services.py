@@ -10,11 +10,11 @@ from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.proxy.engine import EngineDoor
 from deploy.gateway.scheduling.admission import Admission
-from deploy.gateway.scheduling.lessons import Lessons
+from deploy.gateway.scheduling.feedback import Feedback
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.background import Background
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
-from scheduler.live.router import RegionScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Services:
     upkeep: CacheUpkeep | None = None
 
     @property
-    def lessons(self) -> Lessons:
+    def feedback(self) -> Feedback:
         """To be told how requests go."""
-        return Lessons(self.scheduler)
+        return Feedback(self.scheduler)
 
     def tell_ended(self, instance: str) -> None:
         """Let the PD cluster's front know, in the background, that what an instance was given is

@@ -7,15 +7,39 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.admission import UNNAMED, Admission, TenantNow
-from deploy.gateway.scheduling.config import AdmissionSection
+from deploy.gateway.scheduling.config import AdmissionSection, SchedulingConfig
+from deploy.gateway.scheduling.scheduler import live_settings
+from scheduler.live.core import LiveScheduler
+from scheduler.live.knowledge import ModelKnowledge
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.views import DecodeView
 
 IDLE = DecodeView(slots_total=4, decode_s=10.0)
 FULL = DecodeView(slots_total=4, slots_used=4, decode_s=10.0, left_s=(6.0, 7.0, 8.0, 9.0))
 IN_5_S = Prediction(queue_s=1.0, prefill_s=4.0)
+
+
+class FixedLoad(LiveScheduler):
+    """Its decode side is `decode`, and a request's KVCache takes `kv_bytes`."""
+
+    def __init__(self, section: AdmissionSection) -> None:
+        scheduling = SchedulingConfig(admission=section)
+        config = GatewayConfig(models=(ModelConfig(name="m"),), scheduling=scheduling)
+        super().__init__(live_settings(config, "pd", ()))
+        self.decode = IDLE
+        self.kv_bytes = 0.0
+
+    def decode_side(self, model: str, now_s: float) -> DecodeView:
+        return self.decode
+
+    def knowledge(self, model: str) -> ModelKnowledge:
+        known = ModelKnowledge()
+        known.profile("far").observe(1000, 0, 1.0)
+        known.reserved(100, 0, int(self.kv_bytes))
+        return known
 
 
 class Door:
@@ -25,7 +49,10 @@ class Door:
         self.now_s = 0.0
         self.registry = CollectorRegistry()
         config = AdmissionSection.model_validate(section)
-        self.admission = Admission(config, self.registry, clock=lambda: self.now_s)
+        self.live = FixedLoad(config)
+        self.admission = Admission(
+            config, self.registry, lambda event: self.live.take(event, self.now_s)
+        )
 
     def admit(
         self,
@@ -36,9 +63,8 @@ class Door:
         num_tokens: int = 100,
         kv_bytes: float = 0.0,
     ) -> Any:
-        return self.admission.admit(
-            tenant, prediction, decode, num_tokens=num_tokens, kv_bytes=kv_bytes
-        )
+        self.live.decode, self.live.kv_bytes = decode, kv_bytes
+        return self.admission.admit(tenant, "m", num_tokens, prediction)
 
     def refused(self, *args: Any, **kwargs: Any) -> ApiError:
         with pytest.raises(ApiError) as caught:

@@ -49,14 +49,7 @@ def metrics() -> Metrics:
 def make(live: LiveRegion, metrics: Metrics) -> Make:
     def service(models: tuple[str, ...] = ("tiny",), **section: object) -> LongTermService:
         registry = metrics.registry = CollectorRegistry()
-        sources = LongTermSources(
-            models=models,
-            reports=live,
-            knowledge=lambda _: live.knowledge,
-            thresholds=live.thresholds,
-            roles=live.roles,
-            links=live.links,
-        )
+        sources = LongTermSources(models=models, scheduler=live.scheduler, roles=live.roles)
         return LongTermService(
             LongTermSection.model_validate(section),
             sources,
@@ -254,14 +247,7 @@ async def test_what_is_not_known_is_said(live: LiveRegion, make: Make) -> None:
 
 async def test_a_region_without_traffic(make: Make) -> None:
     idle = LiveRegion()
-    sources = LongTermSources(
-        models=("tiny",),
-        reports=idle,
-        knowledge=lambda _: idle.knowledge,
-        thresholds=idle.thresholds,
-        roles=idle.roles,
-        links=idle.links,
-    )
+    sources = LongTermSources(models=("tiny",), scheduler=idle.scheduler, roles=idle.roles)
     service = LongTermService(
         LongTermSection(), sources, PlanMetrics(CollectorRegistry()), clock=idle.clock
     )

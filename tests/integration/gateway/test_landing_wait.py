@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from live_region_cases import snapshot
 
 from local_pd.messages import LandingReport
 from prfaas.engines.errors import PrefillFailed
@@ -74,7 +75,7 @@ async def test_a_leg_that_fails_leaves_the_prompt_to_the_engine(region: Any) -> 
 
 def tokens_ahead(region: Any) -> int:
     """Of a prompt that one engine would compute now."""
-    engines = region.gateway.scheduler.snapshot("tiny").engines
+    engines = snapshot(region.gateway.scheduler, "tiny").engines
     return sum(item.running_tokens for item in engines.instances)
 
 
@@ -99,7 +100,7 @@ async def test_prompts_that_fall_to_the_engine_are_work_ahead_of_others(
     region.engine.first_token.set()
     assert {status for status, _, _ in await asyncio.gather(*asking)} == {200}
     assert tokens_ahead(region) == 0
-    assert len(region.gateway.scheduler.ledger) == 0
+    assert len(region.gateway.scheduler.live.ledger) == 0
     await region.assert_nothing_held()
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from live_region_cases import snapshot
 
 from deploy.ops.client import CannotAsk
 from deploy.ops.explain_client import find_records
 from deploy.ops.explain_view import ttft_error
-from scheduler.live.router import RegionScheduler
+from scheduler.live.core import LiveScheduler
 from scheduler.routing.decision import ONE_ENGINE
 
 STREAM = {"stream": True, "max_tokens": 4}
@@ -73,7 +74,7 @@ async def test_an_answers_usage_teaches_how_long_prompts_are(
 async def test_an_engine_that_was_full_teaches_no_prefill_time(
     region: Any, monkeypatch: pytest.MonkeyPatch, is_full: bool
 ) -> None:
-    monkeypatch.setattr(RegionScheduler, "is_full", lambda *_: is_full)
+    monkeypatch.setattr(LiveScheduler, "is_full", lambda *_: is_full)
     await region.post({"model": "tiny", "prompt": [1, 2, 3]} | STREAM)
     known = region.gateway.scheduler.knowledge("tiny")
     assert known.profile(ONE_ENGINE).num_seen == (0 if is_full else 1)
@@ -120,7 +121,7 @@ async def test_a_prediction_that_came_to_nothing_teaches_nothing(region: Any) ->
     assert ttft_error(record) is None
     known = region.gateway.scheduler.knowledge("tiny")
     assert known.error("far") is known.error(ONE_ENGINE) is None
-    assert len(region.gateway.scheduler.ledger) == 0
+    assert len(region.gateway.scheduler.live.ledger) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -159,11 +160,11 @@ async def test_what_is_under_way_is_known_and_forgotten(region: Any) -> None:
     region.far.gate.clear()
     waiting = asyncio.create_task(region.post(region.long_body()))
     await region.far.started.wait()
-    assert len(region.gateway.scheduler.ledger) == 1
+    assert len(region.gateway.scheduler.live.ledger) == 1
     region.far.gate.set()
     await waiting
     await region.record()
-    assert len(region.gateway.scheduler.ledger) == 0
+    assert len(region.gateway.scheduler.live.ledger) == 0
 
 
 @pytest.mark.parametrize(
@@ -179,8 +180,8 @@ async def test_engines_whose_kv_memory_is_full_are_given_no_more(
 ) -> None:
     region.pd.engine_numbers = {"decode_slots": 256, "kv_total_bytes": 10**9, **numbers}
 
-    snapshot = region.gateway.scheduler.snapshot
-    await region.until(lambda: snapshot("tiny").decode.slots_used == 20)
+    scheduler = region.gateway.scheduler
+    await region.until(lambda: snapshot(scheduler, "tiny").decode.slots_used == 20)
     status, headers, answer = await region.post(region.long_body())
     if not code:
         assert status == 200
@@ -200,11 +201,11 @@ async def test_answers_that_are_over_leave_their_kv_memory_to_others(region: Any
         "kv_total_bytes": 5 * transfer_bytes,
         "looked_s": 20.0,
     }
-    decode = region.gateway.scheduler.snapshot
-    await region.until(lambda: decode("tiny").decode.kv_total_bytes is not None)
+    scheduler = region.gateway.scheduler
+    await region.until(lambda: snapshot(scheduler, "tiny").decode.kv_total_bytes is not None)
     for seed in range(1, 11):
         assert (await region.post(region.long_body(seed=seed)))[0] == 200
-    await region.until(lambda: decode("tiny").decode.kv_bytes == 0)
+    await region.until(lambda: snapshot(scheduler, "tiny").decode.kv_bytes == 0)
 
 
 async def test_a_refused_request_says_so_and_leaves_nothing(open_region: Any) -> None:
@@ -223,7 +224,7 @@ async def test_a_refused_request_says_so_and_leaves_nothing(open_region: Any) ->
         assert (await served)[0] == 200
         assert len(region.far.jobs) == 1
         await region.assert_nothing_held()
-        assert len(region.gateway.scheduler.ledger) == 0
+        assert len(region.gateway.scheduler.live.ledger) == 0
 
 
 async def test_an_unknown_request_is_answered_with_the_newest(region: Any) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from live_region_cases import MODEL, Region, instance, report, teach
-from prometheus_client import CollectorRegistry
+from live_region_cases import MODEL, Region, instance, report, snapshot, teach
 
-from deploy.gateway.errors import ApiError
-from deploy.gateway.scheduling.admission import Admission
-from deploy.gateway.scheduling.config import AdmissionSection
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from scheduler.live.decode_side import UNTOLD_SLOTS
+from scheduler.live.events import AdmitAsked
 from scheduler.live.ledger import PrefillLeg
-from scheduler.live.router import RegionScheduler
 from scheduler.routing.decision import Reason, RequestShape
+from scheduler.routing.profiles import KvProfile
 from scheduler.routing.views import DecodeView
 
 GB = 10**9
@@ -44,21 +42,16 @@ def taught(region: Region) -> RegionScheduler:
 
 
 def decode_of(*decoding: dict[str, Any]) -> DecodeView:
-    return taught(region_of(*decoding)).snapshot(MODEL).decode
+    return snapshot(taught(region_of(*decoding))).decode
 
 
 def admitted(scheduler: RegionScheduler, *, kv_bytes: float = 0.0) -> str:
     """ "admitted", or the code of the refusal, of a prompt of 3,000 tokens that comes now."""
-    admission = Admission(AdmissionSection(), CollectorRegistry(), clock=scheduler.clock)
-    seen = scheduler.snapshot(MODEL)
-    shape = RequestShape(num_prompt_tokens=3000)
-    predicted = scheduler.route(MODEL, shape, snapshot=seen).predicted
+    predicted = scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).predicted
     assert predicted is not None
-    try:
-        admission.admit("", predicted, seen.decode, num_tokens=3000, kv_bytes=kv_bytes)
-    except ApiError as error:
-        return error.code or ""
-    return "admitted"
+    scheduler.knowledge(MODEL)._kv.profile = KvProfile(kv_bytes, 0.0)
+    verdict = scheduler.ask(AdmitAsked(1, "", MODEL, 3000, predicted)).verdict
+    return "admitted" if verdict.admitted else verdict.reason.value
 
 
 def leg(number: int, **fields: Any) -> PrefillLeg:
@@ -76,14 +69,14 @@ def test_of_an_idle_pool_that_nothing_is_known_of_only_the_slots_count() -> None
     scheduler = region_of({"decode_slots": 4}).scheduler()
     known = scheduler.knowledge(MODEL)
     assert (known.decode_s, known.step_s) == (None, None)
-    assert scheduler.snapshot(MODEL).decode == DecodeView(slots_total=4)
+    assert snapshot(scheduler, MODEL).decode == DecodeView(slots_total=4)
 
 
 def test_a_landing_that_is_late_may_come_at_any_moment_and_takes_no_slot_yet() -> None:
     scheduler = region_of({"decode_slots": 4, "running": 1}).scheduler()
     for number in range(2):  # the report is older than the second
-        scheduler.ledger.leg_begun(str(number), leg(number))
-    decode = scheduler.snapshot(MODEL).decode
+        scheduler.live.ledger.leg_begun(str(number), leg(number))
+    decode = snapshot(scheduler, MODEL).decode
     assert (decode.slots_used, decode.landing_s) == (0, (0.0, 0.0))
     assert (decode.landing_kv_bytes, decode.kv_bytes) == (11, 0)
 
@@ -105,7 +98,7 @@ def test_who_comes_to_an_engine_without_memory_is_refused() -> None:
 def test_an_engine_with_memory_elsewhere_takes_what_the_full_one_does_not() -> None:
     free: dict[str, Any] = {"decode_slots": 256, "running": 10, "num_running": 10, "kv_usage": 0.1}
     scheduler = taught(region_of(FULL, free))
-    decode = scheduler.snapshot(MODEL).decode
+    decode = snapshot(scheduler, MODEL).decode
     assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (276, 230, 0)
     assert admitted(scheduler) == "admitted"
 
@@ -161,16 +154,16 @@ def test_kvcache_that_landed_since_the_engines_were_looked_at_is_in_memory() -> 
     for number, (ended_s, model) in enumerate(
         [(97.9, MODEL), (98.1, MODEL), (99.9, "other"), (100.2, MODEL)]
     ):
-        scheduler.ledger.leg_begun(str(number), leg(number, model=model))
-        scheduler.ledger.leg_over(str(number), ended_s)
+        scheduler.live.ledger.leg_begun(str(number), leg(number, model=model))
+        scheduler.live.ledger.leg_over(str(number), ended_s)
     region.now_s += 0.3
-    assert scheduler.snapshot(MODEL).decode.kv_bytes == 8 * GB + 1010
+    assert snapshot(scheduler, MODEL).decode.kv_bytes == 8 * GB + 1010
 
 
 def test_a_landing_must_fit_the_node_with_most_room() -> None:
     room = [{"landing_cap_bytes": 1000}, {"landing_cap_bytes": 3000 * 512}]
     scheduler = taught(region_of(*room))
-    assert scheduler.snapshot(MODEL).landing_cap_bytes == 3000 * 512
+    assert snapshot(scheduler, MODEL).landing_cap_bytes == 3000 * 512
     assert scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).target == "far"
     decision = scheduler.route(MODEL, RequestShape(num_prompt_tokens=3001))
     assert (decision.route, decision.reason) == ("local", Reason.NO_LANDING_ROOM)
@@ -179,5 +172,5 @@ def test_a_landing_must_fit_the_node_with_most_room() -> None:
 @pytest.mark.parametrize("room", [(), ({},), ({"landing_cap_bytes": 5}, {})])
 def test_room_that_a_node_does_not_tell_is_not_known(room: Any) -> None:
     scheduler = taught(region_of(*room))
-    assert scheduler.snapshot(MODEL).landing_cap_bytes is None
+    assert snapshot(scheduler, MODEL).landing_cap_bytes is None
     assert scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).target == "far"

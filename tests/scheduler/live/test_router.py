@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, job, report, teach
 
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.live.ledger import PrefillLeg
-from scheduler.live.router import RegionScheduler, RoutingPolicy
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
-from scheduler.routing.threshold import ThresholdConfig
 
 LONG = RequestShape(num_prompt_tokens=4000)
 SHORT = RequestShape(num_prompt_tokens=900)
@@ -81,16 +80,8 @@ def test_a_prompt_without_a_bound_may_move() -> None:
 
 def test_the_bound_decides_whether_to_count_and_the_likely_length_what_is_predicted() -> None:
     region = Region()
-    region.far = None
-    scheduler = RegionScheduler(
-        _Lonely(region),
-        (),
-        RoutingPolicy(),
-        ThresholdConfig(),
-        threshold_tokens=1000,
-        hand_off_tokens=256,
-        clock=lambda: region.now_s,
-    )
+    region.prefill_clusters = ()
+    scheduler = region.scheduler()
     teach(scheduler, ONE_ENGINE, 2e-4)
     decision = scheduler.route_early(MODEL, bound(50_000, likely=12_000))
     assert decision is not None
@@ -107,15 +98,8 @@ def test_the_hand_off_takes_them() -> None:
 
 def test_without_prefill_clusters_nothing_is_counted() -> None:
     region = Region()
-    scheduler = RegionScheduler(
-        _Lonely(region),
-        (),
-        RoutingPolicy(),
-        ThresholdConfig(),
-        threshold_tokens=1000,
-        hand_off_tokens=256,
-    )
-    decision = scheduler.route_early(MODEL, bound(9000))
+    region.prefill_clusters = ()
+    decision = region.scheduler().route_early(MODEL, bound(9000))
     assert decision is not None
     assert decision.reason is Reason.NO_PREFILL_CLUSTER
 
@@ -160,7 +144,7 @@ def test_what_is_under_way_counts_before_any_report_has_it() -> None:
 
 def begin_leg(scheduler: RegionScheduler, region: Region, num_tokens: int) -> None:
     leg = PrefillLeg("far", num_tokens, num_tokens, region.now_s, region.now_s + 1)
-    scheduler.ledger.leg_begun("t", leg)
+    scheduler.live.ledger.leg_begun("t", leg)
 
 
 def test_a_cluster_that_failed_this_request_is_passed_over() -> None:
@@ -192,7 +176,7 @@ def test_t_rises_with_the_link() -> None:
     assert scheduler.route(MODEL, LONG).route == "prefill_cluster"
     region.links["far", "home"] = replace(FAST_LINK, state=LinkCondition.CONGESTED)
     assert scheduler.route(MODEL, LONG).reason is Reason.LINK_CONGESTED
-    assert scheduler.thresholds.overview()[0].tokens == 8000
+    assert scheduler.live.thresholds.overview()[0].tokens == 8000
 
 
 def test_thresholds_return_without_requests() -> None:
@@ -229,16 +213,16 @@ def test_no_route_counts_on_a_move_that_may_not_be_made() -> None:
     scheduler = known(region)
     decision = scheduler.route(MODEL, shape)
     assert (decision.target, decision.numbers["move_s"]) == ("far", 0)
-    assert not scheduler.moves_caches(scheduler.route(MODEL, SHORT), "home")
+    assert not scheduler.moves_caches(scheduler.route(MODEL, SHORT))
 
 
 def test_a_prefix_moves_to_a_prefill_cluster_over_a_clear_link() -> None:
     region = Region()
     scheduler = known(region)
     decision = scheduler.route(MODEL, LONG)
-    assert scheduler.moves_caches(decision, "home")
+    assert scheduler.moves_caches(decision)
     region.links["home", "far"] = replace(FAST_LINK, state=LinkCondition.RISING)
-    assert not scheduler.moves_caches(decision, "home")
+    assert not scheduler.moves_caches(decision)
 
 
 def test_models_are_learnt_apart() -> None:
@@ -246,16 +230,6 @@ def test_models_are_learnt_apart() -> None:
     assert scheduler.knowledge(MODEL).is_known
     assert not scheduler.knowledge("other").is_known
     assert sorted(scheduler.models()) == ["other", MODEL]
-
-
-class _Lonely:
-    """A region of a PD cluster alone."""
-
-    def __init__(self, region: Region) -> None:
-        self.reported_pd = region.reported_pd
-
-    def reported_prefill(self) -> list[Any]:
-        return []
 
 
 def slow_far(region: Region) -> RegionScheduler:

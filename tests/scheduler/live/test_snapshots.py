@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_region_cases import MODEL, Region, instance, job, report, teach
+from live_region_cases import MODEL, Region, instance, job, report, snapshot, teach
 
+from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
 from scheduler.live.decode_side import UNTOLD_SLOTS
 from scheduler.live.ledger import DirectPrompt, PrefillLeg
-from scheduler.live.router import RegionScheduler
-from scheduler.live.snapshots import Newcomer
+from scheduler.live.snapshots import PendingRequest
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.prediction import PrefillTask, predict
 from scheduler.routing.views import RegionSnapshot
@@ -37,7 +37,7 @@ def leg(begun_s: float, tokens: int = 1000, place: str = "far", **fields: Any) -
 
 
 def far_of(scheduler: RegionScheduler) -> Any:
-    return scheduler.snapshot(MODEL).prefill_clusters[0]
+    return snapshot(scheduler, MODEL).prefill_clusters[0]
 
 
 def test_reported_jobs_are_work_by_the_learnt_profile() -> None:
@@ -81,14 +81,14 @@ def test_a_prefill_counts_from_the_end_of_the_one_before() -> None:
     region = Region()
     region.far = report("far", instance("p0"), jobs=(job("a", 3000, 10.0, instance="p0"),))
     scheduler = taught(region)
-    scheduler.ledger.prefill_ended("far", "p0", region.now_s - 1.0)
+    scheduler.live.ledger.prefill_ended("far", "p0", region.now_s - 1.0)
     assert far_of(scheduler).instances[0].running_s == pytest.approx(2.0, rel=0.01)
 
 
 def test_legs_count_once_whether_they_are_reported_or_not() -> None:
     region = Region()
     scheduler = taught(region)
-    scheduler.ledger.leg_begun("a", leg(region.at_s + 0.1))
+    scheduler.live.ledger.leg_begun("a", leg(region.at_s + 0.1))
     region.now_s += 0.2
     assert far_of(scheduler).queued_tokens == 1000
     region.far = report("far", instance("p0"), jobs=(job("a", instance="p0"),), max_queued=8)
@@ -100,7 +100,7 @@ def test_a_leg_that_a_later_report_does_not_have_any_more_is_over_there() -> Non
     region = Region()
     region.far = report("far", instance("p0"), jobs=(job("a", instance="p0"),))
     scheduler = taught(region)
-    scheduler.ledger.leg_begun("a", leg(region.at_s - 0.1))
+    scheduler.live.ledger.leg_begun("a", leg(region.at_s - 0.1))
     assert far_of(scheduler).instances[0].running_tokens == 1000
     region.far = report("far", instance("p0"))
     region.at_s = region.now_s = region.now_s + 0.5
@@ -114,7 +114,7 @@ def test_a_burst_that_is_still_on_the_wire_waits_at_its_cluster(sent_ago_s: floa
     region = Region()
     scheduler = taught(region)
     for number in range(6):
-        scheduler.ledger.leg_begun(str(number), leg(region.at_s - sent_ago_s, 100_000))
+        scheduler.live.ledger.leg_begun(str(number), leg(region.at_s - sent_ago_s, 100_000))
     far = far_of(scheduler)
     assert (far.num_queued, far.queued_tokens) == (4, 600_000)
     assert far.queued_s == pytest.approx(600, rel=0.01)
@@ -123,7 +123,7 @@ def test_a_burst_that_is_still_on_the_wire_waits_at_its_cluster(sent_ago_s: floa
 def test_a_leg_that_no_report_ever_had_was_quick() -> None:
     region = Region()
     scheduler = taught(region)
-    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.03))
+    scheduler.live.ledger.leg_begun("a", leg(region.at_s - 1.03))
     assert far_of(scheduler).queued_tokens == 0
     region.links["far", "home"] = LinkView(available_bytes_per_s=1e9, rtt_s=0.04)
     assert far_of(scheduler).queued_tokens == 1000
@@ -133,24 +133,24 @@ def test_a_hand_off_that_no_report_has_had_counts_without_a_link() -> None:
     region = Region()
     region.home = report("home", instance("d0", "decode"), instance("p9", "prefill"))
     scheduler = taught(region)
-    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.0, place=HAND_OFF))
-    scheduler.ledger.leg_begun("b", leg(region.at_s - 1.01, place=HAND_OFF))
-    assert scheduler.snapshot(MODEL).local.queued_tokens == 1000
+    scheduler.live.ledger.leg_begun("a", leg(region.at_s - 1.0, place=HAND_OFF))
+    scheduler.live.ledger.leg_begun("b", leg(region.at_s - 1.01, place=HAND_OFF))
+    assert snapshot(scheduler, MODEL).local.queued_tokens == 1000
 
 
 def test_a_leg_that_ended_since_the_report_is_no_work() -> None:
     region = Region()
     region.far = report("far", instance("p0"), jobs=(job("a", instance="p0"),))
     scheduler = taught(region)
-    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.0))
-    scheduler.ledger.leg_over("a", region.now_s)
+    scheduler.live.ledger.leg_begun("a", leg(region.at_s - 1.0))
+    scheduler.live.ledger.leg_over("a", region.now_s)
     assert far_of(scheduler).instances[0].running_tokens == 0
 
 
 def test_legs_of_another_place_are_not_ours() -> None:
     region = Region()
     scheduler = taught(region)
-    scheduler.ledger.leg_begun("a", leg(region.at_s, place=HAND_OFF))
+    scheduler.live.ledger.leg_begun("a", leg(region.at_s, place=HAND_OFF))
     assert far_of(scheduler).queued_tokens == 0
 
 
@@ -186,7 +186,7 @@ def test_instances_that_cannot_serve_are_not_usable(fields: dict[str, Any]) -> N
 def test_without_a_report_a_cluster_is_not_healthy_and_keeps_its_threshold() -> None:
     region = Region()
     region.far = region.home = None
-    seen = taught(region).snapshot(MODEL)
+    seen = snapshot(taught(region))
     (far,) = seen.prefill_clusters
     assert (far.is_healthy, far.instances, far.threshold_tokens) == (False, (), 1000)
     assert not seen.local.is_healthy
@@ -226,8 +226,8 @@ def test_the_hand_off_is_those_instances_that_prefill_for_others() -> None:
         jobs=(job("a", 3000, instance="p9"),),
     )
     scheduler = taught(region)
-    scheduler.ledger.leg_begun("b", leg(region.at_s, 500, HAND_OFF))
-    local = scheduler.snapshot(MODEL).local
+    scheduler.live.ledger.leg_begun("b", leg(region.at_s, 500, HAND_OFF))
+    local = snapshot(scheduler, MODEL).local
     assert [item.name for item in local.instances] == ["p9"]
     assert (local.num_queued, local.max_queued, local.queued_tokens) == (2, 2, 500)
     assert not local.takes_jobs
@@ -238,8 +238,8 @@ def test_engines_have_the_prompts_that_were_given_to_them() -> None:
     region.home = report("home", instance("d0", "both"), instance("p9", "prefill"))
     scheduler = taught(region)
     for begun_s in (99.0, 99.5):
-        scheduler.ledger.direct_begun(DirectPrompt("d0", 2000, 1500, begun_s))
-    engines = scheduler.snapshot(MODEL).engines
+        scheduler.live.ledger.direct_begun(DirectPrompt("d0", 2000, 1500, begun_s))
+    engines = snapshot(scheduler, MODEL).engines
     assert engines is not None
     (d0,) = engines.instances
     assert (d0.name, d0.running_tokens) == ("d0", 3000)
@@ -250,8 +250,8 @@ def test_a_prompt_whose_answer_is_very_late_is_taken_for_computed() -> None:
     region = Region()
     scheduler = taught(region)
     for begun_s in (90.0, 95.0, 99.5):
-        scheduler.ledger.direct_begun(DirectPrompt("d0", 2000, 2000, begun_s))
-    engines = scheduler.snapshot(MODEL).engines
+        scheduler.live.ledger.direct_begun(DirectPrompt("d0", 2000, 2000, begun_s))
+    engines = snapshot(scheduler, MODEL).engines
     assert engines is not None
     assert engines.instances[0].running_tokens == 2000
     assert engines.instances[0].running_s == pytest.approx(1.5, rel=0.02)
@@ -260,7 +260,7 @@ def test_a_prompt_whose_answer_is_very_late_is_taken_for_computed() -> None:
 def test_where_all_prefill_one_of_them_serves_whole_requests() -> None:
     region = Region()
     region.home = report("home", instance("p9", "prefill"))
-    engines = Region.scheduler(region).snapshot(MODEL).engines
+    engines = snapshot(Region.scheduler(region)).engines
     assert engines is not None
     assert [item.name for item in engines.instances] == ["p9"]
 
@@ -275,12 +275,12 @@ def test_decode_slots_and_who_will_want_them() -> None:
     )
     scheduler = taught(region)
     scheduler.knowledge(MODEL).decoded(11, 5.0, region.now_s)
-    scheduler.ledger.leg_begun("old", leg(region.at_s - 1.0, kv_bytes=7.0))
-    scheduler.ledger.leg_begun("new", leg(region.at_s + 0.5, kv_bytes=5.0))
-    scheduler.ledger.begun("d0", region.at_s - 1.0)
-    scheduler.ledger.begun("d0", region.at_s + 0.5)
+    scheduler.live.ledger.leg_begun("old", leg(region.at_s - 1.0, kv_bytes=7.0))
+    scheduler.live.ledger.leg_begun("new", leg(region.at_s + 0.5, kv_bytes=5.0))
+    scheduler.live.ledger.begun("d0", region.at_s - 1.0)
+    scheduler.live.ledger.begun("d0", region.at_s + 0.5)
     region.now_s += 0.5
-    decode = scheduler.snapshot(MODEL).decode
+    decode = snapshot(scheduler, MODEL).decode
     assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (4, 4, 1)
     assert decode.landing_s == (pytest.approx(0.5), pytest.approx(2.0))
     assert decode.landing_kv_bytes == 12.0
@@ -291,14 +291,14 @@ def test_what_came_and_went_since_the_report_counts_too() -> None:
     region = Region()
     region.home = report("home", instance("d0", "both", decode_slots=4, running=2))
     scheduler = taught(region)
-    ledger = scheduler.ledger
+    ledger = scheduler.live.ledger
     for name, begun_s in (("d0", 99.0), ("d0", 100.1), ("d0", 100.2), ("gone", 100.2)):
         ledger.begun(name, begun_s)
     region.now_s += 0.5
-    assert scheduler.snapshot(MODEL).decode.slots_used == 4
+    assert snapshot(scheduler, MODEL).decode.slots_used == 4
     for ended_s in (100.3, 100.4, 100.5):
         ledger.ended("d0", ended_s)
-    assert scheduler.snapshot(MODEL).decode.slots_used == 1
+    assert snapshot(scheduler, MODEL).decode.slots_used == 1
     assert ledger.change_since({"d0"}, 100.35) == -2
     assert ledger.change_since({"gone"}, 100.0) == 1
     ledger.ended("gone", 200.0)
@@ -315,8 +315,8 @@ def test_models_share_clusters_but_not_instances() -> None:
         jobs=tuple(job(name, 500, model=name) for name in ("", MODEL, "other", "adapter")),
     )
     scheduler = taught(region)
-    scheduler.ledger.leg_begun("a", leg(region.at_s - 1.0, model="other"))
-    seen = scheduler.snapshot(MODEL)
+    scheduler.live.ledger.leg_begun("a", leg(region.at_s - 1.0, model="other"))
+    seen = snapshot(scheduler, MODEL)
     assert seen.prefill_clusters[0].queued_tokens == 3 * 500
     assert (seen.decode.slots_used, seen.decode.landing_s) == (2, ())
 
@@ -324,7 +324,7 @@ def test_models_share_clusters_but_not_instances() -> None:
 def test_engines_that_do_not_tell_their_slots_have_enough() -> None:
     region = Region()
     region.home = report("home", instance("d0", "both", running=1000))
-    decode = Region.scheduler(region).snapshot(MODEL).decode
+    decode = snapshot(Region.scheduler(region)).decode
     assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (UNTOLD_SLOTS, 1000, 0)
 
 
@@ -353,15 +353,15 @@ def test_more_under_way_never_shortens_a_prediction(more: list[tuple[str, float]
     region.now_s += 0.5
     scheduler = taught(region)
     scheduler.knowledge(MODEL).decoded(11, 5.0, region.now_s)
-    before = ttfts(scheduler.snapshot(MODEL))
+    before = ttfts(snapshot(scheduler, MODEL))
     for number, (place, age_s) in enumerate(more):
         # What began before the reports is in them, unless it has ended there.
         begun_s = max(region.now_s - age_s, region.at_s + 0.01)
         if place == ONE_ENGINE:
-            scheduler.ledger.direct_begun(DirectPrompt("d0", 900, 900, region.now_s - age_s))
+            scheduler.live.ledger.direct_begun(DirectPrompt("d0", 900, 900, region.now_s - age_s))
         else:
-            scheduler.ledger.leg_begun(str(number), leg(begun_s, 900, place))
-        after = ttfts(scheduler.snapshot(MODEL))
+            scheduler.live.ledger.leg_begun(str(number), leg(begun_s, 900, place))
+        after = ttfts(snapshot(scheduler, MODEL))
         assert all(b >= a - 1e-9 for a, b in zip(before, after, strict=True)), (before, after)
         before = after
 
@@ -383,13 +383,13 @@ def test_what_a_newcomer_will_overtake_is_not_ahead_of_it() -> None:
     teach(scheduler, "far", 1e-3)
 
     def queued_tokens(num_tokens: int, priority: int = 0) -> int:
-        newcomer = Newcomer(RequestShape(num_prompt_tokens=num_tokens), priority)
-        (far,) = scheduler.snapshot(MODEL, newcomer).prefill_clusters
+        request = PendingRequest(RequestShape(num_prompt_tokens=num_tokens), priority)
+        (far,) = snapshot(scheduler, MODEL, request).prefill_clusters
         return far.queued_tokens
 
     assert queued_tokens(2000) == 61_000
     assert queued_tokens(55_000) == 111_000
     assert queued_tokens(2000, priority=-5) == 0
     assert queued_tokens(500, priority=3) == 111_000
-    (far,) = scheduler.snapshot(MODEL).prefill_clusters
+    (far,) = snapshot(scheduler, MODEL).prefill_clusters
     assert far.queued_tokens == 111_000

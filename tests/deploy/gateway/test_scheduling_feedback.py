@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,27 +12,27 @@ import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
 
 from deploy.gateway.intake.inbound import InboundRequest, parsing_request
-from deploy.gateway.scheduling.lessons import Lessons, Usage, usage_of
+from deploy.gateway.scheduling.feedback import Feedback, Usage, usage_of
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.landing import Landing
 from kvmanager.token_ids import at_once
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from prfaas.jobs import PrefillResult
+from scheduler.live.events import AdmitAsked
 from scheduler.live.prompt_length import PromptContent
-from scheduler.live.thresholds import Thresholds
 from scheduler.routing.decision import ONE_ENGINE, RequestShape
 from scheduler.routing.prediction import Prediction
-from scheduler.routing.threshold import ThresholdConfig
 
 
-class School:
-    """Lessons of a region whose clock is `region.now_s`."""
+class Case:
+    """Feedback of a region whose clock is `region.now_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefill_clusters: tuple[str, ...] = ("far",)) -> None:
         self.region = Region()
+        self.region.prefill_clusters = prefill_clusters
         self.scheduler = self.region.scheduler()
-        self.lessons = Lessons(self.scheduler)
+        self.feedback = Feedback(self.scheduler)
         self.known = self.scheduler.knowledge(MODEL)
 
     def begin(self, transfer_id: str = "t", **shape: Any) -> Landing:
@@ -45,7 +46,7 @@ class School:
             layout_fingerprint="",
             token_digest="",
         )
-        self.lessons.leg_begun(
+        self.feedback.leg_begun(
             MODEL,
             landing,
             RequestShape(num_prompt_tokens=1001, **shape),
@@ -64,7 +65,7 @@ class School:
             "service_s": 2.0,
         }
         result = PrefillResult(instance="p0", **(values | fields))
-        self.lessons.prefilled(MODEL, "far", num_tokens, result)
+        self.feedback.prefilled(MODEL, "far", num_tokens, result)
 
     def fill(self, **fields: Any) -> None:
         """Every slot of `d0` is taken, and 20 more requests wait inside of it."""
@@ -81,12 +82,12 @@ class School:
         """One engine's first token, as the gateway lives through it."""
         shape = RequestShape(num_prompt_tokens=num_tokens)
         begun_s = self.region.now_s
-        was_full = self.lessons.given("d0")
+        was_full = self.feedback.given("d0")
         self.region.now_s += waits_s + num_tokens * 1e-4
         self.region.at_s = self.region.now_s
-        seconds = self.lessons.direct_answered("d0", begun_s)
+        seconds = self.feedback.direct_answered("d0", begun_s)
         if not was_full:
-            self.lessons.direct_took(MODEL, shape, seconds)
+            self.feedback.direct_took(MODEL, shape, seconds)
 
 
 def record(**fields: Any) -> RequestRecord:
@@ -95,68 +96,68 @@ def record(**fields: Any) -> RequestRecord:
 
 
 def test_a_leg_is_under_way_until_it_is_over() -> None:
-    school = School()
-    landing = school.begin(prefill_cached_tokens={"far": 600}, local_cached_tokens=900)
-    (leg,) = school.scheduler.ledger.landing(MODEL)
+    case = Case()
+    landing = case.begin(prefill_cached_tokens={"far": 600}, local_cached_tokens=900)
+    (leg,) = case.scheduler.live.ledger.landing(MODEL)
     assert (leg.place, leg.num_tokens, leg.uncached_tokens) == ("far", 1000, 400)
     assert (leg.begun_s, leg.lands_at_s, leg.kv_bytes) == (100.0, 103.0, 512_000)
-    assert school.known.kv is not None
-    assert school.known.kv.token_bytes == pytest.approx(512)
-    school.lessons.leg_over(landing)
-    assert school.scheduler.ledger.landing(MODEL) == []
-    assert school.scheduler.ledger.is_over("t")
+    assert case.known.kv is not None
+    assert case.known.kv.token_bytes == pytest.approx(512)
+    case.feedback.leg_over(landing)
+    assert case.scheduler.live.ledger.landing(MODEL) == []
+    assert case.scheduler.live.ledger.is_over("t")
 
 
 def test_a_prefill_teaches_what_it_took_by_itself() -> None:
-    school = School()
+    case = Case()
     for _ in range(4):
-        school.prefilled(prefill_s=9.0, service_s=1.0)
-    assert school.known.prefill("far").prefill_s(1000) == pytest.approx(1.0, rel=0.01)
+        case.prefilled(prefill_s=9.0, service_s=1.0)
+    assert case.known.prefill("far").prefill_s(1000) == pytest.approx(1.0, rel=0.01)
     # The instance was free again when the prefill ended, before the tail was sent.
-    assert school.scheduler.ledger.alone_s("far", "p0", 0.0, 100.0) == pytest.approx(0.5)
+    assert case.scheduler.live.ledger.alone_s("far", "p0", 0.0, 100.0) == pytest.approx(0.5)
 
 
 def test_a_prefill_that_ended_together_with_another_teaches_no_time() -> None:
-    school = School()
-    school.prefilled(prefill_s=2.0, service_s=0.0)
-    assert school.known.profile("far").num_seen == 0
-    assert school.scheduler.ledger.alone_s("far", "p0", 0.0, 100.0) == pytest.approx(0.5)
+    case = Case()
+    case.prefilled(prefill_s=2.0, service_s=0.0)
+    assert case.known.profile("far").num_seen == 0
+    assert case.scheduler.live.ledger.alone_s("far", "p0", 0.0, 100.0) == pytest.approx(0.5)
 
 
 def test_one_engine_teaches_what_was_counted() -> None:
-    school = School()
-    school.scheduler.ledger.prefill_ended(ONE_ENGINE, "d0", 98.0)
+    case = Case()
+    case.scheduler.live.ledger.prefill_ended(ONE_ENGINE, "d0", 98.0)
     exact = RequestShape(num_prompt_tokens=1000, local_cached_tokens=500)
-    seconds = school.lessons.direct_answered("d0", begun_s=90.0)
-    school.lessons.direct_took(MODEL, exact, seconds)
-    assert school.known.profile(ONE_ENGINE).num_seen == 1
-    assert school.known.prefill(ONE_ENGINE).prefill_s(1000, 500) > 0
+    seconds = case.feedback.direct_answered("d0", begun_s=90.0)
+    case.feedback.direct_took(MODEL, exact, seconds)
+    assert case.known.profile(ONE_ENGINE).num_seen == 1
+    assert case.known.prefill(ONE_ENGINE).prefill_s(1000, 500) > 0
     bound = RequestShape(num_prompt_tokens=1000, is_exact=False)
-    seconds = school.lessons.direct_answered("d0", begun_s=99.0)
-    school.lessons.direct_took(MODEL, bound, seconds)
-    assert school.known.profile(ONE_ENGINE).num_seen == 1
-    assert school.scheduler.ledger.alone_s(ONE_ENGINE, "d0", 0.0, 101.0) == 1.0
+    seconds = case.feedback.direct_answered("d0", begun_s=99.0)
+    case.feedback.direct_took(MODEL, bound, seconds)
+    assert case.known.profile(ONE_ENGINE).num_seen == 1
+    assert case.scheduler.live.ledger.alone_s(ONE_ENGINE, "d0", 0.0, 101.0) == 1.0
 
 
 def test_the_wait_for_a_slot_is_no_prefill_time() -> None:
-    school = School()
-    school.computed_at_once(40)
-    school.fill()
+    case = Case()
+    case.computed_at_once(40)
+    case.fill()
     for number in range(60):
         # A slot falls free each second; twenty wait for one.
-        school.answered(1000 * (number % 8 + 1), waits_s=20.0)
-    assert school.known.prefill(ONE_ENGINE).prefill_s(1000) == pytest.approx(0.1, rel=0.05)
-    assert school.known.prefill(ONE_ENGINE).prefill_s(8000) == pytest.approx(0.8, rel=0.05)
+        case.answered(1000 * (number % 8 + 1), waits_s=20.0)
+    assert case.known.prefill(ONE_ENGINE).prefill_s(1000) == pytest.approx(0.1, rel=0.05)
+    assert case.known.prefill(ONE_ENGINE).prefill_s(8000) == pytest.approx(0.8, rel=0.05)
 
 
 def test_an_engine_with_room_again_goes_on_teaching() -> None:
-    school = School()
-    school.fill()
-    school.answered(1000, waits_s=20.0)
-    assert school.known.profile(ONE_ENGINE).num_seen == 0
-    school.fill(running=31)
-    school.answered(1000, waits_s=0.0)
-    assert school.known.profile(ONE_ENGINE).num_seen == 1
+    case = Case()
+    case.fill()
+    case.answered(1000, waits_s=20.0)
+    assert case.known.profile(ONE_ENGINE).num_seen == 0
+    case.fill(running=31)
+    case.answered(1000, waits_s=0.0)
+    assert case.known.profile(ONE_ENGINE).num_seen == 1
 
 
 @pytest.mark.parametrize(
@@ -174,84 +175,89 @@ def test_an_engine_with_room_again_goes_on_teaching() -> None:
 def test_an_instance_is_full_when_one_more_would_wait_inside(
     fields: dict[str, Any], is_full: bool
 ) -> None:
-    school = School()
-    school.fill(**fields)
-    assert school.lessons.given("d0") is is_full
-    assert school.lessons.given("nobody") is False
+    case = Case()
+    case.fill(**fields)
+    assert case.feedback.given("d0") is is_full
+    assert case.feedback.given("nobody") is False
 
 
 def test_what_was_given_since_the_report_fills_an_instance_too() -> None:
-    school = School()
-    school.fill(running=30)
-    assert [school.lessons.given("d0") for _ in range(3)] == [False, False, True]
-    school.region.home = None
-    assert school.lessons.given("d0") is False
+    case = Case()
+    case.fill(running=30)
+    assert [case.feedback.given("d0") for _ in range(3)] == [False, False, True]
+    case.region.home = None
+    assert case.feedback.given("d0") is False
 
 
 def test_what_a_full_instance_cost_is_no_overhead_of_its_place() -> None:
-    school = School()
+    case = Case()
     for _ in range(4):
-        school.prefilled()
+        case.prefilled()
     for was_full, overhead_s in ((True, 0.0), (False, 0.25)):
         for _ in range(3):
             measured_s = 31.0 if was_full else 1.25
-            school.lessons.first_token(
+            case.feedback.first_token(
                 MODEL, "far", Prediction(prefill_s=1.0), measured_s, was_full=was_full
             )
-        assert school.known.overhead_s("far", 100.0) == pytest.approx(overhead_s)
+        assert case.known.overhead_s("far", 100.0) == pytest.approx(overhead_s)
 
 
 def test_without_prefill_clusters_estimated_lengths_teach_too() -> None:
-    school = School()
+    case = Case()
     estimated = RequestShape(num_prompt_tokens=1000, is_exact=False, bound_tokens=4000)
-    school.lessons.counted(MODEL, PromptContent(4000), 1000)
+    case.feedback.counted(MODEL, PromptContent(4000), 1000)
     # Beside prefill clusters the longer prompts are counted, and say more.
-    school.lessons.direct_took(MODEL, estimated, 0.1)
-    assert not school.known.is_measured
-    alone = School()
-    alone.scheduler.thresholds = Thresholds((), 1000, ThresholdConfig())
-    alone.lessons.direct_took(MODEL, estimated, 0.1)
+    case.feedback.direct_took(MODEL, estimated, 0.1)
+    assert not case.known.is_measured
+    alone = Case(prefill_clusters=())
+    alone.feedback.direct_took(MODEL, estimated, 0.1)
     assert not alone.known.is_measured  # not even the bytes of a token are known yet
-    alone.lessons.counted(MODEL, PromptContent(4000), 1000)
-    alone.lessons.direct_took(MODEL, replace(estimated, is_multimodal=True), 9.0)
+    alone.feedback.counted(MODEL, PromptContent(4000), 1000)
+    alone.feedback.direct_took(MODEL, replace(estimated, is_multimodal=True), 9.0)
     assert not alone.known.is_measured
-    alone.lessons.direct_took(MODEL, estimated, 0.1)
+    alone.feedback.direct_took(MODEL, estimated, 0.1)
     assert alone.known.prefill(ONE_ENGINE).prefill_s(1000) == pytest.approx(0.1)
 
 
 def test_nobody_is_refused_for_a_guess() -> None:
-    school = School()
-    predicted = Prediction(queue_s=100.0, prefill_s=30.0)
-    assert school.lessons.measured(MODEL, predicted) == Prediction()
-    school.prefilled()
-    assert school.lessons.measured(MODEL, predicted) == predicted
-    assert school.lessons.measured(MODEL, None) == Prediction()
+    case = Case()
+    case.region.home = report("home", instance("d0", "both", decode_slots=4, running=1))
+
+    def load(predicted: Prediction | None) -> float | None:
+        """The load when the request would decode: none is known of a prefill without end."""
+        return case.scheduler.ask(AdmitAsked(1, "", MODEL, 1000, predicted)).decode_load
+
+    never = Prediction(queue_s=math.inf)
+    assert load(never) == 0.5
+    case.prefilled()
+    assert load(never) is None
+    assert load(None) == 0.5
 
 
 def test_a_prompt_is_on_its_engine_until_that_answers() -> None:
-    school = School()
+    case = Case()
     shape = RequestShape(num_prompt_tokens=100, is_exact=False, local_cached_tokens=40)
-    key = school.lessons.direct_begun("d0", shape)
-    (given,) = school.scheduler.ledger.direct()["d0"]
+    key = case.feedback.direct_begun("d0", shape)
+    (given,) = case.scheduler.live.ledger.direct()["d0"]
     assert (given.num_tokens, given.uncached_tokens, given.begun_s) == (100, 60, 100.0)
-    school.lessons.direct_over(key)
-    school.lessons.direct_over(key)
-    assert not school.scheduler.ledger.direct()
+    case.feedback.direct_over(key)
+    case.feedback.direct_over(key)
+    assert not case.scheduler.live.ledger.direct()
 
 
 def test_a_length_is_what_counted_prompts_teach_until_it_is_counted_itself() -> None:
-    school = School()
+    case = Case()
     not_counted = RequestShape(num_prompt_tokens=7, is_exact=False, bound_tokens=4000)
 
     def likely(text_bytes: int) -> int:
         content = PromptContent(text_bytes)
-        return school.lessons.likely(MODEL, not_counted, content).num_prompt_tokens
+        return case.feedback.likely(MODEL, not_counted, content).num_prompt_tokens
 
     assert (likely(400), likely(400_000)) == (100, 4000)
-    school.lessons.counted(MODEL, PromptContent(400), 200)
+    case.feedback.counted(MODEL, PromptContent(400), 200)
     assert likely(400) == 200
     counted = RequestShape(num_prompt_tokens=1000)
-    assert school.lessons.likely(MODEL, counted, PromptContent(400)) is counted
+    assert case.feedback.likely(MODEL, counted, PromptContent(400)) is counted
 
 
 def inbound_chat(*parts: dict[str, Any]) -> InboundRequest:
@@ -260,49 +266,49 @@ def inbound_chat(*parts: dict[str, Any]) -> InboundRequest:
 
 
 def test_bytes_of_images_are_no_tokens_of_the_regions_traffic() -> None:
-    school = School()
+    case = Case()
     picture = base64.b64encode(bytes(2_000_000)).decode()
     url = f"data:image/png;base64,{picture}"
     inbound = inbound_chat(
         {"type": "text", "text": "what is this?"},
         {"type": "image_url", "image_url": {"url": url}},
     )
-    shape = school.lessons.likely(MODEL, inbound.shape, inbound.content)
+    shape = case.feedback.likely(MODEL, inbound.shape, inbound.content)
     assert shape.is_multimodal
     assert 1000 < shape.num_prompt_tokens < 1100
     for _ in range(300):
-        school.lessons.arrived(MODEL, RequestShape(num_prompt_tokens=1000))
+        case.feedback.arrived(MODEL, RequestShape(num_prompt_tokens=1000))
     for _ in range(16):
-        school.lessons.arrived(MODEL, shape)
-    school.known.decoded(10, 1.0, 100.0)
-    found = school.known.traffic.measured(100.0)
+        case.feedback.arrived(MODEL, shape)
+    case.known.decoded(10, 1.0, 100.0)
+    found = case.known.traffic.measured(100.0)
     assert found is not None
     assert found.uncached.mean_tokens == pytest.approx(1000, rel=0.01)
 
 
 def test_a_prompt_of_an_image_is_no_minute_of_work_ahead_of_others() -> None:
-    school = School()
-    teach(school.scheduler, ONE_ENGINE, 1e-4)
-    idle = school.scheduler.route(MODEL, RequestShape(num_prompt_tokens=900)).local
+    case = Case()
+    teach(case.scheduler, ONE_ENGINE, 1e-4)
+    idle = case.scheduler.route(MODEL, RequestShape(num_prompt_tokens=900)).local
     inbound = inbound_chat({"type": "image_url", "image_url": {"url": "data:" + "A" * 2_000_000}})
-    shape = school.lessons.likely(MODEL, inbound.shape, inbound.content)
-    school.lessons.direct_begun("d0", shape)
-    behind = school.scheduler.route(MODEL, RequestShape(num_prompt_tokens=900)).local
+    shape = case.feedback.likely(MODEL, inbound.shape, inbound.content)
+    case.feedback.direct_begun("d0", shape)
+    behind = case.scheduler.route(MODEL, RequestShape(num_prompt_tokens=900)).local
     assert idle is not None
     assert behind is not None
     assert behind.ttft_s - idle.ttft_s == pytest.approx(0.1, abs=0.01)
 
 
 def test_arrivals_and_answers_are_measured_traffic() -> None:
-    school = School()
+    case = Case()
     shape = RequestShape(num_prompt_tokens=1000, local_cached_tokens=750)
-    school.lessons.arrived(MODEL, shape)
-    school.lessons.ended(MODEL, record(is_stream=True, ttft_s=1.0))
-    found = school.known.traffic.measured(101.0)
+    case.feedback.arrived(MODEL, shape)
+    case.feedback.ended(MODEL, record(is_stream=True, ttft_s=1.0))
+    found = case.known.traffic.measured(101.0)
     assert found is not None
     assert (found.input_tokens, found.hit_ratio) == (1000, 0.75)
     assert found.output.mean_tokens == pytest.approx(11)
-    assert (school.known.decode_s, school.known.step_s) == (2.0, pytest.approx(0.2))
+    assert (case.known.decode_s, case.known.step_s) == (2.0, pytest.approx(0.2))
 
 
 @pytest.mark.parametrize(
@@ -310,68 +316,68 @@ def test_arrivals_and_answers_are_measured_traffic() -> None:
     [{"outcome": "client_gone"}, {"outcome": "refused"}, {"total_s": None}, {"output_tokens": 0}],
 )
 def test_what_did_not_end_well_teaches_nothing(fields: dict[str, Any]) -> None:
-    school = School()
-    school.lessons.ended(MODEL, record(is_stream=True, ttft_s=1.0, **fields))
-    assert school.known.decode_s is None
+    case = Case()
+    case.feedback.ended(MODEL, record(is_stream=True, ttft_s=1.0, **fields))
+    assert case.known.decode_s is None
 
 
 def test_an_answer_in_one_piece_begins_when_it_was_predicted_to() -> None:
-    school = School()
-    school.lessons.ended(MODEL, record(ttft_s=3.0, predicted_ttft_s=1.0))
-    assert school.known.decode_s == 2.0
-    other = School()
-    other.lessons.ended(MODEL, record(ttft_s=3.0))
+    case = Case()
+    case.feedback.ended(MODEL, record(ttft_s=3.0, predicted_ttft_s=1.0))
+    assert case.known.decode_s == 2.0
+    other = Case()
+    other.feedback.ended(MODEL, record(ttft_s=3.0))
     assert other.known.decode_s == 3.0
 
 
 def test_first_tokens_teach_overhead_and_error() -> None:
-    school = School()
+    case = Case()
     for _ in range(4):
-        school.prefilled()
+        case.prefilled()
     for _ in range(3):
-        school.lessons.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
-    assert school.known.overhead_s("far", 100.0) == pytest.approx(0.25)
-    assert school.known.error("far") == pytest.approx(0.2)
+        case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
+    assert case.known.overhead_s("far", 100.0) == pytest.approx(0.25)
+    assert case.known.error("far") == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("state", [LinkCondition.RISING, LinkCondition.CONGESTED])
 def test_what_a_link_costs_in_bad_times_is_no_overhead(state: LinkCondition) -> None:
-    school = School()
+    case = Case()
     for _ in range(4):
-        school.prefilled()
-    school.region.links["far", "home"] = LinkView(state=state, available_bytes_per_s=1e6)
+        case.prefilled()
+    case.region.links["far", "home"] = LinkView(state=state, available_bytes_per_s=1e6)
     for _ in range(3):
-        school.lessons.first_token(MODEL, "far", Prediction(prefill_s=1.0), 5.0)
-    assert school.known.error("far") == pytest.approx(0.8)
-    assert school.known.overheads(100.0) == {}
-    school.region.links["far", "home"] = FAST_LINK
+        case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 5.0)
+    assert case.known.error("far") == pytest.approx(0.8)
+    assert case.known.overheads(100.0) == {}
+    case.region.links["far", "home"] = FAST_LINK
     for _ in range(3):
-        school.lessons.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
-    assert school.known.overhead_s("far", 100.0) == pytest.approx(0.25)
+        case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
+    assert case.known.overhead_s("far", 100.0) == pytest.approx(0.25)
 
 
 def test_first_tokens_out_of_one_forward_pass_teach_no_time() -> None:
-    school = School()
+    case = Case()
     shape = RequestShape(num_prompt_tokens=1000)
-    assert school.lessons.direct_answered("d0", begun_s=99.0) == 1.0
-    school.region.now_s += 0.001
-    assert school.lessons.direct_answered("d0", begun_s=99.0) is None
-    school.lessons.direct_took(MODEL, shape, None)
-    assert school.known.profile(ONE_ENGINE).num_seen == 0
+    assert case.feedback.direct_answered("d0", begun_s=99.0) == 1.0
+    case.region.now_s += 0.001
+    assert case.feedback.direct_answered("d0", begun_s=99.0) is None
+    case.feedback.direct_took(MODEL, shape, None)
+    assert case.known.profile(ONE_ENGINE).num_seen == 0
     # One that had the engine for itself all the time may well be that short.
-    school.region.now_s += 10.0
-    seconds = school.lessons.direct_answered("d0", begun_s=school.region.now_s - 0.001)
+    case.region.now_s += 10.0
+    seconds = case.feedback.direct_answered("d0", begun_s=case.region.now_s - 0.001)
     assert seconds == pytest.approx(0.001)
 
 
 def test_a_first_token_says_that_earlier_prompts_are_computed() -> None:
-    school = School()
+    case = Case()
     shape = RequestShape(num_prompt_tokens=1000)
     for name in ("d0", "d1", "d0", "d0"):
-        school.lessons.direct_begun(name, shape)
-        school.region.now_s += 1.0
-    school.lessons.direct_answered("d0", begun_s=102.0)
-    left = school.scheduler.ledger.direct()
+        case.feedback.direct_begun(name, shape)
+        case.region.now_s += 1.0
+    case.feedback.direct_answered("d0", begun_s=102.0)
+    left = case.scheduler.live.ledger.direct()
     assert [prompt.begun_s for prompt in left["d0"]] == [102.0, 103.0]
     assert len(left["d1"]) == 1
 

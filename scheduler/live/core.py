@@ -1,0 +1,203 @@
+"""The region's scheduler: one object that takes events with their time and returns decisions.
+
+    facts      reports of clusters, the state of links          `scheduler.live.events`
+    feedback   what each step of a request's life teaches       `scheduler.live.feedback`
+    questions  a route, admission, thresholds, a cache move     `scheduler.live.events`
+
+The object reads no clock, calls nobody and waits for nothing: its answer to an event depends on
+the events before it and on nothing else. So the gateway's shell, which hands events over and
+performs what comes back, and a player of recorded events get the same decisions, number by number.
+
+Rules that belong to no single core are here: whether a prompt has to be counted at all
+(`route_early`), and when a place that was slow is tried again (`_is_worth_a_try`). Does not know
+HTTP, token ids or engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+from netmon.estimate import LinkCondition
+from netmon.region_link import LinkView
+from scheduler.live.decode_side import is_full
+from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.ledger import Ledger
+from scheduler.live.settings import LiveSettings
+from scheduler.live.snapshots import NO_LINK_KNOWN, PendingRequest, Reported, SnapshotMaker
+from scheduler.live.tenants import TenantLedger
+from scheduler.live.thresholds import Thresholds
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
+from scheduler.routing.profiles import KvProfile
+from scheduler.routing.short_term import RouteConfig, RouteDecision, route
+from scheduler.routing.views import DecodeView, RegionSnapshot
+
+_NO_KV: Final = KvProfile(0.0, 0.0)
+RETRY_S: Final = 120.0
+"""A prefill cluster that nothing was sent to for so long may have become faster."""
+
+LinkPair = tuple[str, str]
+"""The clusters that a link leads from and to."""
+
+R = TypeVar("R")
+
+
+class Event(msgspec.Struct, Generic[R], frozen=True, tag=True, array_like=True):
+    """Something that the scheduler is told or asked; R is what it answers.
+
+    Events hold counts and names, never a prompt's text or token ids, so that they can be written
+    down. Fields may be added at the end, with defaults.
+    """
+
+    def apply(self, live: LiveScheduler, now_s: float) -> R:
+        """Change `live` and answer."""
+        raise NotImplementedError
+
+
+class LiveScheduler:
+    """See the module text. Single-threaded; `now_s` must not go back."""
+
+    def __init__(self, settings: LiveSettings) -> None:
+        clusters = settings.prefill_clusters
+        self.settings = settings
+        self.ledger = Ledger()
+        self.thresholds = Thresholds(clusters, settings.threshold_tokens, settings.threshold)
+        self.tenants = TenantLedger(settings.default_tenant, settings.tenants)
+        self.admitted: dict[int, tuple[str, int]] = {}
+        """Tenant and tokens of the requests that were let in and are not over."""
+        self.reports = {name: Reported(name, None, -math.inf) for name in (settings.pd, *clusters)}
+        self.links: dict[LinkPair, LinkView] = {}
+        self._knowledge: dict[str, ModelKnowledge] = {}
+
+    def take(self, event: Event[R], now_s: float) -> R:
+        """What `event` is answered at `now_s`."""
+        return event.apply(self, now_s)
+
+    def knowledge(self, model: str) -> ModelKnowledge:
+        """What was learnt of a served model."""
+        found = self._knowledge.get(model)
+        if found is None:
+            found = self._knowledge[model] = ModelKnowledge()
+        return found
+
+    def models(self) -> Mapping[str, ModelKnowledge]:
+        """All models of which anything was asked or learnt."""
+        return self._knowledge
+
+    def link(self, source: str, target: str) -> LinkView:
+        """The link from cluster to cluster as it was heard of last."""
+        return self.links.get((source, target), NO_LINK_KNOWN)
+
+    def snapshot(
+        self, model: str, now_s: float, request: PendingRequest | None = None
+    ) -> RegionSnapshot:
+        """The region as a request for `model` finds it; as `request` does, if it is given."""
+        reports = [self.reports[name] for name in self.settings.prefill_clusters]
+        return self._maker(model, request).make(self.reports[self.settings.pd], reports, now_s)
+
+    def decode_side(self, model: str, now_s: float) -> DecodeView:
+        """Those of the PD cluster that decode for `model`."""
+        return self._maker(model).decode_side(self.reports[self.settings.pd], now_s)
+
+    def route(
+        self,
+        model: str,
+        request: PendingRequest,
+        now_s: float,
+        *,
+        excluded: Set[str] = frozenset(),
+    ) -> RouteDecision:
+        """Where a prompt is computed, passing over the clusters in `excluded`."""
+        seen, config = self.snapshot(model, now_s, request), self._config(model, now_s)
+        decision = route(request.shape, seen, config, now_s, excluded=excluded)
+        if decision.reason is not Reason.LOCAL_SOONER:
+            return decision
+        by_threshold = replace(config, margin_s=math.inf)
+        tried = route(request.shape, seen, by_threshold, now_s, excluded=excluded)
+        return tried if self._is_worth_a_try(model, tried, now_s) else decision
+
+    def route_early(
+        self, model: str, request: PendingRequest, now_s: float
+    ) -> RouteDecision | None:
+        """The route of a prompt that is not counted yet and not looked up, or None: do that first.
+        It costs a round trip to an engine, so it is done only where the KVCache may have to move,
+        which the upper bound of the length decides; what is cached only ever keeps a prompt where
+        it is. Predictions rest on the likely length.
+        """
+        seen, shape = self.snapshot(model, now_s, request), request.shape
+        if one_engine_reason(shape) is None and self._may_move(shape, seen):
+            return None
+        # Nothing is worth leaving the local side for: the prompt would have to be counted first.
+        config = replace(self._config(model, now_s), margin_s=math.inf)
+        return route(shape, seen, config, now_s)
+
+    def is_full(self, instance: str) -> bool:
+        """Whether a request given to this decode instance now would wait inside of it."""
+        pd = self.reports[self.settings.pd]
+        for item in () if pd.report is None else pd.report.instances:
+            if item.name == instance:
+                num_since = self.ledger.change_since({instance}, pd.at_s)
+                return is_full(item, item.running + num_since)
+        return False
+
+    def is_link_clear(self, place: str) -> bool:
+        """Whether the link that KVCache takes from `place` is clear; within the PD cluster there
+        is none.
+        """
+        if place in (HAND_OFF, ONE_ENGINE):
+            return True
+        return self.link(place, self.settings.pd).state is LinkCondition.CLEAR
+
+    def _is_worth_a_try(self, model: str, decision: RouteDecision, now_s: float) -> bool:
+        """Whether one prompt goes where t sends it though the PD cluster is predicted sooner: the
+        prefill cluster was slow when it was last tried, and that was long ago. Otherwise it would
+        count as slow for ever. Nothing is tried where waiting is what makes it late.
+        """
+        remote = decision.remote
+        if decision.route != "prefill_cluster" or remote is None:
+            return False
+        waits_s = remote.queue_s + remote.move_s + remote.tail_s + remote.slot_s
+        known, margin_s = self.knowledge(model), self.settings.routing.margin_s
+        if waits_s > margin_s or known.untried_s(decision.target, now_s) < RETRY_S:
+            return False
+        known.tried(decision.target, now_s)
+        return True
+
+    def _may_move(self, shape: RequestShape, seen: RegionSnapshot) -> bool:
+        thresholds = [cluster.threshold_tokens for cluster in seen.prefill_clusters]
+        if thresholds and shape.at_most_tokens > min(thresholds):
+            return True
+        hands_off = shape.at_most_tokens > self.settings.hand_off_tokens
+        return bool(seen.local.free_s) and hands_off
+
+    def _maker(self, model: str, request: PendingRequest | None = None) -> SnapshotMaker:
+        return SnapshotMaker(
+            model,
+            self.knowledge(model),
+            self.ledger,
+            self.thresholds,
+            self.link,
+            order=self.settings.order,
+            request=request,
+        )
+
+    def _config(self, model: str, now_s: float) -> RouteConfig:
+        routing, known = self.settings.routing, self.knowledge(model)
+        # What nobody has measured is no reason to leave the side that t gives.
+        by_prediction = routing.policy == "predicted" and known.is_known
+        return RouteConfig(
+            kv=known.kv or _NO_KV,
+            margin_s=routing.margin_s if by_prediction else math.inf,
+            margin_share=routing.margin_share,
+            hand_off_tokens=self.settings.hand_off_tokens,
+            max_link_age_s=routing.max_link_age_s,
+            max_tail_s=routing.max_tail_s,
+            overhead_s=known.overheads(now_s),
+            # Whether a prefix is moved is decided by measured rates when the route is taken
+            # (`MayMoveCache`): no route may count on a move that is then not made.
+            min_move_saving_s=math.inf,
+        )

@@ -1,0 +1,55 @@
+"""What the live scheduler is set to: plain values that the gateway's configuration is turned into.
+
+Does not know files, defaults of region.yaml or how a setting is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from scheduler.live.admission import AdmissionConfig
+from scheduler.live.tenants import TenantLimit
+from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.threshold import ThresholdConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """How the side of one request is chosen.
+
+    "predicted": by the threshold, unless the other side's first token is predicted sooner by more
+    than `margin_s` + `margin_share` of it. "threshold": by the threshold alone. Either way a link
+    that is down, congested or not heard of for `max_link_age_s` keeps prompts local, as does one
+    that would take more than `max_tail_s` after the prefill.
+    """
+
+    policy: Literal["predicted", "threshold"] = "predicted"
+    margin_s: float = 1.0
+    margin_share: float = 0.45
+    max_tail_s: float = 20.0
+    max_link_age_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSettings:
+    """Everything that an operator may set of `scheduler.live.core.LiveScheduler`.
+
+    `pd` and `prefill_clusters` name the region's clusters. Prompts with more than
+    `threshold_tokens` uncached are meant for prefill clusters until a plan says otherwise; those
+    up to `hand_off_tokens` are never handed from one engine to another. `order` is that of the
+    prefill clusters' queues. `refuses_load` False: only limits of tenants refuse a request.
+    """
+
+    pd: str
+    prefill_clusters: tuple[str, ...]
+    threshold_tokens: float
+    hand_off_tokens: int
+    routing: RoutingPolicy = field(default_factory=RoutingPolicy)
+    threshold: ThresholdConfig = field(default_factory=ThresholdConfig)
+    order: OrderConfig = field(default_factory=OrderConfig)
+    refuses_load: bool = True
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    default_tenant: TenantLimit = field(default_factory=TenantLimit)
+    tenants: Mapping[str, TenantLimit] = field(default_factory=dict)
