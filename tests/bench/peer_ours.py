@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from peer_end import Buffer, Job, Place
+from transport_doubles import MemoryRegistry, make_spec
 
 from transport import Endpoint, Receiver, Sender, TlsFiles, TransportConfig, TransportError
-from transport.testing.doubles import MemoryRegistry, make_spec
 
 TIMEOUT_S = 300.0
 """More than the caller waits: it has the better message."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from peer_end import Buffer, End, Job, Place, Side
 

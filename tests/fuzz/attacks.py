@@ -20,6 +20,7 @@ from hostile import (
     own_greeting,
     pieces,
 )
+from transport_doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
 
 from transport.config import TransportConfig
 from transport.errors import LocalError, PeerError, TransportError
@@ -27,7 +28,6 @@ from transport.interfaces import TransferState
 from transport.receiving.landing import Landing
 from transport.receiving.reception import Reception
 from transport.sending.outgoing import Outgoing
-from transport.testing.doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
 from transport.wire.frames import (
     MAX_CONTROL_BYTES,
     FrameReader,

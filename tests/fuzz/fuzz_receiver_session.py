@@ -6,8 +6,11 @@ A FILE is an input to repeat.
 
 import logging
 import sys
+from pathlib import Path
 
 import atheris  # type: ignore[import-untyped]
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 with atheris.instrument_imports(include=["transport"]):
     from attacks import attack_receiver

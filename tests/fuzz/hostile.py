@@ -16,6 +16,7 @@ from collections.abc import Collection
 from enum import Enum
 from itertools import pairwise
 
+from transport_doubles import MemoryRegistry, MemorySpace, make_spec
 from xxhash import xxh3_64_intdigest
 
 from transport.codec.codecs import Codec, encode
@@ -24,7 +25,6 @@ from transport.errors import Refused
 from transport.interfaces import ByteSpace
 from transport.receiving.landing import Landing
 from transport.receiving.reception import Reception
-from transport.testing.doubles import MemoryRegistry, MemorySpace, make_spec
 from transport.wire.digest import digest_of
 from transport.wire.frames import HEADER_BYTES, NO_TRANSFER, FrameType, encode_open
 from transport.wire.handshake import own_hello

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from certificates import make_authority, make_node
+from transport_loopback import LoopbackPair
 
 from transport import Endpoint, LocalError, TlsFiles, TransportConfig
 from transport.rpc import RpcClient, RpcError, RpcServer
-from transport.testing.loopback import LoopbackPair
 from transport.tls import Rotating, client_context, server_context
 
 MIB = 1024 * 1024

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from transport_doubles import MemorySpace, make_spec
+from transport_loopback import LoopbackPair
 
 from transport import Elements, TransportConfig
-from transport.testing.doubles import MemorySpace, make_spec
-from transport.testing.loopback import HurtfulProxy, LoopbackPair
+from transport.testing.proxy import HurtfulProxy
 
 MIB = 1024 * 1024
 CONFIG = TransportConfig(num_connections=4, idle_timeout_s=5)

@@ -18,10 +18,10 @@ from typing import Any, Self
 import pytest
 from fault_settings import FAULT_CONFIG as CONFIG
 from fault_settings import FAULT_OPTIONS as OPTIONS
+from transport_doubles import MemorySpace, make_spec
+from transport_loopback import FaultRig, LoopbackPair, Phase
 
 from transport import Endpoint, LinkError
-from transport.testing.doubles import MemorySpace, make_spec
-from transport.testing.loopback import FaultRig, LoopbackPair, Phase
 
 pytestmark = pytest.mark.alone
 
@@ -97,7 +97,7 @@ def test_a_sender_that_gets_no_descriptor_fails_in_time_and_says_why(
 SENDER = """
 import sys, time
 from transport import Endpoint, Sender, TransportConfig
-from transport.testing.doubles import MemorySpace, RecordingListener, make_spec
+from transport_doubles import MemorySpace, RecordingListener, make_spec
 
 class NoMoreLibraries:
     def find_spec(self, name, path=None, target=None):
@@ -133,8 +133,8 @@ def test_a_process_short_of_descriptors_at_its_first_connection_is_not_spoilt_fo
 RECEIVER = """
 import hashlib, resource, sys
 from transport import Endpoint, Receiver, TransportConfig
-from transport.testing.doubles import MemoryRegistry, MemorySpace, make_spec
-from transport.testing.loopback import Census
+from transport_doubles import MemoryRegistry, MemorySpace, make_spec
+from transport_loopback import Census
 
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 registry = MemoryRegistry()

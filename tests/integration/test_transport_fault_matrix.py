@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 from fault_settings import FAULT_CONFIG as CONFIG
+from transport_doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
+from transport_loopback import FaultRig, Phase
 
 from transport import LinkError, LocalError
-from transport.testing.doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
-from transport.testing.loopback import FaultRig, Phase
 
 pytestmark = pytest.mark.alone
 

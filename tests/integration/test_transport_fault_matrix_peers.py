@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import pytest
 from fault_settings import FAULT_CONFIG as CONFIG
+from transport_doubles import MemoryRegistry, greeting
+from transport_loopback import FaultRig, Phase
 
 from transport import Endpoint, LocalError, PeerError, Refused
-from transport.testing.doubles import MemoryRegistry, greeting
-from transport.testing.loopback import FaultRig, Phase
 from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_open
 from transport.wire.handshake import VERSION, Hello
 from transport.wire.protocol import Acked, Completed, Event, SenderSession

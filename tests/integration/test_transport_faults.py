@@ -14,13 +14,14 @@ from dataclasses import replace
 
 import numpy
 import pytest
+from transport_doubles import MemorySpace, make_spec
+from transport_loopback import LoopbackPair, eventually
 
 from transport import LinkError, LocalError, PeerError, TransportConfig
 from transport.sending.lane import Lane
 from transport.sending.link_work import Work
 from transport.sending.sender_link import Link
-from transport.testing.doubles import MemorySpace, make_spec
-from transport.testing.loopback import HurtfulProxy, LoopbackPair, eventually
+from transport.testing.proxy import HurtfulProxy
 
 pytestmark = pytest.mark.alone
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 import psutil
 import pytest
 from hostile import forge, own_greeting
+from transport_doubles import MemorySpace, make_spec
+from transport_loopback import LoopbackPair
 
 from transport import TransportConfig
 from transport.interfaces import OutgoingSpec
 from transport.receiving import receiver as receiver_module
 from transport.sockets import Buffer, PlainStream
-from transport.testing.doubles import MemorySpace, make_spec
-from transport.testing.loopback import LoopbackPair
 from transport.wire.frames import FrameType, encode_header, encode_open
 
 KIB = 1024

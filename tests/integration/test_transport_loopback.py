@@ -14,6 +14,8 @@ from contextlib import closing, suppress
 from dataclasses import replace
 
 import pytest
+from transport_doubles import MemorySpace, RecordingListener, greeting, make_spec
+from transport_loopback import LoopbackPair, eventually
 
 from transport import (
     Endpoint,
@@ -24,8 +26,6 @@ from transport import (
     TransferState,
     TransportConfig,
 )
-from transport.testing.doubles import MemorySpace, RecordingListener, greeting, make_spec
-from transport.testing.loopback import LoopbackPair, eventually
 from transport.wire.frames import FrameType
 from transport.wire.handshake import VERSION, Hello
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from certificates import make_authority, make_node
+from transport_doubles import MemoryRegistry, MemorySpace, make_spec
+from transport_loopback import LOOPBACK, LoopbackPair
 
 from transport import (
     Endpoint,
@@ -26,8 +28,6 @@ from transport import (
     TransportConfig,
     TransportError,
 )
-from transport.testing.doubles import MemoryRegistry, MemorySpace, make_spec
-from transport.testing.loopback import LOOPBACK, LoopbackPair
 from transport.testing.proxy import HurtfulProxy
 from transport.tls import TlsStream, client_context, server_context, tls_handshake, wrap_tls
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from fluid_link import FluidLink
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netmon.detector import Change, CongestionDetector, DetectorConfig
 from netmon.estimate import LinkCondition, LinkEstimate
 from netmon.monitor import LinkMonitor
-from netmon.testing import FluidLink
 
 CLEAR, RISING, CONGESTED, DOWN = LinkCondition
 MB = 1_000_000

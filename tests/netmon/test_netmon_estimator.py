@@ -6,13 +6,13 @@ import math
 from dataclasses import fields, replace
 
 import pytest
+from fluid_link import FluidLink
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from netmon.estimate import MAX_BACKLOG_S, Limit, LinkEstimate
 from netmon.estimator import EstimatorConfig, LinkEstimator
 from netmon.samples import ConnectionSample, InterfaceSample, LinkSample, ProbeResult
-from netmon.testing import FluidLink
 
 MB = 1_000_000
 GBIT = 125 * MB

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from fluid_link import FluidLink
 from prometheus_client import generate_latest
 
 from netmon.estimate import LinkCondition
 from netmon.metrics import LinkMetrics
 from netmon.monitor import LinkMonitor
 from netmon.samples import ProbeResult
-from netmon.testing import FluidLink
 
 MB = 1_000_000
 GBIT = 125 * MB

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from transport_doubles import greeting
+
 from tests.soak.soak_process import Worker
 from transport import Endpoint
-from transport.testing.doubles import greeting
 from transport.testing.proxy import Direction, HurtfulProxy
 
 logger = logging.getLogger("prfaas.soak")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from tests.soak.soak_chaos import Chaos, Hands, Schedule, endpoint_of
 from tests.soak.soak_process import Event, Worker

@@ -17,9 +17,14 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
 from blake3 import blake3
+from transport_doubles import MemorySpace
+from transport_loopback import Census
 
 from transport import (
     Endpoint,
@@ -32,8 +37,6 @@ from transport import (
 )
 from transport.interfaces import OutgoingSpec
 from transport.sending.sender import OutgoingTransfer
-from transport.testing.doubles import MemorySpace
-from transport.testing.loopback import Census
 
 MIB = 1024 * 1024
 BASE_BYTES = 80 * MIB

@@ -11,18 +11,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from transport.config import TransportConfig
-from transport.errors import PeerError
-from transport.interfaces import Priority
-from transport.receiving.reception import Reception
-from transport.testing.doubles import (
+from transport_doubles import (
     MemoryNetwork,
     MemoryRegistry,
     MemorySpace,
     greeting,
     make_spec,
 )
+
+from transport.config import TransportConfig
+from transport.errors import PeerError
+from transport.interfaces import Priority
+from transport.receiving.reception import Reception
 from transport.wire.frames import FrameType, encode_frame, encode_reason
 from transport.wire.protocol import ReceiverSession, SenderSession
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transport_doubles import MemoryRegistry, MemorySpace, greeting, make_spec
 
 from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
 from transport.errors import PeerError, TransportError
 from transport.receiving.incoming import RAW_LENGTH
 from transport.receiving.reception import Reception
-from transport.testing.doubles import MemoryRegistry, MemorySpace, greeting, make_spec
 from transport.wire.frames import FrameType, encode_data_header, encode_header, encode_open
 from transport.wire.handshake import (
     Feature,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from transport_doubles import MemoryRegistry, MemorySpace, make_spec
 
 from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
@@ -15,7 +16,6 @@ from transport.receiving.incoming import RAW_LENGTH, Discarded, IncomingData, Ve
 from transport.receiving.landing import Landing
 from transport.receiving.landings import OpenRequest
 from transport.receiving.reception import Reception
-from transport.testing.doubles import MemoryRegistry, MemorySpace, make_spec
 from transport.wire.frames import FrameHeader, FrameReader, Step, encode_data_header
 
 CONFIG = TransportConfig(max_frame_bytes=100_000, max_ranges_per_transfer=2, drop_grace_s=0)

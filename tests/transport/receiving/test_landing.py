@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from transport_doubles import MemorySpace
 
 from transport.errors import PeerError
 from transport.interfaces import TransferState
 from transport.receiving.landing import Landing, Place
-from transport.testing.doubles import MemorySpace
 
 
 def make_landing(num_bytes: int = 100, max_ranges: int = 10) -> tuple[Landing, bytearray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transport_doubles import make_spec
 
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError
@@ -10,7 +11,6 @@ from transport.interfaces import TransferState
 from transport.sending.link import LinkCore
 from transport.sending.link_work import Abort, Ended, Work
 from transport.sending.outgoing import Outgoing
-from transport.testing.doubles import make_spec
 from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(

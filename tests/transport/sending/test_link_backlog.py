@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from transport_doubles import make_spec
+
 from transport.config import TransportConfig
 from transport.errors import LinkError
 from transport.interfaces import TransferState
 from transport.sending.link import LinkCore
 from transport.sending.link_state import Backlog
-from transport.testing.doubles import make_spec
 from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(frame_bytes=100, num_connections=2)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transport_doubles import make_spec
 
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError
@@ -14,7 +15,6 @@ from transport.interfaces import Priority, TransferState
 from transport.sending.link import LinkCore
 from transport.sending.link_work import Ended, Work
 from transport.sending.outgoing import Outgoing
-from transport.testing.doubles import make_spec
 from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(frame_bytes=100, idle_timeout_s=1000)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from transport_doubles import make_spec
 
 from transport.codec.codecs import Codec
 from transport.config import TransportConfig
@@ -14,7 +15,6 @@ from transport.interfaces import Priority, TransferState
 from transport.sending.link import LinkCore
 from transport.sending.link_work import Abort, Ended, Work
 from transport.sending.outgoing import Coded, Outgoing
-from transport.testing.doubles import make_spec
 from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(frame_bytes=100, num_connections=2, drop_grace_s=0.5)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transport_doubles import make_spec
 
 from transport.codec.codecs import Codec
 from transport.errors import LinkError
 from transport.interfaces import TransferProgress, TransferState
 from transport.sending.outgoing import Coded, Outgoing
-from transport.testing.doubles import make_spec
 
 OPEN, CANCELLING, COMPLETE, FAILED, CANCELLED = (
     TransferState.OPEN,

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 from blake3 import blake3
+from transport_doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.interfaces import TransferState
 from transport.receiving.landing import Landing
-from transport.testing.doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
 from transport.wire.digest import PIECE_BYTES, digest_of
 from transport.wire.frames import FrameType, encode_frame
 

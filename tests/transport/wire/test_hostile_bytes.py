@@ -19,18 +19,18 @@ from attacks import (
 from hostile import SIZES_BYTES, GuardedSpace, forge, held_bytes, own_greeting
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transport_doubles import (
+    MemoryNetwork,
+    MemoryRegistry,
+    MemorySpace,
+    make_spec,
+)
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.interfaces import TransferState
 from transport.receiving.landing import Landing, Place
 from transport.receiving.reception import Reception
-from transport.testing.doubles import (
-    MemoryNetwork,
-    MemoryRegistry,
-    MemorySpace,
-    make_spec,
-)
 from transport.wire.frames import FrameType, encode_open, encode_ranges
 from transport.wire.protocol import ReceiverSession
 

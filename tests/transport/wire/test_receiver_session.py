@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from transport_doubles import MemoryRegistry, MemorySpace, greeting, make_spec
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.interfaces import OutgoingSpec
 from transport.receiving.reception import Reception
-from transport.testing.doubles import MemoryRegistry, MemorySpace, greeting, make_spec
 from transport.wire.digest import digest_of
 from transport.wire.frames import (
     FrameType,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 
 import pytest
-
-from transport.config import TransportConfig
-from transport.errors import LinkError, PeerError
-from transport.interfaces import ByteSpace, TransferState
-from transport.sending.outgoing import Outgoing
-from transport.testing.doubles import (
+from transport_doubles import (
     MemoryNetwork,
     MemoryRegistry,
     MemorySpace,
     greeting,
     make_spec,
 )
+
+from transport.config import TransportConfig
+from transport.errors import LinkError, PeerError
+from transport.interfaces import ByteSpace, TransferState
+from transport.sending.outgoing import Outgoing
 from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_open
 from transport.wire.protocol import ReceiverSession
 

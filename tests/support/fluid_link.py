@@ -1,4 +1,4 @@
-"""A link as a fluid, for tests and simulations of what watches links. Knows no packet.
+"""A link as a fluid, for tests of what watches links. Knows no packet.
 
 Bytes flow from a queue at the sender through a window into a bottleneck of one rate with a buffer
 before it. The window is always what the path holds (rate x least round trip + buffer); when the

@@ -1,7 +1,7 @@
 """A sender and a receiver over real sockets on 127.0.0.1, and a rig that brings a transfer between
 them to the point where a fault shall strike and looks for what is left afterwards.
 
-For integration tests of this package and of those who use it. Faults come from `testing_proxy`.
+Faults come from `transport.testing.proxy`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
+from transport_doubles import MemoryRegistry, MemorySpace, RecordingListener, make_spec
+
 from transport.config import TransportConfig
 from transport.endpoint import Endpoint
 from transport.errors import TransportError
 from transport.receiving.receiver import Receiver
 from transport.sending.sender import OutgoingTransfer, Sender
-from transport.testing.doubles import MemoryRegistry, MemorySpace, RecordingListener, make_spec
 from transport.testing.proxy import HurtfulProxy
 
 LOOPBACK = Endpoint("127.0.0.1", 0)
