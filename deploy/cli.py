@@ -10,11 +10,13 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
+
+from deploy.command_line import CommandFailed, fail
 
 _HELP = """Prefill-as-a-Service for vLLM: prefill in one datacenter, decode in another.
 
@@ -44,19 +46,19 @@ _COMMANDS: dict[str, _Entry] = {
     "doctor": _Entry(
         "deploy.region.doctor.cli", "doctor_app", "Measure a link; say what limits it."
     ),
-    "cache": _Entry("deploy.ops.cache", "cache_app", "Show what is cached where; explain prompts."),
+    "cache": _Entry("deploy.ops.cache", "cache_app", "Show what is cached where."),
     "explain": _Entry(
         "deploy.ops.explain", "explain_command", "Say why a request went where it did."
     ),
     "link": _Entry("deploy.ops.link", "link_app", "Show what links carry, live."),
-    "role": _Entry("deploy.ops.role", "role_app", "Show and change who prefills, who decodes."),
+    "role": _Entry("deploy.ops.role", "role_app", "Show or change which instances prefill."),
     "region": _Entry("deploy.region.file_cli", "region_app", "Check region files; their schema."),
     "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),
     "pd": _Entry("local_pd.cli", "pd_command", "Run the front of a local PD cluster."),
     "agent": _Entry("kvmanager.agent.cli", "agent_command", "Run the node agent of this host."),
     "directory": _Entry(
-        "kvmanager.directory.cli", "directory_command", "Follow agents: what is cached where."
+        "kvmanager.directory.cli", "directory_command", "Keep track of what agents have cached."
     ),
     "plan": _Entry("deploy.plan.cli", "plan_app", "Plan threshold, instances, link and cost."),
     "simulate": _Entry(
@@ -77,26 +79,40 @@ class _LazyGroup(TyperGroup):
 
     # Contexts and commands are click's or, in newer versions, those of a copy inside typer.
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        entry = _COMMANDS.get(cmd_name)
-        return None if entry is None else TyperCommand(cmd_name, short_help=entry.summary)
+    def __init__(self, **options: Any) -> None:
+        # Help, completion and "did you mean" need names and summaries only.
+        stubs = {
+            name: TyperCommand(name, short_help=entry.summary) for name, entry in _COMMANDS.items()
+        }
+        super().__init__(**options | {"commands": stubs})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         entry = _COMMANDS.get(name or "")
         return name, command if entry is None else _load(name or "", entry), rest
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CommandFailed as error:
+            fail(str(error), error.exit_status)
 
-app = typer.Typer(
-    cls=_LazyGroup, help=_HELP, no_args_is_help=True, rich_markup_mode=None, add_completion=False
-)
+
+app = typer.Typer(cls=_LazyGroup, help=_HELP, no_args_is_help=True, rich_markup_mode=None)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        version_command()
+        raise typer.Exit
 
 
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[  # what it does is done by its callback, before a command is needed
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
+    ] = False,
+) -> None:
     pass
 
 

@@ -71,7 +71,26 @@ def test_every_command_has_help(words: list[str]) -> None:
 def test_unknown_commands_are_refused() -> None:
     result = run(app, ["dwn"])
     assert result.exit_code == 2
-    assert "dwn" in result.output
+    assert "No such command 'dwn'. Did you mean 'down'?" in result.output
+    assert "Did you mean 'top'?" in run(app, ["cache", "tpo"]).output
+
+
+def test_the_version_is_an_option_too() -> None:
+    result = run(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, run(app, ["version"]).output)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("ca", ["cache"]), ("cache t", ["top"]), ("role set --ep", ["--epoch"])],
+)
+def test_the_shell_completes_commands_that_are_not_imported_yet(
+    typed: str, offered: list[str]
+) -> None:
+    words = f"prfaas {typed}"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": f"{len(words.split()) - 1}"}
+    result = run(app, [], prog_name="prfaas", env={"_PRFAAS_COMPLETE": "complete_bash", **asked})
+    assert result.output.split() == offered
 
 
 def test_checking_a_file() -> None:
