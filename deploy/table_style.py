@@ -1,8 +1,13 @@
-"""How our tables look: no frames, titles at the left. For `rich.table.Table(**TABLE_STYLE)`."""
+"""How our tables look: no frames, titles and names at the left, numbers at the right."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from typing import Any, Final
 
 from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 
 TABLE_STYLE: Final[dict[str, Any]] = {
     "box": SIMPLE,
@@ -10,3 +15,20 @@ TABLE_STYLE: Final[dict[str, Any]] = {
     "pad_edge": False,
     "title_justify": "left",
 }
+
+
+def new_table(*names: str, numbers: Iterable[str] = (), title: str | None = None) -> Table:
+    """An empty table with these headings. Names fold where the terminal is narrow, so that
+    nothing is cut off; numbers stay on one line.
+    """
+    made = Table(title=title, **TABLE_STYLE)
+    for heading in names:
+        made.add_column(heading, overflow="fold")
+    for heading in numbers:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
+def say(console: Console, text: str) -> None:
+    """One line as it is, however long: brackets are no markup, numbers get no colours."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

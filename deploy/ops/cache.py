@@ -1,31 +1,53 @@
-"""`prfaas cache`: turns arguments into questions to a gateway, and errors into exit statuses.
+"""`prfaas cache`: what a region has cached where, and how a prompt would fare.
 
-What a command needs is imported by it, so that its help appears at once.
+Asks the gateway and prints its answers. Their types are imported when a command runs, so that
+its help appears at once.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+import json
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
+from deploy.command_line import (
+    CommandFailed,
+    GatewayOption,
+    JsonOption,
+    KeyOption,
+    RunDirOption,
+    command_group,
+)
+from deploy.ops import client
+from deploy.table_style import new_table, say
+from kvmanager.config_files.units import format_age, format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from deploy.gateway.cache.api import (
+        CacheOverview,
+        Explanation,
+        HotPrefix,
+        NodeCache,
+        TierTokens,
+        TopPrefixes,
+    )
 
-cache_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    help="What is cached where, and what that spares a prompt.",
-)
+_KINDS = ("kv", "window", "state")
+_KEY_CHARS = 12
 
-T = TypeVar("T")
+cache_app = command_group("What is cached where, and what that saves a prompt.")
+
+
+class WrongPrompt(CommandFailed):
+    """The file does not hold a prompt; the message says what it should hold."""
+
+    exit_status = 2
 
 
 class Order(StrEnum):
@@ -36,14 +58,12 @@ class Order(StrEnum):
     RECENT = "recent"
 
 
-@cache_app.callback()
-def _root() -> None:
-    pass
-
-
 @cache_app.command("ls")
 def ls_command(
-    gateway: GatewayOption = "", api_key: KeyOption = "", as_json: JsonOption = False
+    gateway: GatewayOption = "",
+    run_dir: RunDirOption = None,
+    api_key: KeyOption = "",
+    as_json: JsonOption = False,
 ) -> None:
     """Show what every node has cached: bytes by kind and tier, hits, age of the directory's view.
 
@@ -55,13 +75,10 @@ def ls_command(
     prfaas cache ls --gateway http://10.0.0.5:8000 --json | jq '.nodes[].hit_share'
     """
     from deploy.gateway.cache.api import CacheOverview
-    from deploy.ops.cache_view import print_nodes
 
-    overview = _ask(gateway, "/prfaas/cache", CacheOverview, api_key)
-    if as_json:
-        _print_json(overview)
-    else:
-        print_nodes(_console(), overview)
+    url = client.find_gateway(gateway, run_dir)
+    found = client.ask(url, "/prfaas/cache", CacheOverview, key=api_key)
+    client.show(found, as_json, print_nodes)
 
 
 @cache_app.command("top")
@@ -69,6 +86,7 @@ def top_command(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="how many prefixes")] = 20,
     order: Annotated[Order, typer.Option(help="most used, largest or latest first")] = Order.HITS,
     gateway: GatewayOption = "",
+    run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -82,14 +100,11 @@ def top_command(
     prfaas cache top --order size --limit 5
     """
     from deploy.gateway.cache.api import TopPrefixes
-    from deploy.ops.cache_view import print_prefixes
 
     path = f"/prfaas/cache/top?limit={limit}&order={order.value}"
-    top = _ask(gateway, path, TopPrefixes, api_key)
-    if as_json:
-        _print_json(top)
-    else:
-        print_prefixes(_console(), top)
+    url = client.find_gateway(gateway, run_dir)
+    top = client.ask(url, path, TopPrefixes, key=api_key)
+    client.show(top, as_json, print_prefixes)
 
 
 @cache_app.command("explain")
@@ -102,6 +117,7 @@ def explain_command(
         bool, typer.Option("--chat", help="the text is a user's message, not a bare prompt")
     ] = False,
     gateway: GatewayOption = "",
+    run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -115,37 +131,157 @@ def explain_command(
     prfaas cache explain request.json --json | jq .routes
     """
     from deploy.gateway.cache.api import Explanation
-    from deploy.ops.cache_view import print_explanation
-    from deploy.ops.client import WrongPrompt, request_body
 
+    body = request_body(prompt, model=model, is_chat=chat)
+    url = client.find_gateway(gateway, run_dir)
+    explained = client.ask(url, "/prfaas/cache/explain", Explanation, key=api_key, body=body)
+    client.show(explained, as_json, print_explanation)
+
+
+def request_body(path: Path, *, model: str, is_chat: bool) -> bytes:
+    """The request of a prompt file: JSON as it is, text as a prompt or as one user's message.
+
+    Raises `WrongPrompt`.
+    """
     try:
-        body = request_body(prompt, model=model, is_chat=chat)
-    except (WrongPrompt, OSError) as error:
-        fail(str(error), 2)
-    explained = _ask(gateway, "/prfaas/cache/explain", Explanation, api_key, body)
-    if as_json:
-        _print_json(explained)
-    else:
-        print_explanation(_console(), explained)
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise WrongPrompt(f"{path} is no text: {error}") from error
+    except OSError as error:
+        raise WrongPrompt(str(error)) from error
+    request = _request_in(text)
+    if request is None and not text:
+        raise WrongPrompt(f"{path} is empty; write a prompt or a request body into it")
+    if request is None:
+        message = [{"role": "user", "content": text}]
+        request = {"messages": message} if is_chat else {"prompt": text}
+    elif not request.keys() & {"prompt", "messages"}:
+        raise WrongPrompt(f"{path} is a JSON object without prompt and messages")
+    if model:
+        request["model"] = model
+    return json.dumps(request).encode()
 
 
-def _ask(gateway: str, path: str, kind: type[T], key: str, body: bytes | None = None) -> T:
-    from deploy.ops.client import CannotAsk, ask, find_gateway
-    from deploy.region.launch.rundir import RunDirectoryError
-
+def _request_in(text: str) -> dict[str, Any] | None:
+    """The JSON object that `text` is, if it is one; prompts may hold any other JSON."""
     try:
-        return ask(gateway or find_gateway(os.environ), path, kind, key=key, body=body)
-    except (CannotAsk, RunDirectoryError) as error:
-        fail(str(error), 1)
+        value = json.loads(text) if text.lstrip().startswith("{") else None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
-def _console() -> Console:
-    from rich.console import Console
+def print_nodes(console: Console, overview: CacheOverview) -> None:
+    """One line for each node: bytes by tier and kind, hits, and how old the directory's view is."""
+    table = new_table(
+        "cluster",
+        "node",
+        numbers=("blocks", "kv", "windows", "states", "ssd", "looked up\ntokens", "hits", "age"),
+    )
+    for node in overview.nodes:
+        table.add_row(node.cluster, node.node, *_node_cells(node))
+    console.print(table)
+    for node in overview.nodes:
+        if node.error:
+            say(console, f"{node.cluster}/{node.node} at {node.agent}: {node.error}")
+    if not overview.nodes:
+        say(console, "no cluster has reported a node yet")
 
-    return Console()
+
+def print_prefixes(console: Console, top: TopPrefixes) -> None:
+    """One line for each prefix."""
+    table = new_table(
+        "prefix", numbers=("tokens", "resumable", "branch", "hits", "idle", "arena", "ssd")
+    )
+    table.add_column("held by", overflow="fold")
+    for prefix in top.prefixes:
+        table.add_row(*_prefix_cells(prefix))
+    console.print(table)
+    for name, error in top.errors.items():
+        say(console, f"{name}: {error}")
+    if not top.prefixes:
+        say(console, "nothing is cached")
 
 
-def _print_json(value: object) -> None:
-    import msgspec
+def print_explanation(console: Console, explained: Explanation) -> None:
+    """What nodes hold of the prompt, what each route would take, and what would be decided."""
+    blocks = f", {explained.num_blocks} full blocks of {explained.block_tokens}"
+    say(
+        console,
+        f"{explained.num_prompt_tokens:,} tokens{blocks if explained.block_tokens else ''}",
+    )
+    if explained.note:
+        say(console, explained.note)
+    if explained.nodes:
+        console.print(_coverage_table(explained))
+    console.print(_routes_table(explained))
+    numbers = "".join(f"; {name}={value}" for name, value in explained.numbers.items())
+    say(console, f"now: {explained.route} {explained.target}: {explained.reason}{numbers}")
 
-    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+
+def _node_cells(node: NodeCache) -> list[str]:
+    known = node.directory
+    age = "" if known is None else format_age(known.age_s) + ("" if known.complete else ", partly")
+    cache = node.cache
+    if cache is None:
+        return ["", "", "", "", "", "", "", age]
+    return [
+        f"{cache.num_blocks:,}",
+        *(format_bytes(cache.nbytes.get(f"arena/{kind}", 0)) for kind in _KINDS),
+        format_bytes(_in_tier(cache.nbytes, "ssd")),
+        f"{cache.query_tokens:,}",
+        "" if node.hit_share is None else f"{node.hit_share:.0%}",
+        age,
+    ]
+
+
+def _prefix_cells(prefix: HotPrefix) -> list[str]:
+    return [
+        prefix.key[:_KEY_CHARS],
+        f"{prefix.num_tokens:,}",
+        f"{prefix.resumable_tokens:,}",
+        f"{prefix.branch_tokens:,}" if prefix.branch_tokens else "",
+        f"{prefix.hits:,}",
+        format_age(prefix.idle_s),
+        format_bytes(_in_tier(prefix.nbytes, "arena")),
+        format_bytes(_in_tier(prefix.nbytes, "ssd")),
+        ", ".join(prefix.nodes) + (" (in use)" if prefix.pinned else ""),
+    ]
+
+
+def _coverage_table(explained: Explanation) -> Table:
+    table = new_table(
+        "cluster",
+        "node",
+        numbers=("resumable\ntokens", "kv\ntokens", "arena", "ssd", "engine", "age"),
+    )
+    for node in explained.nodes:
+        tiers: Sequence[TierTokens] = (node.arena, node.ssd, node.engine)
+        table.add_row(
+            node.cluster,
+            node.node,
+            f"{node.together.usable_tokens:,}",
+            f"{node.together.kv_tokens:,}",
+            *(f"{tier.usable_tokens:,}" if tier.usable_tokens else "-" for tier in tiers),
+            format_age(node.age_s),
+        )
+    return table
+
+
+def _routes_table(explained: Explanation) -> Table:
+    table = new_table(
+        "route", "target", numbers=("to compute\ntokens", "to send\ntokens", "to send\nabout")
+    )
+    for work in explained.routes:
+        table.add_row(
+            work.route,
+            work.target,
+            f"{work.computed_tokens:,}",
+            f"{work.sent_tokens:,}" if work.sent_tokens else "-",
+            format_bytes(work.sent_bytes) if work.sent_bytes else "-",
+        )
+    return table
+
+
+def _in_tier(nbytes: Mapping[str, int], tier: str) -> int:
+    return sum(size for part, size in nbytes.items() if part.startswith(f"{tier}/"))

@@ -1,18 +1,24 @@
-"""`prfaas explain`: turns arguments into a question to a gateway, and errors into exit statuses.
+"""`prfaas explain`: asks a gateway for the records of one request.
 
-What the command needs is imported by it, so that its help appears at once.
+Their type and view are imported when the command runs, so that its help appears at once.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
+from urllib.parse import quote
 
 import typer
+from rich.console import Console
 
-from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
+from deploy.command_line import GatewayOption, JsonOption, KeyOption, RunDirOption, print_json
+from deploy.ops import client
+
+if TYPE_CHECKING:
+    from deploy.gateway.serving.records import RequestRecord
+
+_NUM_NEWEST: Final = 10
 
 
 def explain_command(
@@ -20,6 +26,7 @@ def explain_command(
         str, typer.Argument(metavar="REQUEST-ID", help="x-request-id of the answer")
     ],
     gateway: GatewayOption = "",
+    run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -32,19 +39,37 @@ def explain_command(
     prfaas explain 8f14e45fceea167a5a36dedd4bea2543
     prfaas explain my-id --gateway http://10.0.0.5:8000 --json | jq '.requests[0].reason'
     """
-    import msgspec
-    from rich.console import Console
-
-    from deploy.ops.client import CannotAsk, find_gateway
-    from deploy.ops.explain_client import find_records
-    from deploy.ops.explain_view import print_records
-    from deploy.region.launch.rundir import RunDirectoryError
-
-    try:
-        found = find_records(gateway or find_gateway(os.environ), request_id, key=api_key)
-    except (CannotAsk, RunDirectoryError) as error:
-        fail(str(error), 1)
+    found = find_records(client.find_gateway(gateway, run_dir), request_id, key=api_key)
     if as_json:
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
-    else:
-        print_records(Console(), found.requests, time.time())
+        print_json({"requests": found})
+        return
+    from deploy.ops.explain_view import print_records
+
+    print_records(Console(), found, time.time())
+
+
+def find_records(url: str, request_id: str, *, key: str = "") -> list[RequestRecord]:
+    """All records of this id, newest first. Raises `client.CannotAsk`, which names the newest ids
+    if the gateway has no record of this one.
+    """
+    try:
+        return _records(url, f"/{quote(request_id, safe='')}", key)
+    except client.CannotAsk as error:
+        if error.status != 404:
+            raise
+    newest = _records(url, f"?limit={_NUM_NEWEST}", key)
+    raise client.CannotAsk(f"{url} has no record of {request_id}; {_known(newest)}", 404)
+
+
+def _records(url: str, which: str, key: str) -> list[RequestRecord]:
+    from deploy.gateway.serving.records import RequestRecord
+
+    answer = client.ask(url, f"/prfaas/requests{which}", dict[str, list[RequestRecord]], key=key)
+    return answer["requests"]
+
+
+def _known(newest: list[RequestRecord]) -> str:
+    if not newest:
+        return "it has served no request yet"
+    ids = "".join(f"\n  {record.request_id}" for record in newest)
+    return f"it keeps the latest only. The id is the answer's x-request-id; the newest are:{ids}"

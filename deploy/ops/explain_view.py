@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.gateway.serving.records import RequestRecord
-from deploy.ops.explain_words import OUTCOMES, placement_words, reason_words, target_words
-from deploy.table_style import TABLE_STYLE
+from deploy.gateway.serving.records import Outcome, RequestRecord
+from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age, format_bytes, format_rate
-from scheduler.routing.decision import HAND_OFF, Number
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Number, Reason
+from scheduler.routing.instance_choice import ChoiceReason
 
 _ROWS: Final = (
     ("read", "", "read_s"),
@@ -27,13 +27,81 @@ _ROWS: Final = (
     ("first step", "step_s", ""),
     ("overhead", "overhead_s", ""),
 )
-"""Of the table of parts: title, name in a prediction, name in `TtftParts`."""
+"""Rows of the table of parts: title, name in a prediction, name in `TtftParts`."""
+
+_SIDES: Final = ("local", "remote")
+
+_WHOLE: Final = "one engine must serve it whole: "
+
+REASONS: Final[dict[Reason, str]] = {
+    Reason.ABOVE_THRESHOLD: (
+        "more tokens are uncached than the threshold, and the PD cluster is not predicted to be "
+        "clearly sooner"
+    ),
+    Reason.BELOW_THRESHOLD: (
+        "no more tokens are uncached than the threshold, and no prefill cluster is predicted to be "
+        "clearly sooner"
+    ),
+    Reason.REMOTE_SOONER: (
+        "the threshold keeps it local, but the prefill cluster is predicted to be clearly sooner"
+    ),
+    Reason.LOCAL_SOONER: (
+        "the threshold sends it away, but the PD cluster is predicted to be clearly sooner"
+    ),
+    Reason.SEVERAL_PROMPTS: _WHOLE + "it has several prompts",
+    Reason.SEVERAL_CHOICES: _WHOLE + "it asks for several choices",
+    Reason.PROMPT_LOGPROBS: _WHOLE + "it asks for log probabilities of the prompt",
+    Reason.ECHO: _WHOLE + "it asks for the prompt back",
+    Reason.BEAM_SEARCH: _WHOLE + "it asks for beam search",
+    Reason.MULTIMODAL: _WHOLE + "it has more than text",
+    Reason.PROMPT_EMBEDS: _WHOLE + "its prompt is embeddings",
+    Reason.NOTHING_TO_HAND_OVER: _WHOLE + "its prompt has no KVCache to hand over",
+    Reason.UNUSUAL_BODY: _WHOLE + "its body has what the gateway does not know",
+    Reason.RENDER_REFUSED: "the engine would not turn it into tokens, and will say why itself",
+    Reason.RENDER_UNAVAILABLE: "no engine turned it into tokens in time",
+    Reason.NO_PREFILL_CLUSTER: "there is no prefill cluster",
+    Reason.PREFILL_UNHEALTHY: "the prefill cluster has no healthy instance, or does not report",
+    Reason.PREFILL_QUEUE_FULL: "the prefill cluster's queue is full",
+    Reason.NO_LANDING_ROOM: "the PD cluster has no room for its KVCache to land",
+    Reason.LINK_BUSY: "its KVCache would land too late: the link is slow or much waits for it",
+    Reason.LINK_CONGESTED: (
+        "the link is not clear now, which raises the threshold above its uncached tokens"
+    ),
+    Reason.LINK_DOWN: "the link from the prefill cluster is down",
+    Reason.LINK_STALE: "nothing was heard lately of the link from the prefill cluster",
+    Reason.RESERVE_FAILED: "the PD cluster did not reserve a landing",
+    Reason.PREFILL_FAILED: "the prefill elsewhere failed",
+    Reason.DECODE_FAILED: "the engine that was to decode failed",
+}
+
+OUTCOMES: Final[dict[Outcome, str]] = {
+    "open": "being served",
+    "ok": "answered",
+    "client_gone": "the client went away",
+    "engine_error": "the engine answered with an error",
+    "engine_lost": "the engine broke off its answer",
+    "refused": "refused: over a limit, or too much load",
+    "failed": "failed in the gateway",
+}
+
+TARGETS: Final = {
+    ONE_ENGINE: "one engine of the PD cluster prefills and decodes",
+    HAND_OFF: "a prefill instance of the PD cluster, for one of its decode instances",
+}
+"""The targets that are no prefill cluster."""
+
+_PLACEMENTS: Final = {
+    ChoiceReason.CACHED: "it has most of the prompt cached",
+    ChoiceReason.LEAST_LOADED: "it has the least to do, and none has the prompt cached",
+    ChoiceReason.HOLDER_BUSY: "another one has more cached, and too much to do",
+    ChoiceReason.NO_INSTANCE: "no instance could be had",
+}
 
 
 def print_records(console: Console, records: Sequence[RequestRecord], now_s: float) -> None:
     """All records of one id, which come newest first. `now_s` is wall-clock."""
     if len(records) > 1:
-        _say(console, f"{len(records)} requests had this id, the newest first")
+        say(console, f"{len(records)} requests had this id, the newest first")
     for record in records:
         _print_record(console, record, now_s)
 
@@ -63,7 +131,7 @@ def _print_record(console: Console, record: RequestRecord, now_s: float) -> None
     if record.predictions or record.ttft_s is not None:
         console.print(_parts_table(record))
     for note in _notes(record):
-        _say(console, note)
+        say(console, note)
 
 
 def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
@@ -161,27 +229,21 @@ def _places(record: RequestRecord) -> Iterator[tuple[str, str]]:
 
 def _parts_table(record: RequestRecord) -> Table:
     """Parts of the time to first token, predicted and measured, in the order in which they pass."""
-    table = Table(**TABLE_STYLE, title="time to first token, s")
-    table.add_column("", no_wrap=True)
     taken = "remote" if record.first_route == "prefill_cluster" else "local"
-    for side in ("local", "remote"):
-        table.add_column(f"{side}\n(taken)" if side == taken else f"{side}\n", justify="right")
-    table.add_column("measured\n", justify="right")
-    table.add_column("error\n", justify="right")
+    headings = [f"{side}\n(taken)" if side == taken else f"{side}\n" for side in _SIDES]
+    table = new_table("", numbers=(*headings, "measured\n", "error\n"))
+    table.title = "time to first token, s"
     compared = record.predictions.get(taken, {}) if went_as_routed(record) else {}
     for title, predicted, part in _ROWS:
         measured = getattr(record.parts, part) if part else None
-        sides = [_side(record, side).get(predicted) for side in ("local", "remote")]
+        sides = [_side(record, side).get(predicted) for side in _SIDES]
         if measured is not None or any(value is not None for value in sides):
             error = _error(compared.get(predicted), measured)
             table.add_row(title, *map(_seconds, (*sides, measured)), error)
     if (rest := _rest(record)) is not None:
         table.add_row(rest[0], "", "", _seconds(rest[1]), "")
     table.add_section()
-    totals = [
-        sum(parts.values()) if (parts := _side(record, side)) else None
-        for side in ("local", "remote")
-    ]
+    totals = [sum(parts.values()) if (parts := _side(record, side)) else None for side in _SIDES]
     first_s = record.ttft_s if record.is_stream else None
     error_share = ttft_error(record)
     error = "" if error_share is None else f"{error_share:+.0%}"
@@ -231,5 +293,18 @@ def _tokens(num: Number) -> str:
     return f"{num:,} token" if num == 1 else f"{num:,} tokens"
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def reason_words(reason: str) -> str:
+    """A route's reason; a word of another version stays what it is."""
+    return REASONS[Reason(reason)] if reason in set(Reason) else reason
+
+
+def target_words(target: str) -> str:
+    """Where the prompt is computed."""
+    return TARGETS.get(target, f"prefill cluster {target}")
+
+
+def placement_words(placement: str) -> str:
+    """Why an instance was chosen: "reason; name=number; ..." of a front."""
+    reason, separator, numbers = placement.partition("; ")
+    words = _PLACEMENTS[ChoiceReason(reason)] if reason in set(ChoiceReason) else reason
+    return f"{words} ({numbers.replace('; ', ', ')})" if separator else words

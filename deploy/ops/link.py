@@ -1,6 +1,7 @@
-"""`prfaas link`: shows what links carry, once or until Ctrl-C.
+"""`prfaas link`: what links carry, once or until Ctrl-C.
 
-What a command needs is imported by it, so that its help appears at once.
+Asks the gateway and prints its answers. Their types are imported when the command runs, so that
+its help appears at once.
 """
 
 from __future__ import annotations
@@ -8,27 +9,42 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
+from deploy.command_line import (
+    GatewayOption,
+    JsonOption,
+    KeyOption,
+    RunDirOption,
+    command_group,
+    print_json,
+)
+from deploy.ops import client
+from deploy.table_style import new_table
+from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
+from netmon.estimate import LinkCondition
 
 if TYPE_CHECKING:
     from deploy.gateway.links.region_links import LinksOverview
+    from netmon.region_link import LinkNow, LinkPath, LinkStep
 
-link_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    help="What the links between clusters carry.",
-)
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_NUM_BARS: Final = 16
+_STYLES: Final = {
+    LinkCondition.CLEAR: "green",
+    LinkCondition.RISING: "yellow",
+    LinkCondition.CONGESTED: "red",
+    LinkCondition.DOWN: "bold red",
+}
 
-
-@link_app.callback()
-def _root() -> None:
-    pass
+link_app = command_group("What the links between clusters carry.")
 
 
 @link_app.command("top")
@@ -41,6 +57,7 @@ def top_command(
         bool, typer.Option("--paths", help="every agent's own connections as well")
     ] = False,
     gateway: GatewayOption = "",
+    run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -58,38 +75,27 @@ def top_command(
     prfaas link top --json --interval 5 | jq -c '.links[] | [.name, .condition]'
     """
     from deploy.gateway.links.region_links import LinksOverview
-    from deploy.ops.client import CannotAsk, ask, find_gateway
-    from deploy.region.launch.rundir import RunDirectoryError
+
+    url = client.find_gateway(gateway, run_dir)
+
+    def look() -> LinksOverview:
+        return client.ask(url, "/prfaas/links", LinksOverview, key=api_key)
 
     try:
-        url = gateway or find_gateway(os.environ)
-
-        def look() -> LinksOverview:
-            return ask(url, "/prfaas/links", LinksOverview, key=api_key)
-
         if as_json:
-            _print_json(look, interval_s, once=once)
+            _print_lines(look, interval_s, once=once)
         else:
             _show(look, interval_s, once=once, with_paths=paths)
-    except (CannotAsk, RunDirectoryError) as error:
-        fail(str(error), 1)
     except KeyboardInterrupt:
         return
     except BrokenPipeError:
-        # Whoever read has enough; what is left unwritten must not be complained about at the end.
+        # The reader of the pipe has enough. Python must not complain at its end about what is left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show(
     look: Callable[[], LinksOverview], interval_s: float, *, once: bool, with_paths: bool
 ) -> None:
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.text import Text
-
-    from deploy.ops.client import CannotAsk
-    from deploy.ops.link_view import overview
-
     console = Console()
     shown = overview(look(), with_paths=with_paths)
     if once or not console.is_terminal:
@@ -101,16 +107,122 @@ def _show(
             try:
                 shown = overview(look(), with_paths=with_paths)
                 live.update(shown, refresh=True)
-            except CannotAsk as error:
+            except client.CannotAsk as error:
                 live.update(Group(shown, Text(f"no news: {error}", style="red")), refresh=True)
 
 
-def _print_json(look: Callable[[], LinksOverview], interval_s: float, *, once: bool) -> None:
-    import msgspec
-
-    while True:
-        sys.stdout.buffer.write(msgspec.json.encode(look()) + b"\n")
-        sys.stdout.buffer.flush()
-        if once:
-            return
+def _print_lines(look: Callable[[], LinksOverview], interval_s: float, *, once: bool) -> None:
+    print_json(look())
+    while not once:
         time.sleep(interval_s)
+        print_json(look())
+
+
+def overview(found: LinksOverview, *, with_paths: bool = False) -> RenderableType:
+    """One line for each link; below them what waits, and why a link is not clear."""
+    parts: list[RenderableType] = [_links_table(found.links)]
+    parts += [Text(f"{title(link)}: {note}") for link in found.links for note in _notes(link)]
+    if with_paths:
+        parts.append(_paths_table(found.paths))
+    parts += [Text(f"{name}: {error}") for name, error in found.errors.items()]
+    if not found.links:
+        parts.append(Text("no links yet: nothing was sent, and no prefill cluster is configured"))
+    return Group(*parts)
+
+
+def title(link: LinkNow) -> str:
+    """What to call a link."""
+    return link.name or f"{link.source} to {link.target}"
+
+
+def sparkline(steps: Sequence[LinkStep]) -> str:
+    """What was carried lately, oldest first, against the most that was carried or could have been.
+    A dot stands for nothing.
+    """
+    shown = steps[-_NUM_BARS:]
+    most = max(
+        (max(s.achieved_bytes_per_s, s.available_bytes_per_s or 0.0) for s in shown), default=0.0
+    )
+
+    def bar(step: LinkStep) -> str:
+        share = step.achieved_bytes_per_s / most if most > 0 else 0.0
+        if share < 0.005:
+            return "·"
+        return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+
+    return "".join(bar(step) for step in shown)
+
+
+def _links_table(links: Sequence[LinkNow]) -> Table:
+    table = new_table("link", "state", numbers=("now", "available", "seen", "used", "rtt", "loss"))
+    table.add_column("lately", no_wrap=True)
+    for link in links:
+        is_known = link.age_s is not None
+        table.add_row(
+            title(link),
+            _condition(link.condition) if is_known else Text("no news", style="dim"),
+            _rate(link.achieved_bytes_per_s),
+            _available(link),
+            "" if link.rate_age_s is None else format_age(link.rate_age_s),
+            f"{link.utilisation:.0%}" if link.available_bytes_per_s else "",
+            _rtt(link),
+            f"{link.loss:.1%}" if link.loss else "",
+            sparkline(link.steps),
+        )
+    return table
+
+
+def _paths_table(paths: Sequence[LinkPath]) -> Table:
+    table = new_table(
+        "from", "to", "by way of", "state", numbers=("now", "available", "rtt", "sockets", "heard")
+    )
+    for path in paths:
+        report, estimate = path.report, path.report.estimate
+        table.add_row(
+            path.agent,
+            path.to or "?",
+            report.endpoint,
+            _condition(report.condition),
+            _rate(estimate.achieved_bytes_per_s),
+            _rate(estimate.available_bytes_per_s),
+            _ms(estimate.rtt_s) if estimate.rtt_s else "",
+            str(report.num_connections),
+            format_age(path.heard_age_s),
+        )
+    return table
+
+
+def _condition(condition: LinkCondition) -> Text:
+    return Text(condition, style=_STYLES[condition])
+
+
+def _rate(bytes_per_s: float) -> str:
+    return format_rate(round(bytes_per_s)) if bytes_per_s >= 1 else "-"
+
+
+def _available(link: LinkNow) -> str:
+    if link.available_bytes_per_s is None:
+        return "unknown"
+    return (">= " if link.is_floor else "") + _rate(link.available_bytes_per_s)
+
+
+def _rtt(link: LinkNow) -> str:
+    if not link.rtt_s:
+        return ""
+    if link.queueing_delay_s < 1e-3:
+        return _ms(link.rtt_s)
+    return f"{_ms(max(0.0, link.rtt_s - link.queueing_delay_s))}+{_ms(link.queueing_delay_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return format_duration(float(f"{seconds:.2g}"))
+
+
+def _notes(link: LinkNow) -> Iterator[str]:
+    """What does not fit the link's line."""
+    if link.condition is not LinkCondition.CLEAR:
+        yield f"{link.condition} for {format_age(link.condition_s)}: {link.reason}"
+    if link.backlog_bytes:
+        size, wait = format_bytes(link.backlog_bytes), format_age(link.backlog_s)
+        transfers = "transfer" if link.num_transfers == 1 else "transfers"
+        yield f"{size} of {link.num_transfers} {transfers} wait, for {wait} at this rate"

@@ -1,18 +1,36 @@
-"""`prfaas plan live`: the plan that a running gateway follows, and what it rests on."""
+"""`prfaas plan live`: the plan that a running gateway follows, and what it rests on.
+
+Asks the gateway and prints its answer. Its type is imported when the command runs, so that its
+help appears at once.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
+from deploy.command_line import GatewayOption, JsonOption, KeyOption, RunDirOption
+from deploy.ops import client
+from deploy.table_style import new_table, say
+from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
+
+if TYPE_CHECKING:
+    from deploy.gateway.scheduling.plan_overview import (
+        ClusterModel,
+        PlanDecision,
+        PlanGoal,
+        PlanOverview,
+        TrafficNow,
+    )
 
 
 def live_command(
     gateway: GatewayOption = "",
+    run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     num_decisions: Annotated[
         int, typer.Option("--decisions", min=0, help="how many of the last decisions")
@@ -30,21 +48,110 @@ def live_command(
     prfaas plan live --gateway http://10.0.0.5:8000 --json | jq '.decisions[0]'
     """
     from deploy.gateway.scheduling.plan_overview import PlanOverview
-    from deploy.ops.client import CannotAsk, ask, find_gateway
-    from deploy.region.launch.rundir import RunDirectoryError
 
-    try:
-        url = gateway or find_gateway(os.environ)
-        found = ask(url, "/prfaas/plan", PlanOverview, key=api_key)
-    except (CannotAsk, RunDirectoryError) as error:
-        fail(str(error), 1)
-    if as_json:
-        import msgspec
+    url = client.find_gateway(gateway, run_dir)
+    found = client.ask(url, "/prfaas/plan", PlanOverview, key=api_key)
+    client.show(found, as_json, partial(print_plan, num_decisions=num_decisions))
 
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
-        return
-    from rich.console import Console
 
-    from deploy.ops.plan_view import print_plan
+def print_plan(console: Console, found: PlanOverview, *, num_decisions: int = 10) -> None:
+    """Settings, traffic, the region as planned with, and the last decisions."""
+    say(console, _mode(found))
+    console.print(_settings_table(found))
+    if found.conversion:
+        say(console, f"converting {found.conversion}")
+    if found.traffic is not None:
+        say(console, _traffic(found.traffic))
+    if found.region is not None:
+        console.print(_clusters_table(found.region.clusters))
+        for link in found.region.links:
+            rate, rtt = format_rate(link.bytes_per_s), format_duration(link.rtt_s)
+            say(console, f"{link.source} to {link.target}: {rate}, round trip {rtt}")
+        fixed, thousand = found.region.kv_fixed_bytes, 1000 * found.region.kv_token_bytes
+        say(
+            console,
+            f"KVCache: {format_bytes(round(fixed))} and {format_bytes(round(thousand))} "
+            "per 1000 tokens",
+        )
+        for note in found.region.notes:
+            say(console, note)
+    if found.unknown:
+        say(console, f"no plan: {found.unknown}")
+    if found.decisions and num_decisions:
+        console.print(_decisions_table(found.decisions[:num_decisions]))
 
-    print_plan(Console(), found, num_decisions=num_decisions)
+
+def _mode(found: PlanOverview) -> str:
+    if found.next_step_s is None:
+        return f"mode {found.mode}: nothing is re-planned"
+    every, next_step = format_age(found.period_s), format_age(found.next_step_s)
+    return f"mode {found.mode}, every {every}, next in {next_step}"
+
+
+def _settings_table(found: PlanOverview) -> Table:
+    """What the region is set to, beside the best that was found last."""
+    goal = next((item.goal for item in found.decisions if item.goal is not None), None)
+    table = new_table("setting", numbers=("now", "best"))
+    for cluster, tokens in found.thresholds.items():
+        best = None if goal is None else goal.thresholds.get(cluster)
+        table.add_row(f"t of {cluster}, tokens", f"{tokens:,.0f}", _number(best))
+    for role, now in (("prefill", found.num_prefill), ("decode", found.num_decode)):
+        for cluster, num in now.items():
+            table.add_row(
+                f"{cluster} {role} instances", f"{num}", _number(_wanted(goal, role, cluster))
+            )
+    return table
+
+
+def _wanted(goal: PlanGoal | None, role: str, cluster: str) -> float | None:
+    if goal is None:
+        return None
+    return (goal.num_prefill if role == "prefill" else goal.num_decode).get(cluster)
+
+
+def _clusters_table(clusters: list[ClusterModel]) -> Table:
+    lengths = [tokens for tokens, _ in clusters[0].prefill_s] if clusters else []
+    prefills = [f"prefill of\n{tokens:,}" for tokens in lengths]
+    last = ("error", "prefills\nseen", "decode\nslots", "step")
+    table = new_table("cluster", numbers=("instances", *prefills, *last))
+    for item in clusters:
+        table.add_row(
+            item.name,
+            f"{item.num_instances}",
+            *(format_duration(seconds) for _, seconds in item.prefill_s),
+            "" if item.error is None else f"{item.error:.0%}",
+            f"{item.num_seen:,}",
+            f"{item.decode_slots}" if item.decode_slots else "",
+            format_duration(item.step_s) if item.decode_slots else "",
+        )
+    return table
+
+
+def _decisions_table(decisions: list[PlanDecision]) -> Table:
+    table = new_table("age", "reason", numbers=("best gains",))
+    table.add_column("done", overflow="fold")
+    for item in decisions:
+        gain = item.numbers.get("gain")
+        table.add_row(
+            format_age(item.age_s),
+            item.reason,
+            "" if gain is None else f"{gain:.1%}",
+            "\n".join(item.done),
+        )
+    return table
+
+
+def _traffic(traffic: TrafficNow) -> str:
+    prompts = (
+        f"prompts of {traffic.input_tokens:,.0f} tokens, {traffic.uncached_tokens:,.0f} of them "
+        f"uncached (P90 {traffic.uncached_p90_tokens:,.0f})"
+    )
+    measured = f"{traffic.num_requests:,.0f} requests in {format_age(traffic.window_s)}"
+    return (
+        f"traffic: {traffic.rate_rps:.2f} requests/s, {prompts}, "
+        f"{traffic.output_tokens:,.0f} tokens out; {measured}"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"

@@ -1,20 +1,31 @@
 """`prfaas role`: shows and changes the roles of a running region's instances.
 
-What a command needs is imported by it, so that its help appears at once.
+Asks the gateway and prints its answers. Their types are imported when a command runs, so that
+its help appears at once.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from rich.console import Console
 
-from deploy.command_line import GatewayOption, JsonOption, KeyOption, fail
+from deploy.command_line import (
+    GatewayOption,
+    JsonOption,
+    KeyOption,
+    RunDirOption,
+    command_group,
+    fail,
+    print_json,
+)
+from deploy.ops import client
+from deploy.table_style import new_table, say
+from kvmanager.config_files.units import format_age
 
 if TYPE_CHECKING:
     from deploy.gateway.scheduling.role_pages import InstanceRole, RolesOverview
@@ -22,12 +33,7 @@ if TYPE_CHECKING:
 _PATH = "/v1/pd_role"
 _LOOK_S = 1.0
 
-role_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    help="Which instances of the PD cluster prefill and which decode.",
-)
+role_app = command_group("Which instances of the PD cluster prefill and which decode.")
 
 
 class NewRole(StrEnum):
@@ -37,14 +43,12 @@ class NewRole(StrEnum):
     DECODE = "decode"
 
 
-@role_app.callback()
-def _root() -> None:
-    pass
-
-
 @role_app.command("ls")
 def ls_command(
-    gateway: GatewayOption = "", api_key: KeyOption = "", as_json: JsonOption = False
+    gateway: GatewayOption = "",
+    run_dir: RunDirOption = None,
+    api_key: KeyOption = "",
+    as_json: JsonOption = False,
 ) -> None:
     """Show every instance of the PD cluster with its role, and the change under way.
 
@@ -54,13 +58,8 @@ def ls_command(
     prfaas role ls
     prfaas role ls --json | jq -r '.instances[] | [.instance, .role, .phase] | @tsv'
     """
-    from deploy.ops.role_view import print_roles
-
-    overview = _overview(_url(gateway), api_key)
-    if as_json:
-        _print_json(overview)
-    else:
-        print_roles(overview)
+    overview = _overview(client.find_gateway(gateway, run_dir), api_key)
+    client.show(overview, as_json, print_roles)
 
 
 @role_app.command("set")
@@ -68,12 +67,13 @@ def set_command(
     instance: Annotated[str, typer.Argument(help="as `prfaas role ls` calls it")],
     role: Annotated[NewRole, typer.Argument(help="what it shall do")],
     epoch: Annotated[
-        int | None, typer.Option(min=0, help="do it only if this is the instance's epoch still")
+        int | None, typer.Option(min=0, help="only if this is still the instance's epoch")
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="until it has the role, or keeps the old one")
     ] = True,
     gateway: GatewayOption = "",
+    run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -86,18 +86,20 @@ def set_command(
     prfaas role set d1 prefill
     prfaas role set d1 prefill --no-wait --json
     """
+    from deploy.gateway.scheduling.role_pages import InstanceRole
+
     order: dict[str, object] = {"instance": instance, "role": role.value}
     if epoch is not None:
         order["expected_epoch"] = epoch
-    url = _url(gateway)
-    now = _order(url, api_key, json.dumps(order).encode())
+    url = client.find_gateway(gateway, run_dir)
+    now = client.ask(url, _PATH, InstanceRole, key=api_key, body=json.dumps(order).encode())
     if wait:
         try:
             now = _waited(url, api_key, now, role)
         except KeyboardInterrupt:
-            fail(f"not waited any longer; {instance} goes on to become {role.value}", 130)
+            fail(f"stopped waiting; {instance} goes on becoming {role.value}", 130)
     if as_json:
-        _print_json(now)
+        print_json(now)
     else:
         typer.echo(f"{instance} is {now.role}, epoch {now.epoch}, {now.phase}")
 
@@ -127,43 +129,37 @@ def _is_over(overview: RolesOverview, now: InstanceRole) -> bool:
 
 def _not_converted(now: InstanceRole, overview: RolesOverview) -> NoReturn:
     last = overview.last
-    why = "the gateway says not why"
+    why = "the gateway does not say why"
     if last is not None and last.instance == now.instance:
         why = f"{last.outcome}: {last.detail}"
-    fail(f"{now.instance} is {now.role} still; {why}", 1)
-
-
-def _url(gateway: str) -> str:
-    from deploy.ops.client import CannotAsk, find_gateway
-    from deploy.region.launch.rundir import RunDirectoryError
-
-    try:
-        return gateway or find_gateway(os.environ)
-    except (CannotAsk, RunDirectoryError) as error:
-        fail(str(error), 1)
+    fail(f"{now.instance} is still {now.role}; {why}", 1)
 
 
 def _overview(url: str, api_key: str) -> RolesOverview:
     from deploy.gateway.scheduling.role_pages import RolesOverview
-    from deploy.ops.client import CannotAsk, ask
 
-    try:
-        return ask(url, _PATH, RolesOverview, key=api_key)
-    except CannotAsk as error:
-        fail(str(error), 1)
+    return client.ask(url, _PATH, RolesOverview, key=api_key)
 
 
-def _order(url: str, api_key: str, body: bytes) -> InstanceRole:
-    from deploy.gateway.scheduling.role_pages import InstanceRole
-    from deploy.ops.client import CannotAsk, ask
+def print_roles(console: Console, overview: RolesOverview) -> None:
+    """One line for each instance, then the change under way and the last one."""
+    table = new_table("instance", "role", "state", numbers=("epoch", "requests"))
+    for item in overview.instances:
+        state = item.phase if item.healthy else "not healthy"
+        table.add_row(item.instance, item.role, state, str(item.epoch), f"{item.requests:,}")
+    console.print(table)
+    for line in _lines(overview):
+        say(console, line)
 
-    try:
-        return ask(url, _PATH, InstanceRole, key=api_key, body=body)
-    except CannotAsk as error:
-        fail(str(error), 1)
 
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+def _lines(overview: RolesOverview) -> list[str]:
+    lines = [f"{i.instance}: {i.reason}" for i in overview.instances if i.reason]
+    if (now := overview.conversion) is not None:
+        way = f"from {now.from_role} to {now.to_role}, epoch {now.epoch}"
+        lines.append(f"{now.instance} {way}: {now.phase} for {format_age(now.for_s)}")
+    elif overview.busy_with:
+        lines.append(overview.busy_with)
+    if (last := overview.last) is not None:
+        way = f"{last.instance} from {last.from_role} to {last.to_role}"
+        lines.append(f"last: {way}: {last.outcome} {format_age(last.ago_s)} ago: {last.detail}")
+    return lines

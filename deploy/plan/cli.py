@@ -6,11 +6,12 @@ Reads files and prints; what is slow to import is imported by the command that n
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import JsonOption, command_group, fail, print_json
 from deploy.ops.plan import live_command
 from deploy.plan.kv.cli import kv_command
 from deploy.plan.profile.cli import profile_command
@@ -32,9 +33,7 @@ Numbers: k or K after a token count means 1000, Ki means 1024 (8k = 8000, 8Ki = 
 MiB = 2^20 bytes or MB = 10^6 bytes. Link rates are bits: 10Gbit is 10^10 bits a second.
 """
 
-plan_app = typer.Typer(
-    help=_HELP, no_args_is_help=True, rich_markup_mode=None, add_completion=False
-)
+plan_app = command_group(_HELP)
 plan_app.command("kv")(kv_command)
 plan_app.command("profile")(profile_command)
 plan_app.command("live")(live_command)
@@ -62,17 +61,16 @@ def case_study_command(as_json: JsonOption = False) -> None:
     found = deployments(Mode.PAPER)
     printed = {d.key: d.printed for d in found}
     if as_json:
-        _print_json(
-            {
-                key: {**row, "exact": exact[key], "paper_prints": printed[key]}
-                for key, row in paper.items()
-            }
-        )
+        rows = {
+            key: {**row, "exact": exact[key], "paper_prints": printed[key]}
+            for key, row in paper.items()
+        }
+        print_json(rows, indent=2)
         return
     from deploy.plan.solve.tables import print_case_study
 
     titles = {d.key: d.title for d in found}
-    print_case_study(_console(), paper, exact, printed, titles)
+    print_case_study(Console(), paper, exact, printed, titles)
 
 
 @plan_app.command("solve")
@@ -135,11 +133,11 @@ def solve_command(
         write_plots(plot, solution)
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
-        _print_json(document)
+        print_json(document, indent=2)
     else:
         from deploy.plan.solve.tables import print_search, print_solution
 
-        console = _console()
+        console = Console()
         print_solution(console, document, plan_input.fits)
         if search:
             print_search(console, rows)
@@ -188,11 +186,11 @@ def sweep_command(
     except ValueError as error:
         fail(f"--over: {error}", 2)
     if as_json:
-        _print_json(rows)
+        print_json(rows, indent=2)
         return
     from deploy.plan.solve.tables import print_sweep
 
-    print_sweep(_console(), list(ranges), rows)
+    print_sweep(Console(), list(ranges), rows)
 
 
 def _load(file: Path) -> PlanInput:
@@ -210,15 +208,3 @@ def _check_plot(path: Path) -> None:
         fail(f"--plot {path}: the name must end in .png, .svg or .html", 2)
     if not path.parent.is_dir():
         fail(f"--plot {path}: there is no directory {path.parent}", 2)
-
-
-def _print_json(value: Any) -> None:
-    import json
-
-    typer.echo(json.dumps(value, indent=2))
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()

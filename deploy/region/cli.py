@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import psutil
 import typer
 from rich.console import Console
 
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import JsonOption, RunDirOption, fail, print_json
 from deploy.region.file_cli import FileArgument, SetOption, load_or_exit
 from deploy.region.launch.rundir import (
     RegionState,
@@ -35,9 +33,6 @@ from kvmanager.config_files.problems import FileError
 
 NameArgument = Annotated[
     str | None, typer.Argument(metavar="[NAME]", help="region; not needed if only one runs")
-]
-RunDirOption = Annotated[
-    Path | None, typer.Option(help="directory of the run; default: ~/.local/state/prfaas/NAME")
 ]
 
 
@@ -57,16 +52,15 @@ def up_command(
     prfaas up region.yaml --set MODEL=/models/qwen3-next --json
     """
     region = load_or_exit(file, variables or [])
-    from deploy.region.launch.launcher import RegionStartFailed
     from deploy.region.launch.up import keep_up
 
-    root = run_dir or default_base(dict(os.environ)) / region.name
+    root = run_dir or default_base(os.environ) / region.name
     console = Console(stderr=as_json)
     try:
         started = asyncio.run(keep_up(region, root, console, as_json))
     except FileError as error:
         fail(str(error), 2)
-    except (RegionStartFailed, RunDirectoryError, OSError) as error:
+    except OSError as error:
         fail(str(error), 1)
     if not started:
         raise typer.Exit(128 + signal.SIGINT)
@@ -85,13 +79,10 @@ def status_command(
     """
     from deploy.region.launch.status import region_status, render_status
 
-    root = _find(name, run_dir)
-    state = _read(root)
-    if state is None:
-        fail(f"no region runs in {root}", 1)
+    _, state = _find(name, run_dir)
     status = asyncio.run(region_status(state))
     if as_json:
-        sys.stdout.buffer.write(msgspec.json.encode(status) + b"\n")
+        print_json(status)
     else:
         Console().print(render_status(status))
     healthy = all(item.state == "healthy" for item in state.processes)
@@ -109,10 +100,7 @@ def down_command(
     prfaas down
     prfaas down --run-dir /run/prfaas/demo
     """
-    root = _find(name, run_dir)
-    state = _read(root)
-    if state is None:
-        fail(f"no region runs in {root}", 1)
+    root, state = _find(name, run_dir)
     if state.launcher_lives():
         os.kill(state.launcher_pid, signal.SIGTERM)
     deadline_s = time.monotonic() + timeout_s
@@ -124,26 +112,18 @@ def down_command(
     typer.echo(f"region {state.region} is down")
 
 
-def _find(name: str | None, run_dir: Path | None) -> Path:
-    """The run directory that is meant; with neither argument the only one there is."""
-    if run_dir is not None:
-        return run_dir
-    base = default_base(dict(os.environ))
-    if name is not None:
-        return base / name
-    runs = known_runs(base)
+def _find(name: str | None, run_dir: Path | None) -> tuple[Path, RegionState]:
+    """The run directory that is meant and its state; with neither argument the only one here."""
+    base = default_base(os.environ)
+    runs = [run_dir] if run_dir else [base / name] if name else known_runs(base)
     if not runs:
         fail(f"no region runs under {base}", 1)
     if len(runs) > 1:
         fail(f"several regions run; name one: {', '.join(run.name for run in runs)}", 2)
-    return runs[0]
-
-
-def _read(root: Path) -> RegionState | None:
-    try:
-        return read_state(root)
-    except RunDirectoryError as error:
-        fail(str(error), 1)
+    state = read_state(runs[0])
+    if state is None:
+        fail(f"no region runs in {runs[0]}", 1)
+    return runs[0], state
 
 
 def clean_up(state: RegionState, root: Path) -> None:

@@ -12,17 +12,12 @@ from typing import Annotated
 
 import typer
 
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import JsonOption, command_group, fail, print_json
 from deploy.region.spec.loading import load_region
 from deploy.region.spec.region import RegionSpec, region_schema
 from kvmanager.config_files.problems import FileError
 
-region_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    help="Look at region files: their schema, and whether one is right.",
-)
+region_app = command_group("Look at region files: their schema, and whether one is right.")
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="region file, YAML")]
 SetOption = Annotated[
@@ -61,11 +56,11 @@ def check_command(
             {"path": item.where, "line": item.line, "message": item.message}
             for item in error.problems
         ]
-        typer.echo(json.dumps({"ok": False, "file": str(file), "problems": problems}))
+        print_json({"ok": False, "file": str(file), "problems": problems})
         raise typer.Exit(2) from error
     if as_json:
-        document = json.loads(region.model_dump_json(by_alias=True, exclude_none=True))
-        typer.echo(json.dumps({"ok": True, "file": str(file), "region": document}))
+        document = region.model_dump(mode="json", by_alias=True, exclude_none=True)
+        print_json({"ok": True, "file": str(file), "region": document})
         return
     engines = sum(len(cluster.instances) for cluster in region.clusters)
     names = ", ".join(f"{cluster.name} ({cluster.kind})" for cluster in region.clusters)

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.gateway.cache.api import CacheOverview
-from deploy.ops.client import CannotAsk, WrongPrompt, ask, find_gateway, request_body
+from deploy.ops.cache import WrongPrompt, request_body
+from deploy.ops.client import CannotAsk, ask, find_gateway
 from deploy.region.launch.rundir import RegionState, open_run_directory
 
 run = CliRunner().invoke
@@ -79,12 +80,15 @@ def test_the_only_region_here_is_meant(tmp_path: Path) -> None:
     environ = {"XDG_STATE_HOME": str(tmp_path)}
     up(tmp_path, "dead", lives=False)
     with pytest.raises(CannotAsk, match="--gateway URL"):
-        find_gateway(environ)
+        find_gateway(environ=environ)
     up(tmp_path, "one")
-    assert find_gateway(environ) == "http://one"
+    assert find_gateway(environ=environ) == "http://one"
     up(tmp_path, "two")
+    assert find_gateway(run_dir=tmp_path / "prfaas" / "two") == "http://two"
+    with pytest.raises(CannotAsk, match="no region runs in"):
+        find_gateway(run_dir=tmp_path / "prfaas" / "three")
     with pytest.raises(CannotAsk, match="one at http://one, two at"):
-        find_gateway(environ)
+        find_gateway(environ=environ)
 
 
 def test_a_gateway_that_is_not_there_is_named() -> None:

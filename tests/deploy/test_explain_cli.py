@@ -13,11 +13,16 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.gateway.serving.records import Outcome, RequestRecord, TtftParts
-from deploy.ops import explain_client as client
+from deploy.ops import client
 from deploy.ops.client import CannotAsk
-from deploy.ops.explain_client import Records
-from deploy.ops.explain_view import print_records, ttft_error
-from deploy.ops.explain_words import OUTCOMES, REASONS, placement_words, reason_words
+from deploy.ops.explain_view import (
+    OUTCOMES,
+    REASONS,
+    placement_words,
+    print_records,
+    reason_words,
+    ttft_error,
+)
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason
 from scheduler.routing.prediction import Prediction
@@ -202,7 +207,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, by_path: dict[str, Any]) -> list[st
 
 def test_json_is_what_the_gateway_said(monkeypatch: pytest.MonkeyPatch) -> None:
     known = RequestRecord(request_id="a/b", started_s=1.0, endpoint="chat", parts=TtftParts())
-    asked = answers(monkeypatch, {"/prfaas/requests/a%2Fb": Records([known])})
+    asked = answers(monkeypatch, {"/prfaas/requests/a%2Fb": {"requests": [known]}})
     result = run(app, ["explain", "a/b", "--gateway", "http://g", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["requests"][0]["request_id"] == "a/b"
@@ -215,12 +220,12 @@ def test_an_unknown_id_is_answered_with_the_newest(monkeypatch: pytest.MonkeyPat
     newest = [
         RequestRecord(request_id=name, started_s=1.0, endpoint="chat") for name in ("n2", "n1")
     ]
-    answers(monkeypatch, {"/prfaas/requests": Records(newest)})
+    answers(monkeypatch, {"/prfaas/requests": {"requests": newest}})
     result = run(app, ["explain", "lost", "--gateway", "http://g"])
     assert result.exit_code == 1
     assert "http://g has no record of lost" in result.output
     assert result.output.index("n2") < result.output.index("n1")
-    answers(monkeypatch, {"/prfaas/requests": Records([])})
+    answers(monkeypatch, {"/prfaas/requests": {"requests": []}})
     result = run(app, ["explain", "lost", "--gateway", "http://g"])
     assert "it has served no request yet" in result.output
 

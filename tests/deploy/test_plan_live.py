@@ -15,7 +15,7 @@ from deploy.gateway.scheduling.plan_overview import (
     RegionModel,
     TrafficNow,
 )
-from deploy.ops.plan_view import print_plan
+from deploy.ops.plan import print_plan
 
 NOTHING_YET = PlanOverview(
     mode="act",

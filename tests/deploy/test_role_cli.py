@@ -123,7 +123,7 @@ def test_the_end_of_an_undo_is_waited_for(answers: Any) -> None:
     draining = instance("decode", 0, "draining")
     undone = overview(draining, outcome="converted", busy_with="d1 is still being given back")
     answers(draining, undone, undone, overview(instance("decode", 2), outcome="too_slow"))
-    assert run("set", "d1", "prefill") == (1, "d1 is decode still; too_slow: because\n")
+    assert run("set", "d1", "prefill") == (1, "d1 is still decode; too_slow: because\n")
     answers(undone)
     assert "\nd1 is still being given back\n" in run("ls")[1]
 
@@ -146,9 +146,9 @@ def test_one_need_not_wait(answers: Any) -> None:
 def test_what_keeps_its_role_is_an_error(answers: Any) -> None:
     draining = instance("decode", 0, "draining")
     answers(draining, overview(instance("decode", 0), "", "too_slow"))
-    assert run("set", "d1", "prefill") == (1, "d1 is decode still; too_slow: because\n")
+    assert run("set", "d1", "prefill") == (1, "d1 is still decode; too_slow: because\n")
     answers(draining, overview(instance("decode", 0)))
-    assert run("set", "d1", "prefill")[1].endswith("the gateway says not why\n")
+    assert run("set", "d1", "prefill")[1].endswith("the gateway does not say why\n")
 
 
 def test_refusals_and_gateways_that_are_away_are_errors(answers: Any) -> None:

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from deploy.command_line import JsonOption, command_group, fail, print_json
 from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import Command, Configure, LinkReport
 from kvmanager.config_files.units import format_duration, format_rate, parse_duration, parse_rate
 
-emulate_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    help="Emulate a long link between two processes, and its faults.",
-)
+emulate_app = command_group("Emulate a long link between two processes, and its faults.")
 
 
 class Action(StrEnum):
@@ -75,7 +71,7 @@ def link_command(
     try:
         status = main([*argv, "--control", control] if control else argv)
     except (ValueError, OSError) as error:
-        _fail(str(error))
+        fail(str(error), 1)
     raise typer.Exit(status)
 
 
@@ -89,7 +85,7 @@ def fault_command(
     rate: Annotated[str | None, typer.Option(help="with `set`")] = None,
     rtt: Annotated[str | None, typer.Option(help="with `set`")] = None,
     jitter: Annotated[str | None, typer.Option(help="with `set`")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Break, heal or change a running link, and show its counters.
 
@@ -124,9 +120,9 @@ def fault_command(
             command = msgspec.convert({"op": action.value} | fields, Command)
         report = RelayControl(socket).send(command)
     except (ValueError, RelayError) as error:
-        _fail(str(error))
+        fail(str(error), 1)
     if as_json:
-        typer.echo(msgspec.json.encode(report).decode())
+        print_json(report)
     else:
         Console().print(_table(report))
 
@@ -147,8 +143,3 @@ def _table(report: LinkReport) -> Table:
     table.caption = f"{shape}, {report.open_connections} connections"
     table.caption_justify = "left"
     return table
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.command_line import CommandFailed
 from deploy.region.launch.ports import advertised_address
 from deploy.region.launch.rundir import RegionState, RunDirectoryError, known_runs, read_state
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
@@ -15,8 +16,10 @@ from kvmanager.config_files.problems import suggestion
 from transport import Endpoint, TlsFiles
 
 
-class UnknownAgent(Exception):
+class UnknownAgent(CommandFailed):
     """No such agent; the message says what there is."""
+
+    exit_status = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import JsonOption, RunDirOption, command_group, fail, print_json
 
 if TYPE_CHECKING:
     from deploy.region.doctor.agents import Pair
@@ -22,23 +21,13 @@ if TYPE_CHECKING:
 
 MAX_MIB = 8192
 
-doctor_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    help="Find out why something is slow, and what would mend it.",
-)
-
-
-@doctor_app.callback()
-def _root() -> None:
-    pass
+doctor_app = command_group("Find out why something is slow, and what would help.")
 
 
 @doctor_app.command("link")
 def link_command(
-    sender: Annotated[str, typer.Argument(metavar="A", help="sending agent, see above")],
-    receiver: Annotated[str, typer.Argument(metavar="B", help="receiving agent, see above")],
+    sender: Annotated[str, typer.Argument(metavar="A", help="the agent that sends")],
+    receiver: Annotated[str, typer.Argument(metavar="B", help="the agent that receives")],
     seconds: Annotated[float, typer.Option(min=1, max=300, help="how long to send")] = 10.0,
     mib: Annotated[int, typer.Option(min=1, max=MAX_MIB, help="send at most this much")] = MAX_MIB,
     rate_gbps: Annotated[
@@ -48,7 +37,7 @@ def link_command(
         str | None, typer.Option(help="host:port that A connects to, if not what B advertises")
     ] = None,
     region: Annotated[str | None, typer.Option(help="region; not needed if only one runs")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="directory of the region's run")] = None,
+    run_dir: RunDirOption = None,
     tls_dir: Annotated[
         Path | None, typer.Option(help="tls.crt, tls.key and ca.crt; default: the region's")
     ] = None,
@@ -88,31 +77,21 @@ def link_command(
         endpoint = None if via is None else Endpoint.parse(via)
     except ValueError as error:
         fail(f"--via: {error}", 2)
-    pair = _pair(sender, receiver, run_dir, region)
+    from deploy.region.doctor.agents import find_pair
     from deploy.region.doctor.probe import CannotMeasure, ProbePlan
+    from deploy.region.launch.rundir import default_base
 
+    pair = find_pair(sender, receiver, run_dir, default_base(os.environ), region)
     plan = ProbePlan(seconds, mib << 20, endpoint or pair.via)
     try:
         run = asyncio.run(_measure(pair, tls_dir, plan))
         _report(pair, run, rate_gbps, as_json)
     except CannotMeasure as error:
         if as_json:
-            _print_json({"healthy": False, "error": str(error)})
+            print_json({"healthy": False, "error": str(error)})
         fail(f"cannot measure: {error}", 1)
     except KeyboardInterrupt:
         fail("stopped; the probe is ended at both ends", 128 + signal.SIGINT)
-
-
-def _pair(sender: str, receiver: str, run_dir: Path | None, region: str | None) -> Pair:
-    from deploy.region.doctor.agents import UnknownAgent, find_pair
-    from deploy.region.launch.rundir import RunDirectoryError, default_base
-
-    try:
-        return find_pair(sender, receiver, run_dir, default_base(dict(os.environ)), region)
-    except UnknownAgent as error:
-        fail(str(error), 2)
-    except RunDirectoryError as error:
-        fail(str(error), 1)
 
 
 async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRun:
@@ -164,14 +143,7 @@ def _report(pair: Pair, run: ProbeRun, rate_gbps: float | None, as_json: bool) -
     diagnosis = diagnose(measured, None if rate_gbps is None else rate_gbps * GBIT_PER_S)
     names = (pair.sender.name, pair.receiver.name)
     if as_json:
-        _print_json(report.as_json(names, run.endpoint, measured, diagnosis))
+        print_json(report.as_json(names, run.endpoint, measured, diagnosis))
     else:
         Console().print(report.render(names, run.endpoint, measured, diagnosis))
     raise typer.Exit(0 if diagnosis.is_healthy else 1)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    import msgspec
-
-    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
-    sys.stdout.buffer.flush()

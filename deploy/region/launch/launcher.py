@@ -21,6 +21,7 @@ from typing import Self
 import aiohttp
 import psutil
 
+from deploy.command_line import CommandFailed
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.launch.arenas import discard_arenas
 from deploy.region.launch.plan import Kind, PlannedProcess, Planner, gateway_url
@@ -53,7 +54,7 @@ _STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("gate
 _STOP_ORDER: tuple[Kind, ...] = ("gateway", "engine", "agent", "relay")
 
 
-class RegionStartFailed(Exception):
+class RegionStartFailed(CommandFailed):
     """A process did not come up; the message holds the last lines of its log."""
 
 

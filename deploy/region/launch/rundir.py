@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,15 @@ from typing import IO, Literal
 import msgspec
 import psutil
 
+from deploy.command_line import CommandFailed
+
 Phase = Literal["starting", "running", "stopping"]
 
 # The kernel's limit for a unix socket's path is 107 bytes.
 _MAX_SOCKET_PATH_BYTES = 107
 
 
-class RunDirectoryError(Exception):
+class RunDirectoryError(CommandFailed):
     """The run directory cannot be used: another launcher has it, or it cannot be written."""
 
 
@@ -177,7 +180,7 @@ def read_state(root: Path) -> RegionState | None:
         raise RunDirectoryError(f"{root / 'state.json'} is of another version: {error}") from error
 
 
-def default_base(environment: dict[str, str]) -> Path:
+def default_base(environment: Mapping[str, str]) -> Path:
     """Where regions run unless told otherwise: one directory for each name."""
     state_home = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state_home).expanduser() / "prfaas"

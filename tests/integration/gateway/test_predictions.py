@@ -9,7 +9,7 @@ from aiohttp import web
 from live_region_cases import snapshot
 
 from deploy.ops.client import CannotAsk
-from deploy.ops.explain_client import find_records
+from deploy.ops.explain import find_records
 from deploy.ops.explain_view import ttft_error
 from scheduler.live.core import LiveScheduler
 from scheduler.routing.decision import ONE_ENGINE
@@ -37,7 +37,7 @@ async def test_a_counted_prompt_has_predictions_in_its_record(region: Any) -> No
     assert record.predicted_ttft_s == pytest.approx(sum(record.predictions["remote"].values()))
     assert record.placement == ""  # these fronts do not say why
     assert record.output_tokens == 4
-    found = (await asyncio.to_thread(find_records, region.url, "one")).requests
+    found = await asyncio.to_thread(find_records, region.url, "one")
     assert [item.predictions for item in found] == [record.predictions]
 
 
