@@ -1,8 +1,7 @@
 """The gateway as an aiohttp application: its parts, start and stop, completions, errors.
 
 `Gateway` owns what lives as long as the process: the connection pool, the watcher, the records, the
-services that schedule. Does not know how clusters are made; they are given to it and stay their
-owner's to close.
+scheduler. It is given its clusters and does not close them.
 """
 
 from __future__ import annotations
@@ -15,22 +14,20 @@ from typing import Final
 
 from aiohttp import web
 
-from deploy.gateway.cache.caches import RegionCaches
-from deploy.gateway.cache.pages import CachePages
-from deploy.gateway.cache.upkeep import CacheUpkeep
+from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
+from deploy.gateway.cache.placement import PrefixPlacement, node_loads
+from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.intake.accept import Intake
+from deploy.gateway.intake.accept import Intake, ServedModels, usable_request_id
 from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.inbound import Kind
 from deploy.gateway.intake.limits import Limits
-from deploy.gateway.intake.models import ServedModels
-from deploy.gateway.intake.tracing import usable_request_id
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.pages import Handler, Pages, PageSources
-from deploy.gateway.proxy.engine import EngineDoor
+from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.long_term import LongTermService, LongTermSources, PlanMetrics
@@ -38,11 +35,9 @@ from deploy.gateway.scheduling.role_pages import RolePages
 from deploy.gateway.scheduling.roles import RoleKeeper
 from deploy.gateway.scheduling.scheduler import RegionScheduler, live_settings
 from deploy.gateway.serving.background import Background
-from deploy.gateway.serving.exchange import PATHS
-from deploy.gateway.serving.planning import Planner
+from deploy.gateway.serving.exchange import PATHS, Services
 from deploy.gateway.serving.records import RecordRing
 from deploy.gateway.serving.request import Serving
-from deploy.gateway.serving.services import Services
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from scheduler.reports import ClusterReport
@@ -51,11 +46,11 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 _INTERNAL_ERROR: Final = "The gateway failed to serve this request."
 LINKS_WAIT_S: Final = 2.0
-"""At start, for the agents' first words of their links: unheard of, no link would be used."""
+"""How long the start waits for the agents' first reports: without one no link is used."""
 
 
 class Gateway:
-    """The region's entry endpoint. `start` it on the loop that serves it."""
+    """The region's entry endpoint. `start` it on the event loop that serves it."""
 
     def __init__(
         self,
@@ -67,8 +62,8 @@ class Gateway:
         *,
         region_links: RegionLinks | None = None,
     ) -> None:
-        """`links` names the link to each prefill cluster, for display. `caches` are asked what is
-        cached of a prompt, `region_links` what links carry; both are closed with the gateway.
+        """`links` names the link to each prefill cluster, for display. `caches` tells what is
+        cached of a prompt, `region_links` what links carry; the gateway closes both.
         """
         self.config = config
         self.metrics = GatewayMetrics()
@@ -102,20 +97,13 @@ class Gateway:
         self._background = Background()
         self.metrics.watch(lambda: self.num_in_flight, lambda: len(self._background))
         self._pages = self._build_pages(links or {})
-        self._upkeep: CacheUpkeep | None = None
-        self._door: EngineDoor | None = None
-        self._serving: Serving | None = None
+        self._services: Services | None = None
 
     async def start(self) -> None:
         """Open the connection pool and take the first reports."""
-        if self._caches is not None:
-            self._upkeep = CacheUpkeep(
-                self._caches, self._background, self.metrics.registry, self._watcher.reports
-            )
-            self._upkeep.start()
-        self._door = EngineDoor(self.config.timeouts, max_answer_bytes=self.config.max_answer_bytes)
-        services = self._build_services(self._door)
-        self._serving = Serving(services, Planner(services, self._watcher.cache_places))
+        self._services = self._build_services()
+        if self._services.placement is not None:
+            self._services.placement.start()
         await self._watcher.start()
         self.roles.start()
         self.long_term.start()
@@ -132,7 +120,7 @@ class Gateway:
         self._limits.stop_accepting()
 
     async def drain(self) -> None:
-        """Stop accepting, and wait for what is in flight, for at most the configured time."""
+        """Stop accepting, and wait until no request is in flight, at most `timeouts.drain_s`."""
         self.stop_accepting()
         try:
             async with asyncio.timeout(self.config.timeouts.drain_s):
@@ -141,20 +129,20 @@ class Gateway:
             return
 
     async def close(self) -> None:
-        """Give back what requests held, then close connections. Idempotent."""
+        """Give back what requests held, then close all connections. Idempotent."""
         self.stop_accepting()
         await self.long_term.close()
         await self.roles.close()
         await self._watcher.close()
-        if self._upkeep is not None:
-            await self._upkeep.close()
+        if self._services is not None and self._services.placement is not None:
+            await self._services.placement.close()
         await self._background.drain(self.config.timeouts.cluster_s)
         if self._caches is not None:
             await self._caches.close()
         if self._region_links is not None:
             await self._region_links.close()
-        if self._door is not None:
-            await self._door.close()
+        if self._services is not None:
+            await self._services.engines.close()
 
     def routes(self) -> Iterable[web.RouteDef]:
         """Every endpoint, for the application's router."""
@@ -163,20 +151,20 @@ class Gateway:
 
     async def complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions and /v1/chat/completions. Raises `ApiError` before routing."""
-        serving = self._started()
+        services = self._started()
         async with self._intake.received(request, kind) as exchange:
             self.records.append(exchange.record)
-            return await serving.serve(exchange, request)
+            return await Serving(services, exchange).answer(request)
 
     async def _note_nodes(self, report: ClusterReport) -> None:
         for follower in (self._caches, self._region_links):
             if follower is not None:
                 await follower.watch(report)
 
-    def _started(self) -> Serving:
-        if self._serving is None:
+    def _started(self) -> Services:
+        if self._services is None:
             raise ApiError(503, "starting", "The gateway is starting.", retry_after_s=1)
-        return self._serving
+        return self._services
 
     def _build_scheduler(self) -> RegionScheduler:
         links = self._region_links
@@ -199,19 +187,29 @@ class Gateway:
             self.config.scheduling.long_term, sources, PlanMetrics(self.metrics.registry)
         )
 
-    def _build_services(self, door: EngineDoor) -> Services:
+    def _build_services(self) -> Services:
+        config, caches = self.config, self._caches
         return Services(
             pd=self._pd,
             prefill_clusters=self._prefill_clusters,
-            door=door,
-            metrics=self.metrics,
+            engines=EngineHttpClient(config.timeouts, max_answer_bytes=config.max_answer_bytes),
             background=self._background,
-            timeouts=self.config.timeouts,
+            timeouts=config.timeouts,
             scheduler=self.scheduler,
             admission=self.admission,
-            caches=self._caches,
-            upkeep=self._upkeep,
+            places=self._watcher.cache_places,
+            caches=caches,
+            placement=None if caches is None else self._build_placement(caches),
         )
+
+    def _build_placement(self, caches: RegionCaches) -> PrefixPlacement:
+        moves = CacheMoves(
+            lambda: caches.targets,
+            caches.open_control,
+            self._background,
+            MoveMetrics(self.metrics.registry),
+        )
+        return PrefixPlacement(moves, caches.directory, lambda: node_loads(self._watcher.reports()))
 
     def _build_pages(self, link_names: Mapping[str, str]) -> Pages:
         return Pages(
@@ -229,10 +227,10 @@ class Gateway:
                 admission=self.admission,
                 long_term=self.long_term,
                 roles=RolePages(self.roles, self._pd, self.config.timeouts.cluster_s),
-                caches=CachePages(self._caches),
+                caches=self._caches,
                 links=self._region_links,
                 link_names=dict(link_names),
-                planner=lambda: self._started().planner,
+                services=self._started,
             )
         )
 
@@ -241,7 +239,7 @@ _GATEWAY: Final = web.AppKey("gateway", Gateway)
 
 
 def create_app(gateway: Gateway) -> web.Application:
-    """The application; it starts and closes `gateway`. Serve it with handler cancellation on."""
+    """The application, which starts and closes `gateway`. Serve it with handler cancellation on."""
     app = web.Application(
         client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
     )
@@ -259,7 +257,7 @@ def create_app(gateway: Gateway) -> web.Application:
 
 @web.middleware
 async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error leaves as an OpenAI error object."""
+    """Turn every error into an OpenAI error object."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -287,6 +285,6 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
         response.headers["x-request-id"] = request_id
     if not request.body_exists or request.content.at_eof():
         return response
-    # The rest of the body is not waited for: say that the connection will not be kept.
+    # The rest of the body will not be read, so the connection cannot be kept.
     response.force_close()
     return response

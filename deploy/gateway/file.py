@@ -15,7 +15,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from deploy.gateway.cache.caches import Follow, RegionCaches
+from deploy.gateway.cache.region_caches import Follow, RegionCaches
 from deploy.gateway.config import (
     ApiKey,
     GatewayConfig,

@@ -1,26 +1,33 @@
-"""What the gateway answers besides completions: its models, its health, and what operators ask.
+"""Every endpoint but the completions: models, health, metrics, and the pages for operators.
 
-Reads arguments and makes JSON of values that others own. Where the configuration protects them,
-those for operators ask for an API key. Does not route or relay anything.
+Reads arguments and makes JSON of values that others own. With `protect_admin` the pages for
+operators need an API key. Does not route or relay anything.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, get_args
 
 import msgspec
 from aiohttp import web
 
-from deploy.gateway.cache.pages import CachePages
+from deploy.gateway.cache.api import (
+    CacheOverview,
+    TopPrefixes,
+    explanation,
+    hot_prefixes,
+    node_caches,
+)
+from deploy.gateway.cache.region_caches import Order, RegionCaches
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.intake.accept import Intake
+from deploy.gateway.intake.accept import Intake, ServedModels
 from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.limits import Limits
-from deploy.gateway.intake.models import ServedModels
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.metrics import CONTENT_TYPE, GatewayMetrics
@@ -30,20 +37,22 @@ from deploy.gateway.scheduling.overview import scheduling_overview
 from deploy.gateway.scheduling.role_pages import RolePages
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.background import Background
-from deploy.gateway.serving.planning import Planner
+from deploy.gateway.serving.exchange import Services
+from deploy.gateway.serving.planning import NotRendered, judge
 from deploy.gateway.serving.records import RecordRing
+from scheduler.routing.decision import Reason
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Page: TypeAlias = Callable[[web.Request], Awaitable[object]]
-"""Gives a JSON-ready value."""
+"""Returns a JSON-ready value."""
 
-_MAX_LISTED_RECORDS: Final = 1000
+_MAX_LISTED: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSources:
-    """What pages are made of. `link_names` names the link to each prefill cluster; `planner` raises
-    `ApiError` until the gateway has started.
+    """Everything that pages show. `link_names` names the link to each prefill cluster; `services`
+    raises `ApiError` until the gateway has started.
     """
 
     config: GatewayConfig
@@ -59,20 +68,20 @@ class PageSources:
     admission: Admission
     long_term: LongTermService
     roles: RolePages
-    caches: CachePages
+    caches: RegionCaches | None
     links: RegionLinks | None
     link_names: Mapping[str, str]
-    planner: Callable[[], Planner]
+    services: Callable[[], Services]
 
 
 class Pages:
-    """Every endpoint of one gateway but those for completions."""
+    """The pages of one gateway."""
 
     def __init__(self, sources: PageSources) -> None:
         self._from = sources
 
     def routes(self) -> Iterable[web.RouteDef]:
-        """For the application's router."""
+        """Every page, for the application's router."""
         for_operators: dict[str, Page] = {
             "/prfaas/requests": self._requests,
             "/prfaas/requests/{id}": self._request,
@@ -125,11 +134,7 @@ class Pages:
 
     async def _requests(self, request: web.Request) -> object:
         """GET /prfaas/requests?limit=N: the latest records, newest first."""
-        text = request.query.get("limit", "100")
-        if not (text.isascii() and text.isdigit() and 0 < int(text) <= _MAX_LISTED_RECORDS):
-            message = f"limit must be a number from 1 to {_MAX_LISTED_RECORDS}."
-            raise ApiError(400, "invalid_limit", message, param="limit")
-        return {"requests": self._from.records.latest(int(text))}
+        return {"requests": self._from.records.latest(_limit(request, 100))}
 
     async def _request(self, request: web.Request) -> object:
         """GET /prfaas/requests/{id}."""
@@ -169,27 +174,49 @@ class Pages:
         return self._from.links.overview()
 
     async def _caches(self, _request: web.Request) -> object:
-        """GET /prfaas/cache."""
-        return await self._from.caches.overview()
+        """GET /prfaas/cache: what every node holds, and what the directory knows of it."""
+        caches = self._needed_caches()
+        statuses, known = await asyncio.gather(caches.statuses(), caches.directory.nodes())
+        targets = {name: at for name, at in caches.targets.items() if name in statuses}
+        return CacheOverview(node_caches(targets, statuses, known))
 
     async def _prefixes(self, request: web.Request) -> object:
-        """GET /prfaas/cache/top."""
-        return await self._from.caches.top(request.query)
+        """GET /prfaas/cache/top?limit=N&order=hits|size|recent."""
+        caches = self._needed_caches()
+        limit, order = _limit(request, 20), _order(request)
+        listed = await caches.prefixes(limit, order)
+        errors = {str(name): reply for name, reply in listed.items() if isinstance(reply, str)}
+        return TopPrefixes(hot_prefixes(listed, order, limit), errors)
 
     async def _explain_cache(self, request: web.Request) -> web.Response:
-        """POST /prfaas/cache/explain: a body as for a completion or a chat completion. It is
-        rendered by an engine, so it needs a key and room as these do.
+        """POST /prfaas/cache/explain: how a prompt would fare now. The body is that of a completion
+        or a chat completion. An engine renders it, so it needs a key and room as these do.
         """
-        planner = self._from.planner()
+        services = self._from.services()
         async with self._from.intake.received(request) as exchange:
-            return _json(await self._from.caches.explain(planner, exchange))
+            self._needed_caches()
+            try:
+                judged = await judge(services, exchange)
+            except NotRendered as error:
+                message = f"The prompt's tokens cannot be known ({error.reason.value})."
+                status = 503 if error.reason is Reason.RENDER_UNAVAILABLE else 400
+                raise ApiError(status, "not_rendered", message) from error
+            model, decision = exchange.inbound.model, judged.decision
+            return _json(explanation(model, judged.shape, judged.cached, decision))
+
+    def _needed_caches(self) -> RegionCaches:
+        if self._from.caches is None:
+            message = "This gateway was started without a directory of what is cached."
+            raise ApiError(404, "no_cache_directory", message)
+        return self._from.caches
 
     async def _roles(self, _request: web.Request) -> object:
         """GET /v1/pd_role."""
         return await self._from.roles.overview()
 
     async def _change_role(self, request: web.Request) -> web.Response:
-        """POST /v1/pd_role. Changes something: where there are keys, it takes an operator's."""
+        """POST /v1/pd_role."""
+        # A change always needs an operator's key where there are keys, not only with protect_admin.
         self._from.keys.check_operator(_authorization(request))
         self._from.limits.check_accepting()
         body = await self._from.limits.read_small(request)
@@ -197,7 +224,7 @@ class Pages:
         return _json(role, status)
 
     def _for_operators(self, page: Page) -> Handler:
-        """Answers with `page` whoever may see it."""
+        """A handler that answers with `page` if the client may see it."""
 
         async def answer(request: web.Request) -> web.Response:
             self._check_operator(request)
@@ -211,6 +238,24 @@ class Pages:
     def _check_operator(self, request: web.Request) -> None:
         if self._from.config.protect_admin:
             self._from.keys.check_operator(_authorization(request))
+
+
+def _limit(request: web.Request, default: int) -> int:
+    text = request.query.get("limit", str(default))
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= _MAX_LISTED):
+        message = f"limit must be a number from 1 to {_MAX_LISTED}."
+        raise ApiError(400, "invalid_limit", message, param="limit")
+    return int(text)
+
+
+def _order(request: web.Request) -> Order:
+    orders: tuple[Order, ...] = get_args(Order)
+    wanted = request.query.get("order", "hits")
+    for order in orders:
+        if order == wanted:
+            return order
+    message = f"order must be one of {', '.join(orders)}."
+    raise ApiError(400, "invalid_order", message, param="order")
 
 
 def _authorization(request: web.Request) -> str | None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from deploy.gateway.cache.api import (
         CacheOverview,
         Explanation,
-        HotPrefix,
-        NodeCache,
+        NodeCacheStatus,
+        RegionPrefix,
         TierTokens,
         TopPrefixes,
     )
@@ -219,7 +219,7 @@ def print_explanation(console: Console, explained: Explanation) -> None:
     say(console, f"now: {explained.route} {explained.target}: {explained.reason}{numbers}")
 
 
-def _node_cells(node: NodeCache) -> list[str]:
+def _node_cells(node: NodeCacheStatus) -> list[str]:
     known = node.directory
     age = "" if known is None else format_age(known.age_s) + ("" if known.complete else ", partly")
     cache = node.cache
@@ -235,7 +235,7 @@ def _node_cells(node: NodeCache) -> list[str]:
     ]
 
 
-def _prefix_cells(prefix: HotPrefix) -> list[str]:
+def _prefix_cells(prefix: RegionPrefix) -> list[str]:
     return [
         prefix.key[:_KEY_CHARS],
         f"{prefix.num_tokens:,}",

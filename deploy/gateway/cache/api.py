@@ -1,18 +1,16 @@
-"""What /prfaas/cache answers: what nodes hold, which prefixes are hot, what becomes of one prompt.
+"""The answers under /prfaas/cache: what nodes hold, hot prefixes, how a prompt would fare.
 
-Turns values into JSON-ready ones. Does not know HTTP, and asks nobody itself.
+Pure functions from what agents, directory and router say to JSON-ready values. Does not know HTTP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
 
 import msgspec
 
-from deploy.gateway.cache.cached import CachedPrompt
-from deploy.gateway.cache.caches import Order
-from deploy.gateway.cache.shares import hit_share
+from deploy.gateway.cache.cached_prompt import CachedPrompt
+from deploy.gateway.cache.region_caches import Order
 from kvmanager.agent.messages import (
     CachedPrefix,
     CacheModel,
@@ -25,9 +23,10 @@ from kvmanager.pool.shape import PartKind
 from scheduler.routing.decision import Decision, Number, RequestShape
 
 
-class NodeCache(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's prefix cache. `error` says why its agent's numbers are missing; `hit_share` is of
-    the tokens its engines looked up. `directory` is what is known of it there, None if nothing.
+class NodeCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's prefix cache. `error` says why the agent's numbers are missing. `hit_share` is the
+    share of the looked-up tokens that were cached. `directory` is None if the directory does not
+    know the node.
     """
 
     cluster: str
@@ -42,12 +41,12 @@ class NodeCache(msgspec.Struct, frozen=True, kw_only=True):
 class CacheOverview(msgspec.Struct, frozen=True):
     """All nodes of the region, by name."""
 
-    nodes: list[NodeCache]
+    nodes: list[NodeCacheStatus]
 
 
-class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefix that nothing longer continues, with all nodes ("cluster/node") that hold it; bytes
-    and hits are theirs together.
+class RegionPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """A cached prefix that no longer one continues, and all `nodes` ("cluster/node") that hold it.
+    Bytes and hits are summed over the nodes.
     """
 
     key: str
@@ -62,21 +61,21 @@ class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopPrefixes(msgspec.Struct, frozen=True):
-    """Prefixes of all nodes; `errors` by "cluster/node" say whose are missing."""
+    """Prefixes of all nodes; `errors` says by "cluster/node" why a node's prefixes are missing."""
 
-    prefixes: list[HotPrefix]
+    prefixes: list[RegionPrefix]
     errors: dict[str, str]
 
 
 class TierTokens(msgspec.Struct, frozen=True):
-    """Tokens whose KV is there, and tokens of the longest prefix that can be resumed from it."""
+    """Tokens whose KV is there, and how many of them can be resumed from."""
 
     kv_tokens: int
     usable_tokens: int
 
 
 class NodeTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node holds of a prompt, by tier and together; `age_s` old."""
+    """What one node holds of a prompt, by tier and in `together`, as known `age_s` ago."""
 
     cluster: str
     node: str
@@ -88,8 +87,8 @@ class NodeTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What one route takes: tokens computed, tokens whose KV crosses the link, and about how many
-    bytes, windows and states included. `target`: a prefill cluster, or the PD cluster itself.
+    """The work of one route: tokens computed, tokens whose KV crosses the link, and about how many
+    bytes that is with windows and states. `target` is a prefill cluster or the PD cluster itself.
     """
 
     route: str
@@ -100,8 +99,8 @@ class RouteWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """How one prompt would fare now. `key` is that of its last full block, "" if it has none;
-    `note` says why nothing is known to be cached, where nothing is.
+    """How one prompt would fare now. `key` is the key of its last full block, "" if it has none.
+    `note` says why nothing is known to be cached, "" if something is.
     """
 
     model: str
@@ -122,8 +121,8 @@ def node_caches(
     targets: Mapping[NodeName, str],
     statuses: Mapping[NodeName, StatusReply | str],
     known: Iterable[NodeState],
-) -> list[NodeCache]:
-    """One for every node, by name."""
+) -> list[NodeCacheStatus]:
+    """One status for every node in `targets`, sorted by name."""
     states = {NodeName(state.cluster, state.node): state for state in known}
     return [
         _node_cache(name, targets[name], statuses[name], states.get(name))
@@ -133,8 +132,8 @@ def node_caches(
 
 def hot_prefixes(
     listed: Mapping[NodeName, ListCacheReply | str], order: Order, limit: int
-) -> list[HotPrefix]:
-    """The first `limit` prefixes of all nodes; what several hold comes once."""
+) -> list[RegionPrefix]:
+    """The first `limit` prefixes of all nodes; a prefix that several nodes hold is listed once."""
     held: dict[str, list[tuple[NodeName, CachedPrefix]]] = {}
     for name in sorted(listed):
         reply = listed[name]
@@ -169,30 +168,37 @@ def explanation(
 
 def _node_cache(
     name: NodeName, target: str, status: StatusReply | str, known: NodeState | None
-) -> NodeCache:
-    cluster, node = name
+) -> NodeCacheStatus:
     if isinstance(status, str):
-        return NodeCache(cluster=cluster, node=node, agent=target, error=status, directory=known)
-    if status.cache is None:
-        error = "this agent keeps no prefix cache"
-        return NodeCache(cluster=cluster, node=node, agent=target, error=error, directory=known)
-    return NodeCache(
-        cluster=cluster,
-        node=node,
+        cache, error = None, status
+    else:
+        cache = status.cache
+        error = "this agent keeps no prefix cache" if cache is None else ""
+    return NodeCacheStatus(
+        cluster=name.cluster,
+        node=name.node,
         agent=target,
-        cache=status.cache,
-        hit_share=hit_share(status.cache),
+        error=error,
+        cache=cache,
+        hit_share=None if cache is None else hit_share(cache),
         directory=known,
     )
 
 
-def _merged(key: str, entries: list[tuple[NodeName, CachedPrefix]]) -> HotPrefix:
+def hit_share(cache: CacheStatus) -> float | None:
+    """Hit tokens of all tiers by tokens looked up; None before the first look-up."""
+    if not cache.query_tokens:
+        return None
+    return min(1.0, sum(cache.hit_tokens.values()) / cache.query_tokens)
+
+
+def _merged(key: str, entries: list[tuple[NodeName, CachedPrefix]]) -> RegionPrefix:
     prefixes = [prefix for _, prefix in entries]
     nbytes: dict[str, int] = {}
     for prefix in prefixes:
         for part, size in prefix.nbytes.items():
             nbytes[part] = nbytes.get(part, 0) + size
-    return HotPrefix(
+    return RegionPrefix(
         key=key,
         num_tokens=prefixes[0].num_tokens,
         resumable_tokens=max(prefix.resumable_tokens for prefix in prefixes),
@@ -205,13 +211,14 @@ def _merged(key: str, entries: list[tuple[NodeName, CachedPrefix]]) -> HotPrefix
     )
 
 
-def _rank(prefix: HotPrefix, order: Order) -> float:
-    ranks: dict[Order, float] = {
-        "hits": -prefix.hits,
-        "size": -sum(prefix.nbytes.values()),
-        "recent": prefix.idle_s,
-    }
-    return ranks[order]
+def _rank(prefix: RegionPrefix, order: Order) -> float:
+    match order:
+        case "hits":
+            return -prefix.hits
+        case "size":
+            return -sum(prefix.nbytes.values())
+        case "recent":
+            return prefix.idle_s
 
 
 def _node_tokens(item: NodeCoverage, block_tokens: int) -> NodeTokens:
@@ -258,7 +265,9 @@ def _routes(shape: RequestShape, cached: CachedPrompt) -> list[RouteWork]:
 
 
 def _bytes_sent(model: CacheModel | None, shape: RequestShape, sent_tokens: int) -> int:
-    """In whole pages it is a little more. Windows and states are sent whatever is cached."""
+    """About how many bytes the KV of `sent_tokens` has. Windows and states are always sent; whole
+    pages make it a little more.
+    """
     if model is None:
         return 0
     total = 0
@@ -270,6 +279,3 @@ def _bytes_sent(model: CacheModel | None, shape: RequestShape, sent_tokens: int)
             tokens = min(window_tokens, shape.num_prompt_tokens - 1) if is_window else sent_tokens
             total += nbytes * tokens // model.block_tokens
     return total
-
-
-ORDERS: Final[tuple[Order, ...]] = ("hits", "size", "recent")

@@ -1,8 +1,8 @@
 """Moves cached prefixes between the region's nodes: for a request that waits, and ahead of need.
 
-Owns a connection to each agent it has spoken to and every move under way. When a move is worth it
-is `scheduler.routing.cache_moves`'s to say; what it rests on, rates of prefill and of links, is
-measured here. Does not know requests or how prefixes are found.
+Owns a connection to each agent that took part in a move, and every move under way. It measures the
+rates of prefill and of links; `scheduler.routing.cache_moves` decides by them whether a move is
+worth waiting for. Does not know requests or how prefixes are found.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
 
-from deploy.gateway.cache.cached import CachedPrompt
+from deploy.gateway.cache.cached_prompt import CachedPrompt, PromptKeys
 from deploy.gateway.serving.background import Background
 from kvmanager.agent.clients.cache import (
     CacheControl,
@@ -27,24 +27,23 @@ from kvmanager.agent.clients.cache import (
 )
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName
-from kvmanager.hashing import join_keys
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from scheduler.routing.cache_moves import MoveCase, MoveReason, RateMeter, worth_moving
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
-Kind = Literal["request", "replication"]
+MoveKind = Literal["request", "replication"]
 MoveName = tuple[bytes, NodeName]
-"""The prefix's last key, and where it goes."""
+"""The last key of the prefix, and the node to which it goes."""
 
 STATUS_TIMEOUT_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSettings:
-    """`margin`: a request waits for a move that takes less than this share of computing again, and
-    at most `max_wait_s`. A prefix is moved for `min_saved_tokens` or more.
+    """A request waits for a move that takes less than `margin` times the computation that it
+    saves, and at most `max_wait_s`. A move must save `min_saved_tokens` or more.
     """
 
     margin: float = 0.5
@@ -79,41 +78,22 @@ class MoveMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """A prefix of a prompt whose keys are known."""
+class _Candidate:
+    """A move that would let `destination` resume `saved_tokens` more of a prompt than it can now.
 
-    model: CacheModel
-    root: bytes
-    keys: tuple[bytes, ...]
-
-    @property
-    def shape(self) -> CacheShape:
-        """Raises ValueError for parts that are no cache shape."""
-        return cache_shape(self.model)
-
-    @property
-    def joined(self) -> bytes:
-        return join_keys((self.root, *self.keys))
-
-
-@dataclass(frozen=True, slots=True)
-class _Better:
-    """A node that could resume more of a prompt than the one that shall compute it."""
+    `parts` are (block, part of the cache shape); together they have `nbytes`.
+    """
 
     source: NodeName
     destination: NodeName
-    prefix: Prefix
+    prefix: PromptKeys
     saved_tokens: int
     parts: tuple[tuple[int, int], ...]
-
-    @property
-    def nbytes(self) -> int:
-        shape = self.prefix.shape
-        return sum(shape.parts[part].nbytes for _, part in self.parts)
+    nbytes: int
 
 
 class CacheMoves:
-    """See the module text. Use it on one event loop; `close` it."""
+    """All moves of one gateway. Runs on one event loop; `close` it."""
 
     def __init__(
         self,
@@ -125,7 +105,9 @@ class CacheMoves:
         settings: MoveSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`targets`: the nodes' agents now, by control address."""
+        """`targets` gives the control address of each node's agent as it is now. `open_control`
+        makes a client of the agent at such an address, to be closed here.
+        """
         self.metrics = metrics
         self.settings = settings or MoveSettings()
         self._targets = targets
@@ -141,36 +123,33 @@ class CacheMoves:
 
     @property
     def moving(self) -> set[MoveName]:
-        """The moves under way."""
+        """The names of the moves under way."""
         return set(self._moving)
 
-    # ---- what was measured elsewhere
-
     def prefilled(self, target: str, num_tokens: int, prefill_s: float) -> None:
-        """A prefill of `num_tokens` uncached tokens took that long at a route's target."""
+        """Note that a route's target computed `num_tokens` uncached tokens in `prefill_s`."""
         self._prefill_rates[target].observe(num_tokens, prefill_s, self._clock())
 
-    # ---- for a request
-
     async def before_prefill(self, cached: CachedPrompt, target: str) -> str | None:
-        """Bring the longest prefix that any node has to a node that computes for `target`, when
-        waiting for that clearly takes less time than computing it there; the node agent's control
-        address then, so that the job can go there. None: go on as things are. Never raises but when
-        cancelled.
+        """Move the longest prefix that any node has to a node that computes for `target`, if that
+        clearly takes less time than to compute it there.
+
+        Returns the control address of that node's agent, so that the job can go there, or None if
+        nothing was moved. Raises nothing but `CancelledError`.
         """
         try:
-            better = self._better(cached, target)
+            found = self._candidate(cached, target)
         except ValueError as error:
-            logger.warning("no cache shape: %s", error)
+            logger.warning("a model's cache shape is not usable: %s", error)
             return None
-        if better is None:
+        if found is None:
             return None
         now_s = self._clock()
-        link = better.source.cluster, better.destination.cluster
+        link = found.source.cluster, found.destination.cluster
         verdict = worth_moving(
             MoveCase(
-                saved_tokens=better.saved_tokens,
-                nbytes=better.nbytes,
+                saved_tokens=found.saved_tokens,
+                nbytes=found.nbytes,
                 prefill_tokens_per_s=self._prefill_rates[target].per_s(now_s),
                 link_bytes_per_s=self._link_rates[link].per_s(now_s),
                 rtt_s=self._rtts.get(link, 0.0),
@@ -179,16 +158,25 @@ class CacheMoves:
             max_wait_s=self.settings.max_wait_s,
         )
         self.metrics.decisions.labels(verdict.reason.value).inc()
-        logger.debug("moving %s -> %s: %s", better.source, better.destination, verdict)
+        logger.debug("moving %s -> %s: %s", found.source, found.destination, verdict)
         if verdict.reason is MoveReason.LINK_RATE_UNKNOWN and not self._moving:
-            # Nobody waits for this one: it serves the next request, and measures the link.
-            self._begin(better.prefix, better.source, better.destination, better.parts)
+            # This request does not wait: the move measures the link and serves the next request.
+            self.begin(found.prefix, found.source, found.destination, found.parts)
         if not verdict.moves:
             return None
-        return await self._wait(better)
+        task = self.begin(
+            found.prefix, found.source, found.destination, found.parts, kind="request"
+        )
+        if task is None:
+            return None
+        # A move that takes too long goes on without the request: a later one can use it.
+        done, _ = await asyncio.wait({task}, timeout=self.settings.max_wait_s)
+        if not done or task.cancelled() or task.exception() is not None:
+            return None
+        return self._targets().get(found.destination)
 
-    def _better(self, cached: CachedPrompt, target: str) -> _Better | None:
-        """The longest prefix elsewhere, if it spares the cluster enough."""
+    def _candidate(self, cached: CachedPrompt, target: str) -> _Candidate | None:
+        """The longest prefix that another cluster has, if it saves the target enough tokens."""
         cluster, nodes = cached.computing(target)
         elsewhere = [item for item in cached.coverage if item.cluster != cluster]
         if cached.keys is None or not nodes or not elsewhere:
@@ -201,44 +189,28 @@ class CacheMoves:
         saved_tokens = (num_blocks - best_here) * model.block_tokens
         if saved_tokens < self.settings.min_saved_tokens:
             return None
+        # The node that has the most of it needs the fewest bytes.
         node = max(sorted(nodes), key=lambda name: _kv_blocks(here.get(name)))
-        prefix = Prefix(model, cached.keys.root, cached.keys.blocks[:num_blocks])
         kv_there = _kv_blocks(here.get(node))
-        shape = prefix.shape
+        shape = cache_shape(model)
         parts = tuple(
             (index, part)
             for index, part in shape.resume_parts(num_blocks)
             if shape.parts[part].kind is not PartKind.KV or index >= kv_there
         )
-        source = NodeName(longest.cluster, longest.node)
-        return _Better(source, NodeName(cluster, node), prefix, saved_tokens, parts)
-
-    async def _wait(self, better: _Better) -> str | None:
-        task = self._begin(
-            better.prefix, better.source, better.destination, better.parts, kind="request"
+        return _Candidate(
+            source=NodeName(longest.cluster, longest.node),
+            destination=NodeName(cluster, node),
+            prefix=replace(cached.keys, blocks=cached.keys.blocks[:num_blocks]),
+            saved_tokens=saved_tokens,
+            parts=parts,
+            nbytes=sum(shape.parts[part].nbytes for _, part in parts),
         )
-        if task is None:
-            return None
-        # A move that takes too long goes on: the next request may have more patience.
-        done, _ = await asyncio.wait({task}, timeout=self.settings.max_wait_s)
-        if not done or task.cancelled() or task.exception() is not None:
-            return None
-        return self._targets().get(better.destination)
 
-    # ---- ahead of need
-
-    def replicate(
-        self,
-        prefix: Prefix,
-        source: NodeName,
-        destination: NodeName,
-        parts: Sequence[tuple[int, int]],
-    ) -> asyncio.Task[CacheMoveResult] | None:
-        """Begin to copy; None when that is not possible now."""
-        return self._begin(prefix, source, destination, parts)
-
-    async def drop(self, prefix: Prefix, node: NodeName, keep_blocks: int) -> int:
-        """Drop a copy, but for its first blocks; how many parts. Raises RpcError."""
+    async def drop(self, prefix: PromptKeys, node: NodeName, keep_blocks: int) -> int:
+        """Drop a node's copy of `prefix` but for its first `keep_blocks`; returns the number of
+        dropped parts. Raises `RpcError`.
+        """
         control = self._control(node)
         fingerprint = await self._fingerprint(node, prefix.model)
         num_parts = await control.drop(fingerprint, prefix.joined, keep_blocks)
@@ -246,7 +218,7 @@ class CacheMoves:
         return num_parts
 
     async def close(self) -> None:
-        """End what is under way and close all connections. Idempotent."""
+        """Cancel all moves and close all connections. Idempotent."""
         tasks = list(self._moving.values())
         for task in tasks:
             task.cancel()
@@ -255,19 +227,21 @@ class CacheMoves:
         self._controls.clear()
         await asyncio.gather(*(control.close() for control in controls))
 
-    # ---- one move
-
-    def _begin(
+    def begin(
         self,
-        prefix: Prefix,
+        prefix: PromptKeys,
         source: NodeName,
         destination: NodeName,
         parts: Sequence[tuple[int, int]],
         *,
-        kind: Kind = "replication",
+        kind: MoveKind = "replication",
     ) -> asyncio.Task[CacheMoveResult] | None:
-        """The move as a task of its own; the one that is under way already, if there is one."""
-        name = prefix.keys[-1], destination
+        """Start to copy `parts` of a prefix in a task of its own, and return the task.
+
+        Returns the running task if this prefix is on its way there already, and None if there are
+        too many moves or a node is not reported any more.
+        """
+        name = prefix.blocks[-1], destination
         if name not in self._moving:
             known = self._targets()
             if len(self._moving) >= self.settings.max_moves:
@@ -282,11 +256,11 @@ class CacheMoves:
 
     async def _move(
         self,
-        prefix: Prefix,
+        prefix: PromptKeys,
         source: NodeName,
         destination: NodeName,
         parts: Sequence[tuple[int, int]],
-        kind: Kind,
+        kind: MoveKind,
     ) -> CacheMoveResult:
         outcome = "cancelled"
         try:
@@ -296,7 +270,7 @@ class CacheMoves:
             outcome = "complete"
         except RpcError as error:
             outcome = error.code.lower()
-            logger.warning("no cached prefix from %s to %s: %s", source, destination, error)
+            logger.warning("moving a prefix from %s to %s failed: %s", source, destination, error)
             raise
         finally:
             self.metrics.moves.labels(kind, outcome).inc()
@@ -308,7 +282,10 @@ class CacheMoves:
         return result
 
     async def _fingerprint(self, node: NodeName, model: CacheModel) -> str:
-        """The layout behind a cache model, as that node's engines have it. Raises RpcError."""
+        """The fingerprint of the layout with which a node's engines cache `model`.
+
+        Raises `RpcError`.
+        """
         target = self._target(node)
         known = self._fingerprints.get((target, model.namespace))
         if known is None:
@@ -336,7 +313,7 @@ class CacheMoves:
 
 
 def cache_shape(model: CacheModel) -> CacheShape:
-    """What a model's blocks consist of. Raises ValueError for parts that are no cache shape."""
+    """The parts of a model's blocks. Raises `ValueError` if they are no cache shape."""
     parts = tuple(
         PartShape(PartKind(kind), nbytes, window_tokens)
         for kind, nbytes, window_tokens in model.parts

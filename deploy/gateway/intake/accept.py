@@ -1,28 +1,92 @@
 """From an HTTP request to an `Exchange`: whose it is, whether there is room for it, what it asks.
 
-Does not know routes, nor what becomes of the exchange.
+The gateway takes part in traces (https://www.w3.org/TR/trace-context/) without recording spans: it
+hands a valid context on as it came and replaces a missing or broken one. Does not know routes or
+what becomes of the exchange.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
+from deploy.gateway.config import ModelConfig
+from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.auth import KeyRing
-from deploy.gateway.intake.inbound import Kind, kind_of, parsing_request
+from deploy.gateway.intake.inbound import InboundRequest, Kind, kind_of, parsing_request
 from deploy.gateway.intake.limits import Limits
-from deploy.gateway.intake.models import ServedModels
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.serving.exchange import Exchange, open_exchange
+from deploy.gateway.serving.exchange import Exchange
+from deploy.gateway.serving.records import RequestRecord
 from kvmanager.token_ids import in_turns
+
+# What vLLM reads from headers besides the request id. The gateway chooses the engine, so it does
+# not pass x-data-parallel-rank on.
+_PASSED_ON: Final = ("X-Session-ID", "X-Vllm-Priority")
+_TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as OpenAI's and vLLM's /v1/models show it. `created` is in seconds since 1970."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "prfaas"
+    root: str
+    parent: str | None = None
+    max_model_len: int | None
+    permission: tuple[str, ...] = ()
+
+
+class ServedModels:
+    """The models of one gateway, by name, in the order of the configuration."""
+
+    def __init__(self, models: Iterable[ModelConfig]) -> None:
+        self._models = {model.name: model for model in models}
+        self._since_s = int(time.time())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that clients may ask for."""
+        return tuple(self._models)
+
+    def resolve(self, name: str) -> str:
+        """The served model that a request for `name` means. Raises `ApiError` 404."""
+        # As at an engine, a request without a name means the only model there is.
+        if not name and len(self._models) == 1:
+            return next(iter(self._models))
+        if name in self._models:
+            return name
+        names = ", ".join(self._models)
+        message = f"The model `{name[:200]}` does not exist. Served here: {names}."
+        raise ApiError(404, "model_not_found", message, param="model")
+
+    def card(self, name: str) -> ModelCard:
+        """The card of the model that `name` means. Raises `ApiError` 404."""
+        model = self._models[self.resolve(name)]
+        return ModelCard(
+            id=model.name,
+            created=self._since_s,
+            root=model.root or model.name,
+            max_model_len=model.max_model_len,
+        )
+
+    def cards(self) -> list[ModelCard]:
+        """The cards of all models."""
+        return [self.card(name) for name in self._models]
 
 
 class Intake:
-    """Takes requests for completions in."""
+    """Takes the requests for completions of one gateway in."""
 
     def __init__(
         self,
@@ -33,7 +97,7 @@ class Intake:
         *,
         template_tokens: int,
     ) -> None:
-        """`template_tokens`: how many a chat template may add to a prompt."""
+        """`template_tokens` is how many tokens a chat template may add to a prompt."""
         self._keys = keys
         self._limits = limits
         self._models = models
@@ -44,27 +108,74 @@ class Intake:
     async def received(
         self, request: web.Request, kind: Kind | None = None
     ) -> AsyncIterator[Exchange]:
-        """`request` as an exchange; it counts towards the limits meanwhile.
+        """`request` as an exchange; it counts towards the limits until the context ends.
 
-        `kind` None: as the body has it. Raises `ApiError`.
+        With `kind` None the body tells the endpoint. Raises `ApiError`.
         """
         started_s = time.monotonic()
         tenant = self._keys.check(request.headers.get("Authorization"))
-        async with self._limits.received(request) as held:
-            kind = kind or kind_of(held.body)
+        async with self._limits.received(request) as accepted:
+            kind = kind or kind_of(accepted.body)
             inbound = await in_turns(
-                parsing_request(kind, held.body, template_tokens=self._template_tokens)
+                parsing_request(kind, accepted.body, template_tokens=self._template_tokens)
             )
             # What is learnt of a model must not depend on whether clients bother to name it.
-            model = self._models.resolve(inbound.model)
-            exchange = open_exchange(
-                msgspec.structs.replace(inbound, model=model),
-                request.headers,
-                metrics=self._metrics,
-                started_s=started_s,
-                tenant=tenant,
-            )
+            inbound = msgspec.structs.replace(inbound, model=self._models.resolve(inbound.model))
+            headers = engine_headers(request.headers, inbound)
+            record = _new_record(inbound, headers, tenant)
+            record.parts.read_s = time.monotonic() - started_s
+            exchange = Exchange(inbound, headers, record, self._metrics, started_s)
             try:
                 yield exchange
             finally:
-                held.is_served = bool(exchange.record.decode_instance)
+                accepted.is_served = bool(record.decode_instance)
+
+
+def engine_headers(headers: Mapping[str, str], inbound: InboundRequest) -> dict[str, str]:
+    """The headers with which engines get a client's request."""
+    request_id = (
+        usable_request_id(headers.get("X-Request-Id"))
+        or usable_request_id(inbound.request_id)
+        or secrets.token_hex(16)
+    )
+    found = {
+        "Content-Type": JSON_TYPE,
+        "Accept-Encoding": "identity",
+        "X-Request-Id": request_id,
+    }
+    traceparent = headers.get("traceparent", "")
+    if is_traceparent(traceparent):
+        if state := headers.get("tracestate"):
+            found["tracestate"] = state
+    else:
+        traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+    found["traceparent"] = traceparent
+    return found | {name: value for name in _PASSED_ON if (value := headers.get(name))}
+
+
+def is_traceparent(value: str) -> bool:
+    """Whether `value` is a valid traceparent header."""
+    match = _TRACEPARENT.fullmatch(value)
+    if match is None:
+        return False
+    version, trace_id, parent_id, rest = match.groups()
+    # Version ff is invalid, and only versions above 00 may have more fields.
+    if version == "ff" or (version == "00" and rest is not None):
+        return False
+    return bool(int(trace_id, 16) and int(parent_id, 16))
+
+
+def usable_request_id(value: str | None) -> str | None:
+    """`value` if it may stand in headers, logs and engine ids unchanged, else None."""
+    return value if value and _REQUEST_ID.fullmatch(value) else None
+
+
+def _new_record(inbound: InboundRequest, headers: Mapping[str, str], tenant: str) -> RequestRecord:
+    return RequestRecord(
+        request_id=headers["X-Request-Id"],
+        started_s=time.time(),
+        endpoint=inbound.kind,
+        model=inbound.model,
+        trace_id=headers["traceparent"][3:35],
+        tenant=tenant,
+    )

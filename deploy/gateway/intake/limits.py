@@ -1,16 +1,14 @@
-"""How many requests the gateway holds at a time, and how much memory their bodies may take.
+"""How many requests the gateway serves at a time, and how much memory their bodies may take.
 
-A body is charged as its bytes arrive, whatever its headers announce: what was only announced takes
-no memory, and what was not announced takes as much. A body that goes beyond a limit is given up at
-that byte, and its memory goes back at once.
-
-Counts what is in flight; a request too many is told when to come back, and once the gateway drains
-none is let in. Does not know what requests ask for, nor who sent them.
+A body counts as its bytes arrive, whatever its headers announce. A body that goes beyond a limit is
+given up at that byte, and its memory is free at once. A request beyond a limit is told when to come
+back; once the gateway drains, none is let in. Does not know what requests ask for or who sent them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,16 +19,17 @@ from aiohttp import web
 
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.intake.turnstile import Turnstile
 
 SMALL_BODY_BYTES: Final = 64 << 10
-"""An order to the gateway itself is far shorter. No more than a connection buffers anyway."""
+"""Limit of the body of an order to the gateway itself: one connection buffers as much anyway."""
 
 
 @dataclass(slots=True)
-class Held:
-    """A request that was let in. `nbytes` of its body are charged; `is_served` once an engine was
-    given it: only then the time it is held says when places fall free.
+class AcceptedBody:
+    """The body of a request that was let in. `nbytes` of it count towards the limits.
+
+    `is_served` is set once an engine got the request. Only then the time it took says how soon
+    other requests end.
     """
 
     body: bytes = b""
@@ -38,12 +37,49 @@ class Held:
     is_served: bool = False
 
 
+class RetryAfter:
+    """When clients that are refused for want of room may come back, in seconds.
+
+    By Little's law requests end at a rate of (those in flight) / (the mean time that one takes).
+    Clients are told to come back one after another at that rate, so that they do not all return at
+    once for a single place. `min_s` and `max_s` bound the wait. Time is an argument.
+    """
+
+    GAIN = 0.05
+
+    def __init__(self, min_s: float, max_s: float) -> None:
+        if not 0 < min_s < math.inf:
+            raise ValueError(f"min_s is {min_s!r}; it must be above 0")
+        self._min_s = min_s
+        self._max_s = max(min_s, max_s)
+        self._mean_s = 0.0
+        self._num_ended = 0
+        self._last_s = -math.inf
+
+    def ended(self, took_s: float) -> None:
+        """Note that a request which an engine served is over."""
+        self._num_ended += 1
+        gain = max(self.GAIN, 1 / self._num_ended)
+        self._mean_s += gain * (took_s - self._mean_s)
+
+    def refused(self, share: float, now_s: float) -> int:
+        """The whole seconds after which the client that is refused now may come back.
+
+        `share` is the share of what is in use now that must be free again for it.
+        """
+        free_s = self._mean_s * share
+        self._last_s = min(max(self._last_s, now_s) + free_s, now_s + self._max_s)
+        return math.ceil(max(self._last_s - now_s, self._min_s))
+
+
 class Limits:
-    """Of one gateway: what requests hold together, and whether another one may come in."""
+    """What all requests of one gateway use together, and whether another one may come in."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._turnstile = Turnstile(config.retry_after_s, config.scheduling.admission.max_retry_s)
+        self._retry_after = RetryAfter(
+            config.retry_after_s, config.scheduling.admission.max_retry_s
+        )
         self._num_in_flight = 0
         self._num_body_bytes = 0
         self._is_draining = False
@@ -57,7 +93,7 @@ class Limits:
 
     @property
     def num_body_bytes(self) -> int:
-        """What the bodies of requests in flight take, those still arriving included."""
+        """Bytes of the bodies of all requests in flight, those still arriving included."""
         return self._num_body_bytes
 
     @property
@@ -66,11 +102,11 @@ class Limits:
         return self._is_draining
 
     def stop_accepting(self) -> None:
-        """Let none in from now on; those in flight go on."""
+        """Refuse new requests from now on; those in flight go on."""
         self._is_draining = True
 
     async def wait_idle(self) -> None:
-        """Until nothing is in flight."""
+        """Wait until no request is in flight."""
         await self._idle.wait()
 
     def check_accepting(self) -> None:
@@ -79,62 +115,70 @@ class Limits:
             raise ApiError(503, "shutting_down", "The gateway is shutting down.", retry_after_s=5)
 
     @asynccontextmanager
-    async def received(self, request: web.Request) -> AsyncIterator[Held]:
-        """A request with its whole body; both count towards the limits meanwhile.
+    async def received(self, request: web.Request) -> AsyncIterator[AcceptedBody]:
+        """Read the whole body of `request`. Both count towards the limits until the context ends.
 
-        Raises `ApiError`: 415, 413 or 429 by its headers, 400, 408, 413 or 429 while it arrives.
+        Raises `ApiError` 413, 415, 429 or 503 by the headers, 400, 408, 413 or 429 while the body
+        arrives.
         """
         self._let_in(request)
-        held, started_s = Held(), time.monotonic()
+        accepted, started_s = AcceptedBody(), time.monotonic()
         self._num_in_flight += 1
         self._idle.clear()
         try:
-            held.body = await self._read(request, self._config.max_body_bytes, held)
-            yield held
+            accepted.body = await self._read(request, self._config.max_body_bytes, accepted)
+            yield accepted
         finally:
-            if held.is_served:
-                self._turnstile.ended(time.monotonic() - started_s)
-            self._num_body_bytes -= held.nbytes
+            if accepted.is_served:
+                self._retry_after.ended(time.monotonic() - started_s)
+            self._num_body_bytes -= accepted.nbytes
             self._num_in_flight -= 1
             if not self._num_in_flight:
                 self._idle.set()
 
     async def read_small(self, request: web.Request) -> bytes:
-        """A body of at most `SMALL_BODY_BYTES`, counted nowhere. `ApiError` 400, 408 or 413."""
+        """Read a body of at most `SMALL_BODY_BYTES`, which does not count towards the limits.
+
+        Raises `ApiError` 400, 408 or 413.
+        """
         return await self._read(request, SMALL_BODY_BYTES, None)
 
-    async def _read(self, request: web.Request, max_bytes: int, held: Held | None) -> bytes:
+    async def _read(
+        self, request: web.Request, max_bytes: int, accepted: AcceptedBody | None
+    ) -> bytes:
         try:
             if request.content.is_eof():
-                # All of it is here already: the usual case, and timers cost more than reading.
-                return await self._read_all(request, max_bytes, held)
+                # Usually the whole body is here already, and a timer costs more than reading it.
+                return await self._read_all(request, max_bytes, accepted)
             async with asyncio.timeout(self._config.timeouts.body_s):
-                return await self._read_all(request, max_bytes, held)
+                return await self._read_all(request, max_bytes, accepted)
         except TimeoutError:
             message = f"The body did not arrive within {self._config.timeouts.body_s:g} s."
             raise ApiError(408, "body_timeout", message) from None
         except (web.RequestPayloadError, ValueError) as error:
             raise ApiError(400, "unreadable_body", f"The body cannot be read: {error}") from error
 
-    async def _read_all(self, request: web.Request, max_bytes: int, held: Held | None) -> bytes:
+    async def _read_all(
+        self, request: web.Request, max_bytes: int, accepted: AcceptedBody | None
+    ) -> bytes:
         body = bytearray()
         while chunk := await request.content.readany():
             if len(body) + len(chunk) > max_bytes:
-                raise _too_large(max_bytes, "max_body_bytes" if held is not None else "")
-            if held is not None:
-                self._charge(held, len(chunk))
-            # One buffer and not a list of chunks: a list of tiny ones takes many times their bytes.
+                raise _too_large(max_bytes, "max_body_bytes" if accepted is not None else "")
+            if accepted is not None:
+                self._charge(accepted, len(chunk))
+            # Not a list of chunks: one of tiny chunks would take many times their bytes.
             body += chunk
         return bytes(body)
 
-    def _charge(self, held: Held, nbytes: int) -> None:
-        """Count bytes that have arrived. Raises `ApiError` 429 when all bodies take too much."""
-        held.nbytes += nbytes
+    def _charge(self, accepted: AcceptedBody, nbytes: int) -> None:
+        """Count bytes that have arrived. Raises `ApiError` 429 if all bodies take too much now."""
+        accepted.nbytes += nbytes
         self._num_body_bytes += nbytes
         self._check_memory(0)
 
     def _let_in(self, request: web.Request) -> None:
-        """By what its headers say. Raises `ApiError`."""
+        """Raises `ApiError` if the headers alone say that there is no room for the request."""
         self.check_accepting()
         if request.content_type != JSON_TYPE:
             raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
@@ -146,11 +190,11 @@ class Limits:
                 f"{self._num_in_flight} requests are being served, which is the limit here "
                 "(max_in_flight)."
             )
-            raise self._turned_away(message, 1 / self._num_in_flight)
+            raise self._too_many(message, 1 / self._num_in_flight)
         self._check_memory(nbytes)
 
     def _check_memory(self, nbytes: int) -> None:
-        """Whether `nbytes` more may be buffered. Raises `ApiError` 429."""
+        """Raises `ApiError` 429 if `nbytes` more must not be buffered."""
         limit = self._config.max_buffered_bytes
         too_many_bytes = self._num_body_bytes + nbytes - limit
         if too_many_bytes <= 0:
@@ -159,10 +203,10 @@ class Limits:
             f"The bodies of the requests being served take all the memory set apart for them, "
             f"{limit} bytes (max_buffered_bytes)."
         )
-        raise self._turned_away(message, too_many_bytes / self._num_body_bytes)
+        raise self._too_many(message, too_many_bytes / self._num_body_bytes)
 
-    def _turned_away(self, message: str, share: float) -> ApiError:
-        retry_after_s = self._turnstile.turned_away(share, time.monotonic())
+    def _too_many(self, message: str, share: float) -> ApiError:
+        retry_after_s = self._retry_after.refused(share, time.monotonic())
         message += f" Send it again after {retry_after_s} s."
         return ApiError(429, "too_many_requests", message, retry_after_s=retry_after_s)
 

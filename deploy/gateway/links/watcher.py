@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from deploy.gateway.cache.cached import CachePlaces, places_of
+from deploy.gateway.cache.cached_prompt import CachePlaces, places_of
 from deploy.gateway.config import GatewayConfig
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster

@@ -1,15 +1,14 @@
-"""The gateway's HTTP door to engines: open a request, hold it until its answer has begun.
+"""HTTP client of the engines: posts a request and waits until its answer has begun.
 
-An answer is handed out only when something is known to have arrived: the whole body, or the first
-event of a stream. Everything that goes wrong earlier is an `EngineLost`, so that the caller may try
-elsewhere while the client has seen nothing. Does not know routes, slots or clients.
+An answer has begun when its whole body has arrived, or the first event of its stream. Everything
+that goes wrong earlier is an `EngineLost`, so that the caller may try elsewhere: the client has
+seen nothing yet. Does not know routes, slots or clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Final
 
 import aiohttp
@@ -28,10 +27,10 @@ _KEEP_ALIVE_S: Final = 4.0
 
 
 class EngineAnswer:
-    """An answer that has begun: a whole body, or a stream of which `begun` has been read.
+    """An answer that has begun: `begun` is the whole body, or what has been read of a stream.
 
-    `response` is None once nothing more will come. `correction`: to be made to its usage on the way
-    to the client, None for most.
+    `response` is None once nothing more will come. `correction` is to be applied to the usage on
+    the way to the client; most answers have none.
     """
 
     __slots__ = (
@@ -73,7 +72,7 @@ class EngineAnswer:
             self.response = None
 
 
-class EngineDoor:
+class EngineHttpClient:
     """One connection pool to all engines of a region."""
 
     def __init__(self, timeouts: TimeoutConfig, *, max_answer_bytes: int) -> None:
@@ -93,17 +92,6 @@ class EngineDoor:
             skip_auto_headers=("User-Agent",),
             read_bufsize=_READ_BUFFER_BYTES,
         )
-
-    async def __aenter__(self) -> EngineDoor:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Close every connection."""
@@ -136,7 +124,10 @@ class EngineDoor:
     async def render(
         self, instance: str, engine_url: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> tuple[int, bytes]:
-        """POST to a render endpoint; the status and the whole body. Raises `EngineLost`."""
+        """POST to the render endpoint of `path`. Returns the status and the whole body.
+
+        Raises `EngineLost`, `EngineTimeout`.
+        """
         try:
             async with asyncio.timeout(self._timeouts.render_s):
                 answer = await self.open(instance, engine_url, path + "/render", body, headers)
@@ -154,14 +145,15 @@ class EngineDoor:
             return EngineAnswer(instance, response, body)
         gate = EventGate()
         begun = b""
-        # Comments alone (keep-alive) do not make an answer.
+        # Comments alone (keep-alive) are no answer.
         while (data := first_data(begun)) is None:
             chunk = await response.content.readany()
             if not chunk:
                 raise EngineLost(instance, "the stream ended before its first event")
             begun += gate.feed(chunk)
         if data.startswith(b'{"error"') and (error := _error_of(data)) is not None:
-            # An error instead of the first token: nothing was sent yet, so it can be a real one.
+            # An error instead of the first token. Nothing has been sent to the client yet, so it
+            # can still get a status and an error body.
             response.close()
             return EngineAnswer(instance, response, error[1], status=error[0])
         return EngineAnswer(instance, response, begun, gate=gate)
@@ -182,7 +174,7 @@ class EngineDoor:
         return whole
 
     def _url(self, engine_url: str, path: str) -> URL:
-        # Parsing costs more than the look-up; engines are few and paths are four.
+        # Parsing costs more than the look-up. Engines are few, and there are four paths.
         key = (engine_url, path)
         url = self._urls.get(key)
         if url is None:
@@ -201,7 +193,7 @@ class _StreamedError(msgspec.Struct):
 
 
 def _error_of(data: bytes) -> tuple[int, bytes] | None:
-    """Status and JSON of an error event that begins with `data`, None if it is none."""
+    """Status and JSON of the error event at the start of `data`; None if it is no error event."""
     body = data.partition(b"\n")[0].rstrip()
     try:
         code = msgspec.json.decode(body, type=_StreamedError).error.code
@@ -211,7 +203,7 @@ def _error_of(data: bytes) -> tuple[int, bytes] | None:
 
 
 def _is_framed(response: aiohttp.ClientResponse) -> bool:
-    """Whether HTTP itself tells the end of the body from a broken connection."""
+    """Whether HTTP can tell the end of this body from a broken connection."""
     headers = response.headers
     return "Content-Length" in headers or "chunked" in headers.get("Transfer-Encoding", "").lower()
 

@@ -1,43 +1,80 @@
-"""One client request on its way through the gateway: what all its steps share.
+"""What all steps of a request share: the request itself, its record, and the gateway's services.
 
-Holds no logic of routing or relaying; counts who still works for the request, so that its record
-is settled exactly once.
+A step that learns something about the request tells its `Exchange`, which alone fills the record
+and counts the metrics. Does not know how requests are routed or relayed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from deploy.gateway.cache.cached_prompt import CachePlaces
+from deploy.gateway.cache.placement import PrefixPlacement
+from deploy.gateway.cache.region_caches import RegionCaches
+from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.intake.inbound import InboundRequest, Kind
-from deploy.gateway.intake.tracing import (
-    new_request_id,
-    new_traceparent,
-    usable_request_id,
-    usable_traceparent,
-)
+from deploy.gateway.metrics import GatewayMetrics
+from deploy.gateway.proxy.engine import EngineAnswer, EngineHttpClient
+from deploy.gateway.scheduling.admission import Admission
+from deploy.gateway.scheduling.feedback import Feedback
+from deploy.gateway.scheduling.scheduler import RegionScheduler
+from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.records import RequestRecord
-from scheduler.routing.decision import Decision
+from local_pd.cluster import PdCluster
+from local_pd.messages import DecodeSlot
+from prfaas.cluster import PrefillCluster
+from prfaas.engines.errors import PrefillFailed
+from prfaas.jobs import PrefillResult
+from scheduler.routing.decision import Decision, Reason, RequestShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
-
-if TYPE_CHECKING:
-    from deploy.gateway.metrics import GatewayMetrics
 
 PATHS: Final[dict[Kind, str]] = {
     "completion": "/v1/completions",
     "chat": "/v1/chat/completions",
 }
 
-# What vLLM reads from headers besides the request id. Not x-data-parallel-rank: placement is ours.
-_PASSED_ON: Final = ("X-Session-ID", "X-Vllm-Priority")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What every request uses and the gateway owns.
+
+    `places` says where prompts for a model may be cached. Without `caches` nothing is known to be
+    cached, and without `placement` no cached prefix is moved.
+    """
+
+    pd: PdCluster
+    prefill_clusters: dict[str, PrefillCluster]
+    engines: EngineHttpClient
+    background: Background
+    timeouts: TimeoutConfig
+    scheduler: RegionScheduler
+    admission: Admission
+    places: Callable[[str], CachePlaces]
+    caches: RegionCaches | None = None
+    placement: PrefixPlacement | None = None
+
+    @property
+    def feedback(self) -> Feedback:
+        """Tells the scheduler how requests go."""
+        return Feedback(self.scheduler)
+
+    def tell_ended(self, instance: str) -> None:
+        """Tell the PD cluster's front, in the background, that an instance is done with a request
+        that it was given.
+        """
+        self.background.spawn(self.pd.ended(instance), f"end at {instance}")
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A parsed request, the headers its engine requests carry, and its record."""
+    """A parsed request, the headers with which engines get it, and its record.
+
+    `started_s` is the time of its arrival (time.monotonic).
+    """
 
     inbound: InboundRequest
     headers: dict[str, str]
@@ -45,24 +82,21 @@ class Exchange:
     metrics: GatewayMetrics
     started_s: float
     predicted: Prediction | None = None
-    """Of the route that is being taken; None once it turned out otherwise."""
-    tenant: str = ""
+    """What was predicted for the route that is being taken; None if nothing usable was."""
     was_full: bool = False
-    """The decode instance was full when it was given the request, which waited inside of it."""
-    admitted: Callable[[], None] | None = None
-    """To be called when the request no longer counts towards its tenant's limits."""
+    """Whether the decode instance was full when it got the request, so that it waited there."""
     transfer_ids: list[str] = field(default_factory=list)
-    """Of the landings that were reserved for it."""
+    """The transfers of all landings that were reserved for the request."""
     _num_open: int = field(default=1)
 
     @property
     def path(self) -> str:
-        """The endpoint, the same here and at an engine."""
+        """The endpoint, which is the same here and at an engine."""
         return PATHS[self.inbound.kind]
 
     @property
     def request_id(self) -> str:
-        """The id the client sees."""
+        """The id that the client sees."""
         return self.record.request_id
 
     def elapsed_s(self) -> float:
@@ -70,9 +104,9 @@ class Exchange:
         return time.monotonic() - self.started_s
 
     def decided(self, decision: Decision) -> None:
-        """A route is taken now. Only the first one's prediction counts from arrival, and only of a
-        prompt that was counted: what rests on an upper bound is no prediction.
-        """
+        """Note the route that is taken from now on."""
+        # Only the first prediction counts from arrival, and only that for a counted prompt: an
+        # upper bound of the length predicts nothing.
         self.predicted = None
         is_counted = self.record.num_prompt_tokens is not None
         if isinstance(decision, RouteDecision) and is_counted and not self.record.first_route:
@@ -80,58 +114,65 @@ class Exchange:
         self.record.decided(decision)
         self.metrics.decided(decision)
 
-    def release_admission(self) -> None:
-        """The answer is over. Idempotent."""
-        admitted, self.admitted = self.admitted, None
-        if admitted is not None:
-            admitted()
+    def counted(self, num_tokens: int, render_s: float | None = None) -> None:
+        """Note the exact length of the prompt, and how long its rendering took."""
+        self.record.num_prompt_tokens = num_tokens
+        self.record.parts.render_s = render_s
+
+    def looked_up(self, pd_cluster: str, shape: RequestShape) -> None:
+        """Note what the directory says is cached of the prompt."""
+        self.record.looked_up(shape)
+        self.metrics.looked_up(pd_cluster, shape)
+
+    def given(self, instance: str, *, was_full: bool) -> None:
+        """Note the instance that will decode."""
+        self.record.decode_instance = instance
+        self.was_full = was_full
+
+    def reserved(self, slot: DecodeSlot, reserve_s: float, saved_bytes: int) -> None:
+        """Note the landing, which took `reserve_s` to get."""
+        self.record.parts.reserve_s = reserve_s
+        self.record.reserved(slot, saved_bytes)
+        self.transfer_ids.append(slot.landing.transfer_id)
+
+    def waited_for_landing(self, wait_s: float) -> None:
+        """Note how long the decode request waited for the KVCache."""
+        self.record.landing_wait_s = wait_s
+
+    def prefilled(self, target: str, result: PrefillResult, saved_bytes: int) -> None:
+        """Note that the prefill leg at `target` ended with all of its KVCache landed."""
+        self.record.prefilled(result)
+        self.metrics.transferred(target, result.nbytes, saved_bytes)
+
+    def prefill_failed(self, target: str, error: PrefillFailed) -> None:
+        """Note that the prefill leg at `target` failed."""
+        self.record.prefill_error = str(error)
+        self.metrics.prefill_failed(target, error.code)
+
+    def retried(self, reason: Reason) -> None:
+        """Note a second try."""
+        self.record.num_retries += 1
+        self.metrics.retried(reason.value)
+
+    def answered(self, answer: EngineAnswer) -> None:
+        """Note that an engine's answer has begun."""
+        self.record.status = answer.status
+        self.record.decode_instance = answer.instance
+        self.record.first_byte(self.elapsed_s(), is_stream=answer.is_stream)
+
+    def over(self) -> None:
+        """Note that the answer is over. The legs may not be, see `hold`."""
+        self.record.total_s = self.elapsed_s()
+        self.metrics.ended(self.record)
+        self.release()
 
     def hold(self) -> None:
-        """Someone else will still change the record; to be paired with `let_go`."""
+        """Keep the record open: the caller will still change it. Pair it with `release`."""
         self._num_open += 1
 
-    def let_go(self) -> None:
-        """One fewer; the last one settles the record."""
+    def release(self) -> None:
+        """End one `hold`, or the answer. The last one settles the record."""
         self._num_open -= 1
         if self._num_open == 0:
             self.record.is_settled = True
             self.metrics.settled(self.record)
-
-
-def open_exchange(
-    inbound: InboundRequest,
-    headers: Mapping[str, str],
-    *,
-    metrics: GatewayMetrics,
-    started_s: float,
-    tenant: str = "",
-) -> Exchange:
-    """Start the life of a tenant's parsed request that arrived at `started_s` (time.monotonic)."""
-    request_id = (
-        usable_request_id(headers.get("X-Request-Id"))
-        or usable_request_id(inbound.request_id)
-        or new_request_id()
-    )
-    traceparent = usable_traceparent(headers.get("traceparent"))
-    engine_headers = {
-        "Content-Type": "application/json",
-        "Accept-Encoding": "identity",
-        "X-Request-Id": request_id,
-    }
-    if traceparent and (state := headers.get("tracestate")):
-        engine_headers["tracestate"] = state
-    traceparent = traceparent or new_traceparent()
-    engine_headers["traceparent"] = traceparent
-    for name in _PASSED_ON:
-        if value := headers.get(name):
-            engine_headers[name] = value
-    record = RequestRecord(
-        request_id=request_id,
-        started_s=time.time(),
-        endpoint=inbound.kind,
-        model=inbound.model,
-        trace_id=traceparent[3:35],
-        tenant=tenant,
-    )
-    record.parts.read_s = time.monotonic() - started_s
-    return Exchange(inbound, engine_headers, record, metrics, started_s, tenant=tenant)

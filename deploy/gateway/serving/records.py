@@ -1,6 +1,6 @@
-"""What happened to each request: a record that fills up, and a bounded ring of the latest.
+"""What happened to each request: a record that fills up, and a bounded ring of the latest ones.
 
-Does not know HTTP; times are given to it.
+Only `serving.exchange` fills records. Does not know HTTP. Time is an argument.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Outcome = Literal[
     "open",
     "ok",
     "client_gone",
-    "engine_error",  # the engine answered with an error, passed on as it came
+    "engine_error",  # the engine answered with an error, which the client got
     "engine_lost",  # the engine broke off after its answer had begun
-    "refused",  # over a limit or too much load: nothing was given to an engine
+    "refused",  # a limit or the load forbade it: no engine got the request
     "failed",  # the gateway answered with an error of its own
 ]
 
@@ -31,10 +31,10 @@ Outcome = Literal[
 class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Where the time to the first token went, in seconds; parts that did not occur are None.
 
-    `load_and_first_step_s` is what the other parts leave of the whole. In an answer that is not
-    streamed the first token cannot be seen from here: the remainder then holds every decode step
-    and is `load_and_decode_s`. After a transfer either begins when the KVCache has landed,
-    so it holds the decode request's way to its engine as well.
+    `load_and_first_step_s` is what the other parts leave of the whole. The gateway cannot see the
+    first token of an answer that is not streamed: the remainder then holds every decode step and is
+    `load_and_decode_s`. After a transfer both begin when the KVCache has landed, so they hold the
+    decode request's way to its engine as well.
     """
 
     read_s: float | None = None
@@ -59,23 +59,22 @@ _PART_NAMES: Final = tuple((name.removesuffix("_s"), name) for name in TtftParts
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One request from arrival to end. `started_s` is wall-clock; all other times are durations.
 
-    `landing_wait_s` runs from the start of the prefill leg until the decode request is posted, or
-    the wait is given up: queue, prefill and transfer as the decoding side sees them, so it is no
-    part of the TTFT beside those.
-
     `is_settled` turns true when both legs are over and nothing will change any more.
-    `num_prompt_tokens` is None for prompts that were short enough not to be counted.
+    `num_prompt_tokens` is None for a prompt that was too short to be counted.
+
+    `first_*` is the decision at arrival; the fields without a prefix are the latest one.
+    `predicted_ttft_s` is what the first one was expected to take, and `predictions` has the parts
+    of that for the side that was taken and for the other one ("local", "remote"). They are None and
+    empty for a prompt that was not counted. `numbers` has the finite numbers of the decision.
 
     `local_cached_tokens`, `prefill_cached_tokens` (by cluster) and `landing_cached_tokens` are what
-    was known to be cached when the route was chosen, None and empty without a look-up; the latter
-    becomes what the landing really built on. `saved_bytes` need not be sent because of it.
+    was known to be cached when the route was chosen, None and empty without a look-up. The last one
+    becomes what the landing really built on; because of it `saved_bytes` were not sent.
     `cached_tokens` is what the prefill engine found cached.
 
-    `first_*` is the decision that was taken at arrival; the latest one is without a prefix.
-    `predicted_ttft_s` is what was expected of the first, `predictions` its parts for the side taken
-    and for the other one ("local", "remote"); None and empty where the prompt was not counted.
-    `numbers` hold what is finite. `output_tokens` are events of a stream, or what the engine said
-    it used.
+    `landing_wait_s` runs from the start of the prefill leg until the decode request is posted or
+    the wait is given up. It covers queue, prefill and transfer, so it is no part of the TTFT beside
+    those. `output_tokens` is what the engine reports, or the number of events in a stream.
     """
 
     request_id: str
@@ -120,9 +119,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     is_settled: bool = False
 
     def decided(self, decision: Decision) -> None:
-        """Note the route now taken; the first one noted stays visible, and so does its
-        prediction: later ones begin when time has passed.
-        """
+        """Note the route that is taken now."""
+        # The first one stays, and so does its prediction: later ones do not begin at arrival.
         if not self.first_route:
             self.first_route, self.first_target = decision.route, decision.target
             self.first_reason = decision.reason.value
@@ -131,7 +129,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.route = decision.route
         self.target = decision.target
         self.reason = decision.reason.value
-        # JSON has no infinity, which is what a place that cannot serve is predicted to take.
+        # JSON has no infinity, the prediction for a place that cannot serve the request.
         self.numbers = {
             name: value for name, value in decision.numbers.items() if math.isfinite(value)
         }
@@ -153,14 +151,14 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.landing_cached_tokens = shape.landing_cached_tokens
 
     def reserved(self, slot: DecodeSlot, saved_bytes: int) -> None:
-        """Note where decoding will happen, and what its landing builds on."""
-        self.decode_instance = slot.instance
+        """Note what the landing builds on."""
+        # Without a look-up nothing was known to be cached, and nothing is claimed to be saved.
         if self.local_cached_tokens is not None:
             self.landing_cached_tokens = slot.landing.cached_tokens
             self.saved_bytes = saved_bytes
 
     def prefilled(self, result: PrefillResult) -> None:
-        """Note what the prefill leg reported."""
+        """Note the report of the prefill leg."""
         self.prefill_instance = result.instance
         self.placement = result.reason
         self.transfer_bytes = result.nbytes
@@ -173,13 +171,28 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self._spread()
 
     def first_byte(self, ttft_s: float, *, is_stream: bool) -> None:
-        """Note when the answer's first byte was there, `ttft_s` after arrival."""
+        """Note that the answer's first byte was there `ttft_s` after arrival."""
         self.ttft_s = ttft_s
         self.is_stream = is_stream
         self._spread()
 
+    def ended(
+        self,
+        outcome: Outcome,
+        *,
+        status: int | None = None,
+        error: str = "",
+        nbytes: int = 0,
+        output_tokens: int = 0,
+    ) -> None:
+        """Note how the answer ended. `status` is given where it is not the engine's."""
+        if status is not None:
+            self.status = status
+        self.outcome, self.error = outcome, error
+        self.answer_bytes, self.output_tokens = nbytes, output_tokens
+
     def _spread(self) -> None:
-        """Let the last part be what the others leave of the whole."""
+        """Set the last part to what the others leave of the whole."""
         if self.ttft_s is None:
             return
         parts = self.parts
@@ -192,13 +205,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
 
 class RecordRing:
-    """The latest records, oldest dropped first."""
+    """The latest `capacity` records."""
 
     def __init__(self, capacity: int) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=capacity)
 
     def append(self, record: RequestRecord) -> None:
-        """Keep `record`; it may still change."""
+        """Keep `record`, which may still change."""
         self._records.append(record)
 
     def latest(self, limit: int) -> list[RequestRecord]:
@@ -206,7 +219,7 @@ class RecordRing:
         return [record for record, _ in zip(self, range(limit), strict=False)]
 
     def find(self, request_id: str) -> list[RequestRecord]:
-        """All records of this id, newest first; clients may reuse ids."""
+        """All records with this id, newest first; clients may reuse ids."""
         return [record for record in self if record.request_id == request_id]
 
     def __iter__(self) -> Iterator[RequestRecord]:

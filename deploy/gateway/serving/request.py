@@ -1,20 +1,20 @@
-"""Serves one request: plan, open an answer, try once more if that fails, relay it, note it down.
+"""Serves one request: plan, admit, open an answer, relay it, note how it ended.
 
-Before the first byte has gone to the client one more try is made elsewhere; after it, a failure
-ends the connection. Does not know authentication, limits, how a route is chosen or how a landing
-is filled.
+Until the first byte has gone to the client one more try is made elsewhere. After it, a failure ends
+the connection. Does not know authentication, limits, how a route is chosen or how a landing is
+filled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import aiohttp
 from aiohttp import web
 
-from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import (
     JSON_TYPE,
     ApiError,
@@ -27,17 +27,11 @@ from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.stream import End, forwarded_headers, relay_stream
 from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.scheduling.feedback import Usage, usage_of
-from deploy.gateway.serving.exchange import Exchange
-from deploy.gateway.serving.offload import (
-    CountedPrompt,
-    NotOffloaded,
-    Offload,
-    PrefillLost,
-)
-from deploy.gateway.serving.planning import Plan, Planner
+from deploy.gateway.serving.exchange import Exchange, Services
+from deploy.gateway.serving.offload import NotOffloaded, Offload, PrefillLost
+from deploy.gateway.serving.planning import RequestPlan, direct_target, plan_request
 from deploy.gateway.serving.records import Outcome, RequestRecord
-from deploy.gateway.serving.services import Services
-from scheduler.routing.decision import Reason, fall_back
+from scheduler.routing.decision import Decision, Reason, fall_back
 from scheduler.routing.short_term import RouteDecision
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -51,269 +45,282 @@ _OUTCOME_OF_END: Final[dict[End, Outcome]] = {
 
 
 class Serving:
-    """Serves the parsed requests of one gateway, as `planner` plans them."""
+    """Serves `exchange`. Call `answer` once."""
 
-    def __init__(self, services: Services, planner: Planner) -> None:
+    def __init__(self, services: Services, exchange: Exchange) -> None:
         self._services = services
-        self._scheduler = services.scheduler
         self._feedback = services.feedback
-        self._timeouts: TimeoutConfig = services.timeouts
-        self.planner = planner
+        self._exchange = exchange
+        self._inbound = exchange.inbound
+        self._tries_left = 1
+        self._lost_clusters: set[str] = set()
+        self._lost_instances: set[str] = set()
+        self._end_admission: Callable[[], None] | None = None
 
-    async def serve(self, exchange: Exchange, request: web.Request) -> web.StreamResponse:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer `request`. Failures are answers too; only cancellation is raised."""
-        record = exchange.record
+        exchange = self._exchange
         answer: EngineAnswer | None = None
         try:
-            answer = await self._open(exchange)
-            record.status = answer.status
-            record.decode_instance = answer.instance
-            record.first_byte(exchange.elapsed_s(), is_stream=answer.is_stream)
-            self._first_token(exchange)
-            headers = _response_headers(exchange)
-            if not answer.is_stream:
-                if answer.correction is not None and (places := in_answer(answer.begun)):
-                    answer.begun = await answer.correction.apply(answer.begun, places)
-                record.outcome = "ok" if answer.status == 200 else "engine_error"
-                record.answer_bytes = len(answer.begun)
-                usage = usage_of(answer.begun)
-                record.output_tokens = usage.completion_tokens
-                self._prompt_counted(exchange, usage)
-                return _whole_response(answer, exchange, headers)
-            return await self._relay(exchange, request, answer, headers)
+            answer = await self._open()
+            exchange.answered(answer)
+            self._teach_first_token()
+            # These headers say what is known now: relaying may take long.
+            headers = _response_headers(exchange.record)
+            if answer.is_stream:
+                return await self._relay(request, answer, headers)
+            return await self._whole_response(answer, headers)
         except asyncio.CancelledError:
-            record.outcome = "client_gone"
+            exchange.record.ended("client_gone")
             raise
         except Exception as error:
-            return self._failed(exchange, error)
+            return self._failed(error)
         finally:
-            if answer is not None:
-                answer.close()
-                self._feedback.over(answer.instance)
-                self._services.tell_ended(answer.instance)
-            for transfer_id in exchange.transfer_ids:
-                self._feedback.answer_over(transfer_id)
-            record.total_s = exchange.elapsed_s()
-            exchange.release_admission()
-            self._feedback.ended(exchange.inbound.model, record)
-            exchange.metrics.ended(record)
-            exchange.let_go()
-            _log(exchange)
+            self._over(answer)
 
-    async def _relay(
-        self,
-        exchange: Exchange,
-        request: web.Request,
-        answer: EngineAnswer,
-        headers: dict[str, str],
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            status=answer.status, headers=forwarded_headers(answer.headers) | headers
-        )
-        record = exchange.record
-        try:
-            await response.prepare(request)
-        except (aiohttp.ClientError, OSError) as error:
-            record.outcome, record.error = "client_gone", str(error)
-            return response
-        try:
-            end = await relay_stream(
-                answer, request, response, client_stall_s=self._timeouts.client_stall_s
-            )
-        except Exception as error:
-            # The answer has begun: another one must not follow it on this connection.
-            logger.exception("%s: relaying failed", exchange.request_id)
-            record.outcome, record.error = "failed", repr(error)
-            if request.transport is not None:
-                request.transport.abort()
-            return response
-        record.outcome = _OUTCOME_OF_END[end.end]
-        record.answer_bytes, record.error = end.nbytes, end.error
-        usage = usage_of(end.last_data)
-        # Without usage: an event is a token, and the end mark is one more.
-        record.output_tokens = usage.completion_tokens or max(0, end.num_events - 1)
-        self._prompt_counted(exchange, usage)
-        return response
-
-    def _failed(self, exchange: Exchange, error: Exception) -> web.Response:
-        answer = api_error_for(error)
-        if answer.status == 500:
-            logger.error("%s failed", exchange.request_id, exc_info=error)
-        exchange.record.outcome = "refused" if answer.status == 429 else "failed"
-        exchange.record.status = answer.status
-        exchange.record.error = str(error) or type(error).__name__
-        return web.Response(
-            status=answer.status,
-            body=answer.body(),
-            headers={
-                "Content-Type": JSON_TYPE,
-                **answer.headers,
-                **_response_headers(exchange),
-            },
-        )
-
-    async def _open(self, exchange: Exchange) -> EngineAnswer:
+    async def _open(self) -> EngineAnswer:
         """An answer that has begun, after at most one more try than the first.
 
         Raises what ended the last try. Cancelling gives everything back.
         """
-        plan = await self.planner.plan(exchange)
-        self._admit(exchange, plan)
+        plan = await plan_request(self._services, self._exchange)
+        self._admit(plan)
         is_refused = False
         try:
-            answer = await self._open_planned(exchange, plan)
+            answer = await self._open_planned(plan)
             is_refused = 400 <= answer.status < 500
             return answer
         finally:
             # What the engine refuses costs no prefill: it must not shape thresholds and roles. A
             # request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
-                self._feedback.arrived(exchange.inbound.model, plan.shape)
+                self._feedback.arrived(self._inbound.model, plan.shape)
 
-    async def _open_planned(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
+    def _admit(self, plan: RequestPlan) -> None:
+        """Let the request in, or raise `ApiError` 429."""
+        decision, model = plan.decision, self._inbound.model
+        predicted = decision.predicted if isinstance(decision, RouteDecision) else None
+        self._end_admission = self._services.admission.admit(
+            self._exchange.record.tenant, model, plan.shape.num_prompt_tokens, predicted
+        )
+
+    async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
+        decision = plan.decision
         while True:
-            exchange.decided(plan.decision)
+            self._exchange.decided(decision)
             try:
-                return await self._try(exchange, plan)
+                return await self._try(decision, plan)
             except NotOffloaded as error:
-                # Not a second try: nothing has been given to an engine yet.
-                plan.decision = fall_back(plan.decision, error.reason)
+                # Not a second try: no engine has been given anything yet.
+                decision = fall_back(decision, error.reason)
             except PrefillLost as error:
-                plan.lost_clusters.add(error.target)
-                plan.decision = self.planner.route(exchange, plan, plan.lost_clusters)
-                self._count_retry(exchange, plan, Reason.PREFILL_FAILED)
+                self._lost_clusters.add(error.target)
+                decision = self._route(plan, self._lost_clusters)
+                self._retried(Reason.PREFILL_FAILED)
             except EngineTimeout:
+                # The client has waited for so long that no time is left for another try.
                 raise
             except EngineLost as error:
-                if plan.tries_left <= 0:
+                if self._tries_left <= 0:
                     raise
-                logger.warning("%s: trying elsewhere: %s", exchange.request_id, error)
-                plan.lost_instances.add(error.instance)
-                plan.decision = fall_back(plan.decision, Reason.DECODE_FAILED)
-                self._count_retry(exchange, plan, Reason.DECODE_FAILED)
+                logger.warning("%s: trying elsewhere: %s", self._exchange.request_id, error)
+                self._lost_instances.add(error.instance)
+                decision = fall_back(decision, Reason.DECODE_FAILED)
+                self._retried(Reason.DECODE_FAILED)
 
-    async def _try(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
-        decision, token_ids = plan.decision, plan.token_ids
-        if token_ids is None or not (
+    async def _try(self, decision: Decision, plan: RequestPlan) -> EngineAnswer:
+        if plan.token_ids is None or not (
             isinstance(decision, RouteDecision) and decision.needs_landing
         ):
-            return await self._open_direct(exchange, plan)
-        prompt = CountedPrompt(token_ids, plan.shape, plan.cached)
-        offload = Offload(self._services, exchange, decision, prompt)
+            return await self._open_direct(plan)
+        offload = Offload(self._services, self._exchange, decision, plan, plan.token_ids)
         is_answered = False
         try:
-            answer = await offload.open(lambda: self._has_another_cluster(exchange, plan))
-            answer = _first_answer(answer, plan)
+            answer = await offload.open(lambda: self._has_another_cluster(decision, plan))
+            self._check_first_answer(answer)
             is_answered = True
             return answer
         finally:
             offload.close(is_answered=is_answered)
 
-    def _has_another_cluster(self, exchange: Exchange, plan: Plan) -> bool:
+    def _has_another_cluster(self, decision: Decision, plan: RequestPlan) -> bool:
         """Whether a try is left and another prefill cluster would take it."""
-        if plan.tries_left <= 0:
+        if self._tries_left <= 0:
             return False
-        excluded = plan.lost_clusters | {plan.decision.target}
-        return self.planner.route(exchange, plan, excluded).route == "prefill_cluster"
+        return self._route(plan, self._lost_clusters | {decision.target}).route == "prefill_cluster"
 
-    def _admit(self, exchange: Exchange, plan: Plan) -> None:
-        """Let the request in, or raise `ApiError` 429."""
-        decision, model = plan.decision, exchange.inbound.model
-        predicted = decision.predicted if isinstance(decision, RouteDecision) else None
-        exchange.admitted = self._services.admission.admit(
-            exchange.tenant, model, plan.shape.num_prompt_tokens, predicted
+    async def _open_direct(self, plan: RequestPlan) -> EngineAnswer:
+        """The answer of an engine that serves the request alone."""
+        services, feedback, exchange = self._services, self._feedback, self._exchange
+        nodes = plan.cached.direct_nodes()
+        target = await direct_target(services, exchange, self._lost_instances, nodes)
+        begun_s = services.scheduler.clock()
+        key = feedback.direct_begun(target.instance, plan.shape)
+        exchange.given(target.instance, was_full=feedback.given(target.instance))
+        try:
+            answer = await services.engines.open(
+                target.instance,
+                target.engine_url,
+                exchange.path,
+                self._inbound.body,
+                exchange.headers,
+            )
+            self._check_first_answer(answer)
+        except BaseException:
+            self._leave(target.instance)
+            raise
+        finally:
+            feedback.direct_over(key)
+        if answer.is_stream and answer.status == 200:
+            seconds = feedback.direct_answered(target.instance, begun_s)
+            # A prompt that nobody looked up may be cached, and one at a full engine waited for a
+            # slot: neither says how long a prefill takes.
+            is_looked_up = services.caches is None or plan.cached.keys is not None
+            if is_looked_up and not exchange.was_full:
+                feedback.direct_took(self._inbound.model, plan.shape, seconds)
+        return answer
+
+    def _check_first_answer(self, answer: EngineAnswer) -> None:
+        """Raises `EngineLost` for a server error if a try is left: the engine may be dying."""
+        if answer.status in _WORTH_A_SECOND_TRY and self._tries_left > 0:
+            answer.close()
+            raise EngineLost(answer.instance, f"answered with HTTP {answer.status}")
+
+    def _route(self, plan: RequestPlan, excluded: set[str]) -> RouteDecision:
+        """The route as things are now, without the clusters in `excluded`."""
+        model, priority = self._inbound.model, self._inbound.priority
+        return self._services.scheduler.route(
+            model, plan.shape, excluded=excluded, priority=priority
         )
 
-    def _prompt_counted(self, exchange: Exchange, usage: Usage) -> None:
-        """An answer that is over says how long its prompt was."""
-        if usage.prompt_tokens and exchange.record.num_prompt_tokens is None:
-            inbound = exchange.inbound
-            self._feedback.counted(inbound.model, inbound.content, usage.prompt_tokens)
+    def _retried(self, reason: Reason) -> None:
+        self._tries_left -= 1
+        self._exchange.retried(reason)
 
-    def _first_token(self, exchange: Exchange) -> None:
+    def _teach_first_token(self) -> None:
+        """Compare the TTFT with its prediction, so that later predictions are better."""
+        exchange = self._exchange
         record, predicted = exchange.record, exchange.predicted
         ttft_s = record.ttft_s if record.is_stream and record.status == 200 else None
         # A prompt that nobody looked up may be cached, which no prediction knew.
         is_looked_up = self._services.caches is None or record.local_cached_tokens is not None
         if predicted is None or ttft_s is None or not is_looked_up:
             return
-        # How long a client takes to send its body is no matter of a route.
+        # A route has no influence on how long the client takes to send its body.
         ttft_s -= record.parts.read_s or 0.0
         self._feedback.first_token(
-            exchange.inbound.model, record.target, predicted, ttft_s, was_full=exchange.was_full
+            self._inbound.model, record.target, predicted, ttft_s, was_full=exchange.was_full
         )
         exchange.metrics.predicted(record.route, predicted.ttft_s, ttft_s)
 
-    async def _open_direct(self, exchange: Exchange, plan: Plan) -> EngineAnswer:
-        inbound, cached = exchange.inbound, plan.cached
-        target = await self.planner.one_engine(exchange, plan.lost_instances, cached.direct_nodes())
-        exchange.record.decode_instance = target.instance
-        begun_s = self._scheduler.clock()
-        key = self._feedback.direct_begun(target.instance, plan.shape)
-        exchange.was_full = self._feedback.given(target.instance)
-        try:
-            answer = await self._services.door.open(
-                target.instance,
-                target.engine_url,
-                exchange.path,
-                exchange.inbound.body,
-                exchange.headers,
-            )
-            answer = _first_answer(answer, plan)
-        except BaseException:
-            self._feedback.over(target.instance)
-            self._services.tell_ended(target.instance)
-            raise
-        finally:
-            self._feedback.direct_over(key)
-        if answer.is_stream and answer.status == 200:
-            seconds = self._feedback.direct_answered(target.instance, begun_s)
-            is_looked_up = self._services.caches is None or cached.keys is not None
-            if is_looked_up and not exchange.was_full:
-                self._feedback.direct_took(inbound.model, plan.shape, seconds)
-        return answer
+    def _teach_length(self, usage: Usage) -> None:
+        """Learn the length of a prompt that was not counted from the usage of its answer."""
+        if usage.prompt_tokens and self._exchange.record.num_prompt_tokens is None:
+            model, content = self._inbound.model, self._inbound.content
+            self._feedback.counted(model, content, usage.prompt_tokens)
 
-    def _count_retry(self, exchange: Exchange, plan: Plan, reason: Reason) -> None:
-        plan.tries_left -= 1
-        exchange.record.num_retries += 1
-        exchange.metrics.retried(reason.value)
-
-
-def _first_answer(answer: EngineAnswer, plan: Plan) -> EngineAnswer:
-    """`answer`, unless it is a server error and a try is left: the engine may be dying."""
-    if answer.status in _WORTH_A_SECOND_TRY and plan.tries_left > 0:
-        answer.close()
-        raise EngineLost(answer.instance, f"answered with HTTP {answer.status}")
-    return answer
-
-
-def _whole_response(
-    answer: EngineAnswer, exchange: Exchange, headers: dict[str, str]
-) -> web.Response:
-    """The engine's body as it came; what is not an OpenAI error object becomes one."""
-    body = answer.begun
-    passed = forwarded_headers(answer.headers)
-    if answer.status >= 300 and not is_openai_error(body):
-        text = body[:500].decode("utf-8", "replace")
-        is_client_error = 400 <= answer.status < 500 and answer.status not in (401, 403)
-        status = answer.status if is_client_error or answer.status >= 500 else 502
-        error = ApiError(status, "engine_error", f"The engine answered {answer.status}: {text}")
-        exchange.record.status = status
-        return web.Response(
-            status=status, body=error.body(), headers={"Content-Type": JSON_TYPE, **headers}
+    async def _whole_response(self, answer: EngineAnswer, headers: dict[str, str]) -> web.Response:
+        """The engine's body as it came; what is not an OpenAI error object becomes one."""
+        if answer.correction is not None and (places := in_answer(answer.begun)):
+            answer.begun = await answer.correction.apply(answer.begun, places)
+        body, status = answer.begun, answer.status
+        usage = usage_of(body)
+        passed = forwarded_headers(answer.headers)
+        if status >= 300 and not is_openai_error(body):
+            # A redirect, or a 401 or 403 from an engine, is no answer to this client.
+            if status < 400 or status in (401, 403):
+                status = 502
+            text = body[:500].decode("utf-8", "replace")
+            message = f"The engine answered {answer.status}: {text}"
+            body = ApiError(status, "engine_error", message).body()
+            passed = {"Content-Type": JSON_TYPE}
+        self._exchange.record.ended(
+            "ok" if answer.status == 200 else "engine_error",
+            status=status,
+            nbytes=len(answer.begun),
+            output_tokens=usage.completion_tokens,
         )
-    return web.Response(status=answer.status, body=body, headers=passed | headers)
+        self._teach_length(usage)
+        return web.Response(status=status, body=body, headers=passed | headers)
+
+    async def _relay(
+        self, request: web.Request, answer: EngineAnswer, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        """Stream the engine's answer to the client."""
+        record = self._exchange.record
+        response = web.StreamResponse(
+            status=answer.status, headers=forwarded_headers(answer.headers) | headers
+        )
+        try:
+            await response.prepare(request)
+        except (aiohttp.ClientError, OSError) as error:
+            record.ended("client_gone", error=str(error))
+            return response
+        try:
+            end = await relay_stream(
+                answer, request, response, client_stall_s=self._services.timeouts.client_stall_s
+            )
+        except Exception as error:
+            # The answer has begun: an error response must not follow it on this connection.
+            logger.exception("%s: relaying failed", self._exchange.request_id)
+            record.ended("failed", error=repr(error))
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        usage = usage_of(end.last_data)
+        record.ended(
+            _OUTCOME_OF_END[end.end],
+            error=end.error,
+            nbytes=end.nbytes,
+            # Without usage: an event is a token, and the end mark is one more.
+            output_tokens=usage.completion_tokens or max(0, end.num_events - 1),
+        )
+        self._teach_length(usage)
+        return response
+
+    def _failed(self, error: Exception) -> web.Response:
+        answer, record = api_error_for(error), self._exchange.record
+        if answer.status == 500:
+            logger.error("%s failed", record.request_id, exc_info=error)
+        outcome: Outcome = "refused" if answer.status == 429 else "failed"
+        record.ended(outcome, status=answer.status, error=str(error) or type(error).__name__)
+        headers = {"Content-Type": JSON_TYPE, **answer.headers, **_response_headers(record)}
+        return web.Response(status=answer.status, body=answer.body(), headers=headers)
+
+    def _over(self, answer: EngineAnswer | None) -> None:
+        """Give back what the answer held, and tell everyone that it is over."""
+        exchange = self._exchange
+        if answer is not None:
+            answer.close()
+            self._leave(answer.instance)
+        for transfer_id in exchange.transfer_ids:
+            self._feedback.answer_over(transfer_id)
+        if self._end_admission is not None:
+            self._end_admission()
+        exchange.over()
+        self._feedback.ended(self._inbound.model, exchange.record)
+        _log(exchange.record)
+
+    def _leave(self, instance: str) -> None:
+        """Tell the scheduler and the PD front that `instance` is done with the request."""
+        self._feedback.over(instance)
+        self._services.tell_ended(instance)
 
 
-def _response_headers(exchange: Exchange) -> dict[str, str]:
-    record = exchange.record
+def _response_headers(record: RequestRecord) -> dict[str, str]:
     headers = {"x-request-id": record.request_id}
     if record.route:
         numbers = "".join(f"; {key}={value}" for key, value in record.numbers.items())
         headers["x-prfaas-route"] = record.route
         headers["x-prfaas-reason"] = record.reason + numbers
     if record.local_cached_tokens is not None:
-        headers["x-prfaas-cached-tokens"] = _cached_tokens(record)
+        # The prefill cluster that was chosen counts, else the one that has most.
+        by_cluster = record.prefill_cached_tokens
+        prefill_tokens = by_cluster.get(record.target, max(by_cluster.values(), default=0))
+        headers["x-prfaas-cached-tokens"] = (
+            f"local={record.local_cached_tokens}, prefill={prefill_tokens}, "
+            f"landing={record.landing_cached_tokens}"
+        )
     if record.transfer_bytes is not None:
         headers["x-prfaas-transfer-bytes"] = str(record.transfer_bytes)
     if record.ttft_s is not None:
@@ -322,19 +329,7 @@ def _response_headers(exchange: Exchange) -> dict[str, str]:
     return headers
 
 
-def _cached_tokens(record: RequestRecord) -> str:
-    """Of the prefill clusters the one that was chosen counts, or else the best."""
-    by_cluster = record.prefill_cached_tokens
-    numbers = {
-        "local": record.local_cached_tokens,
-        "prefill": by_cluster.get(record.target, max(by_cluster.values(), default=0)),
-        "landing": record.landing_cached_tokens,
-    }
-    return ", ".join(f"{side}={num_tokens}" for side, num_tokens in numbers.items())
-
-
-def _log(exchange: Exchange) -> None:
-    record = exchange.record
+def _log(record: RequestRecord) -> None:
     level = logging.INFO if record.outcome in ("ok", "client_gone") else logging.WARNING
     if logger.isEnabledFor(level):
         logger.log(

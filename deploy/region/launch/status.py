@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.gateway.cache.shares import hit_share
+from deploy.gateway.cache.api import hit_share
 from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import LinkReport
 from deploy.region.launch.rundir import RegionState

@@ -1,7 +1,7 @@
 """What /prfaas/cache answers, from what agents and the directory say."""
 
 from deploy.gateway.cache.api import explanation, hot_prefixes, node_caches
-from deploy.gateway.cache.cached import CachedPrompt, CachePlaces, prompt_keys
+from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, prompt_keys
 from kvmanager.agent.messages import (
     CachedPrefix,
     CacheModel,

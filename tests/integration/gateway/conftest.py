@@ -16,7 +16,7 @@ from aiohttp import web
 from msgspec import structs
 
 from deploy.gateway.app import Gateway
-from deploy.gateway.cache.caches import RegionCaches
+from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
 from deploy.gateway.server import start_server
 from kvmanager.agent.messages import CacheModel

@@ -11,7 +11,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.gateway.cache.caches import RegionCaches
+from deploy.gateway.cache.region_caches import RegionCaches
 from kvmanager.agent.messages import (
     CachedPrefix,
     CacheModel,

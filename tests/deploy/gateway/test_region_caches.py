@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.gateway.cache.cached import CachePlaces
-from deploy.gateway.cache.caches import RegionCaches
+from deploy.gateway.cache.cached_prompt import CachePlaces
+from deploy.gateway.cache.region_caches import RegionCaches
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
 from kvmanager.token_ids import TokenIds

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.gateway.cache.cached import CachedPrompt, CachePlaces, places_of, prompt_keys
+from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, places_of, prompt_keys
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import Hit, NodeCoverage
 from kvmanager.hashing import block_keys, join_keys, root_key

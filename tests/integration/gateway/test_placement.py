@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.gateway.cache.cached import CachedPrompt
-from deploy.gateway.cache.caches import RegionCaches
-from deploy.gateway.cache.rebalancing import Rebalancer
+from deploy.gateway.cache.cached_prompt import CachedPrompt
+from deploy.gateway.cache.placement import PrefixPlacement
+from deploy.gateway.cache.region_caches import RegionCaches
 from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
 from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus
@@ -68,7 +68,7 @@ async def test_requests_teach_when_a_prefix_is_moved_to_where_they_are_computed(
     open_region: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     routed: list[CachedPrompt] = []
-    monkeypatch.setattr(Rebalancer, "routed", lambda _, cached: routed.append(cached))
+    monkeypatch.setattr(PrefixPlacement, "looked_up", lambda _, cached: routed.append(cached))
     monkeypatch.setattr(FakeControl, "sent", sent := [], raising=False)
 
     def no_agent(target: str) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deploy.gateway.cache.cached import CachedPrompt, CachePlaces, PromptKeys
+from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PromptKeys
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics, MoveSettings
-from deploy.gateway.cache.rebalancing import Rebalancer, RebalancingSettings, node_loads
+from deploy.gateway.cache.placement import PlacementSettings, PrefixPlacement, node_loads
 from deploy.gateway.serving.background import Background
 from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
 from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
@@ -217,87 +217,87 @@ class FakeDirectory:
         pass
 
 
-class TestRebalancing:
+class TestPlacement:
     @pytest.fixture
     def directory(self) -> FakeDirectory:
         return FakeDirectory()
 
     @pytest.fixture
-    async def rebalancer(
+    async def placement(
         self, world: World, moves: CacheMoves, directory: FakeDirectory
-    ) -> AsyncIterator[Rebalancer]:
+    ) -> AsyncIterator[PrefixPlacement]:
         def loads() -> list[NodeLoad]:
             return [NodeLoad(cluster="pd", node=node, load=1.0) for node in ("a", "b")]
 
-        settings = RebalancingSettings(interval_s=0.01, limits=ReplicationLimits(min_per_s=0.01))
-        one = Rebalancer(moves, directory, loads, settings=settings, clock=world.clock)
+        settings = PlacementSettings(interval_s=0.01, limits=ReplicationLimits(min_per_s=0.01))
+        one = PrefixPlacement(moves, directory, loads, settings=settings, clock=world.clock)
         yield one
         await one.close()
 
-    def routed(self, rebalancer: Rebalancer, directory: FakeDirectory, times: int) -> None:
+    def routed(self, placement: PrefixPlacement, directory: FakeDirectory, times: int) -> None:
         directory.held = [coverage("pd", "a", 6)]
         for _ in range(times):
-            rebalancer.routed(prompt(*directory.held))
+            placement.looked_up(prompt(*directory.held))
 
     async def test_a_hot_prefix_is_copied_and_dropped_when_it_is_cold(
-        self, world: World, moves: CacheMoves, directory: FakeDirectory, rebalancer: Rebalancer
+        self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement
     ) -> None:
-        self.routed(rebalancer, directory, 20)
-        await rebalancer.step()
+        self.routed(placement, directory, 20)
+        await placement.step()
         assert moves.moving == {(KEYS[5], NodeName("pd", "b"))}
         await settled(moves)
         ((way, order),) = world.sent
         assert (way, order.priority) == ("pd-a:1 -> pd-b:1", "replication")
         assert order.parts == (*((index, 0) for index in range(6)), (5, 1))
         directory.held = [coverage("pd", "a", 6), coverage("pd", "b", 6)]
-        assert (await rebalancer.step()).notes[0].endswith("2 copies, 0 coming, 2 wanted")
+        assert (await placement.step()).notes[0].endswith("2 copies, 0 coming, 2 wanted")
         world.now_s = 10_000.0
-        await rebalancer.step()
+        await placement.step()
         assert world.dropped == [("pd-b:1", 0)]
-        assert (await rebalancer.step()).demote == ()
+        assert (await placement.step()).demote == ()
 
     async def test_a_cold_copy_that_its_node_gave_up_is_not_looked_for_any_more(
-        self, world: World, moves: CacheMoves, directory: FakeDirectory, rebalancer: Rebalancer
+        self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement
     ) -> None:
-        self.routed(rebalancer, directory, 20)
-        await rebalancer.step()
+        self.routed(placement, directory, 20)
+        await placement.step()
         await settled(moves)
         world.now_s = 10_000.0
         for number in range(300):  # others take its place among those that are counted
             keys = PromptKeys(MODEL, bytes(16), (number.to_bytes(16, "big"),))
-            rebalancer.routed(CachedPrompt(keys, CachePlaces(), (coverage("pd", "a", 1),)))
+            placement.looked_up(CachedPrompt(keys, CachePlaces(), (coverage("pd", "a", 1),)))
         directory.held = []
-        await rebalancer.step()
+        await placement.step()
         directory.asked.clear()
-        await rebalancer.step()
+        await placement.step()
         assert list(KEYS[:6]) not in directory.asked
 
     async def test_what_failed_is_left_alone_for_a_while(
-        self, world: World, moves: CacheMoves, directory: FakeDirectory, rebalancer: Rebalancer
+        self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement
     ) -> None:
         world.failing = RpcError("NO_ROOM", "full")
-        self.routed(rebalancer, directory, 20)
-        await rebalancer.step()
+        self.routed(placement, directory, 20)
+        await placement.step()
         await settled(moves)
-        assert (await rebalancer.step()).replicate == ()
+        assert (await placement.step()).replicate == ()
         world.now_s = 61.0
-        assert len((await rebalancer.step()).replicate) == 1
+        assert len((await placement.step()).replicate) == 1
 
     async def test_it_goes_on_by_itself(
-        self, world: World, moves: CacheMoves, directory: FakeDirectory, rebalancer: Rebalancer
+        self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement
     ) -> None:
-        rebalancer.start()
-        self.routed(rebalancer, directory, 20)
+        placement.start()
+        self.routed(placement, directory, 20)
         async with asyncio.timeout(5):
             while not world.sent:
                 await asyncio.sleep(0.01)
 
     async def test_prompts_of_which_nothing_is_cached_count_for_nothing(
-        self, rebalancer: Rebalancer
+        self, placement: PrefixPlacement
     ) -> None:
-        rebalancer.routed(CachedPrompt())
-        rebalancer.routed(prompt())
-        assert (await rebalancer.step()).notes == ("nothing is in demand",)
+        placement.looked_up(CachedPrompt())
+        placement.looked_up(prompt())
+        assert (await placement.step()).notes == ("nothing is in demand",)
 
 
 def test_loads_are_those_of_a_nodes_instances_together() -> None:

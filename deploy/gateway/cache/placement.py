@@ -1,7 +1,8 @@
-"""Keeps hot prefixes on more than one node: every few seconds a plan is made and carried out.
+"""Keeps hot prefixes on more than one node: every few seconds it makes a plan and carries it out.
 
-The plan is `scheduler.routing.cache_moves.plan_replication`'s; here are the clock, the directory
-and the moves. Nothing waits for it, and whatever fails is tried again later, elsewhere, or never.
+`scheduler.routing.cache_moves.plan_replication` makes the plan; this module has the clock, the
+directory and the moves. No request waits for a copy, so a failed copy is only logged and tried
+again after `retry_s`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from deploy.gateway.cache.cached import CachedPrompt
-from deploy.gateway.cache.moves import CacheMoves, Prefix, cache_shape
+from deploy.gateway.cache.cached_prompt import CachedPrompt, PromptKeys
+from deploy.gateway.cache.moves import CacheMoves, cache_shape
 from kvmanager.agent.clients.cache import CacheMoveResult
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, ResumeRule
@@ -37,15 +38,15 @@ from transport.rpc import RpcError
 logger = logging.getLogger("prfaas.deploy.gateway")
 
 MAX_CONSIDERED: Final = 32
-"""Prefixes that one plan looks at, the hottest first."""
+"""A plan looks at this many prefixes, the hottest ones."""
 MAX_REPLICAS: Final = 256
-"""Copies that are remembered, so that they can be dropped again."""
+"""This many copies are remembered, the latest ones; only a remembered copy can be dropped."""
 MAX_MODELS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RebalancingSettings:
-    """`bytes_per_s`: what copies may use of the links, saved up to `burst_bytes`. A move that
+class PlacementSettings:
+    """Copies may use `bytes_per_s` of the links; unused bytes add up to `burst_bytes`. A copy that
     failed is not tried again for `retry_s`.
     """
 
@@ -56,8 +57,10 @@ class RebalancingSettings:
     limits: ReplicationLimits = field(default_factory=ReplicationLimits)
 
 
-class Rebalancer:
-    """See the module text. Use it on one event loop."""
+class PrefixPlacement:
+    """Replicates the prefixes that requests ask for. `moves` carries the copies; requests use it,
+    too. Runs on one event loop; `close` also closes `moves`.
+    """
 
     def __init__(
         self,
@@ -65,11 +68,11 @@ class Rebalancer:
         directory: DirectoryReader,
         loads: Callable[[], Sequence[NodeLoad]],
         *,
-        settings: RebalancingSettings | None = None,
+        settings: PlacementSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings = settings or RebalancingSettings()
-        self._moves = moves
+        self.settings = settings or PlacementSettings()
+        self.moves = moves
         self._directory = directory
         self._loads = loads
         self._clock = clock
@@ -81,8 +84,8 @@ class Rebalancer:
         self._last_notes: tuple[str, ...] = ()
         self._task: asyncio.Task[None] | None = None
 
-    def routed(self, cached: CachedPrompt) -> None:
-        """A request was routed: it resumes from the longest prefix that any node has of it."""
+    def looked_up(self, cached: CachedPrompt) -> None:
+        """Count a request for the longest prefix of this prompt that any node holds."""
         num_blocks = max((item.pool.usable_blocks for item in cached.coverage), default=0)
         if cached.keys is None or not num_blocks:
             return
@@ -94,25 +97,26 @@ class Rebalancer:
         self._demand.observe(CachedPrefix(model.namespace, keys.root, joined), self._clock())
 
     def start(self) -> None:
-        """Plan and act from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="rebalancing")
+        """Replicate in the background from now on."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="prefix placement")
 
     async def close(self) -> None:
-        """Stop; moves under way are `CacheMoves`'s to end. Idempotent."""
+        """Stop, and cancel all moves. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        await self.moves.close()
 
     async def step(self) -> ReplicationPlan:
-        """One plan, made and begun to be carried out."""
+        """Make one plan, start its copies and drop the copies that it gives up."""
         now_s = self._clock()
         self._barred_until_s = {k: t for k, t in self._barred_until_s.items() if t > now_s}
         hot = [await self._looked_up(demand) for demand in self._considered(now_s)]
         self._forget_lost(hot)
         state = ReplicationState(
             budget_bytes=self._budget.available_bytes(now_s),
-            moving=self._moves.moving,
+            moving=self.moves.moving,
             barred=self._barred_until_s.keys(),
             replicas=[(prefix, node) for (_, node), prefix in self._replicas.items()],
         )
@@ -132,11 +136,11 @@ class Rebalancer:
             try:
                 await self.step()
             except Exception:
-                # Copies ahead of need are a service to requests, not a condition of serving them.
-                logger.exception("rebalancing failed")
+                # Requests are served without copies, so the loop must outlive any failure.
+                logger.exception("replicating hot prefixes failed")
 
     def _considered(self, now_s: float) -> list[Demand]:
-        """The hottest prefixes, and those of copies that may have had their time."""
+        """The hottest prefixes, and every copied prefix: a copy may have to be dropped."""
         everything = self._demand.hottest(len(self._demand), now_s)
         copied = {key for key, _ in self._replicas}
         tracked = {demand.prefix.key for demand in everything}
@@ -152,8 +156,10 @@ class Rebalancer:
         return HotPrefix(demand, shape, usable)
 
     def _forget_lost(self, hot: Sequence[HotPrefix]) -> None:
-        """Forget cold copies that their nodes have given up: they are not looked for for ever."""
-        limits, moving = self.settings.limits, self._moves.moving
+        """Forget the cold copies that their nodes have evicted, so that they are not looked up for
+        ever.
+        """
+        limits, moving = self.settings.limits, self.moves.moving
         looked_up = {item.demand.prefix.key: item for item in hot}
         for name, prefix in list(self._replicas.items()):
             item = looked_up.get(prefix.key)
@@ -166,12 +172,8 @@ class Rebalancer:
     def _replicate(self, order: Replicate) -> None:
         destination = NodeName(order.cluster, order.destination)
         name = order.prefix.key, destination
-        task = self._moves.replicate(
-            self._prefix(order.prefix),
-            NodeName(order.cluster, order.source),
-            destination,
-            order.parts,
-        )
+        source = NodeName(order.cluster, order.source)
+        task = self.moves.begin(self._keys(order.prefix), source, destination, order.parts)
         if task is None:
             return
         self._budget.spend(order.nbytes)
@@ -179,9 +181,9 @@ class Rebalancer:
         while len(self._replicas) >= MAX_REPLICAS:
             del self._replicas[next(iter(self._replicas))]
         self._replicas[name] = order.prefix
-        task.add_done_callback(lambda done: self._ended(name, done))
+        task.add_done_callback(lambda done: self._copied(name, done))
 
-    def _ended(self, name: tuple[bytes, NodeName], task: asyncio.Task[CacheMoveResult]) -> None:
+    def _copied(self, name: tuple[bytes, NodeName], task: asyncio.Task[CacheMoveResult]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._replicas.pop(name, None)
             self._barred_until_s[name] = self._clock() + self.settings.retry_s
@@ -190,18 +192,18 @@ class Rebalancer:
         node = NodeName(order.cluster, order.node)
         self._replicas.pop((order.prefix.key, node), None)
         try:
-            num_parts = await self._moves.drop(self._prefix(order.prefix), node, order.keep_blocks)
+            num_parts = await self.moves.drop(self._keys(order.prefix), node, order.keep_blocks)
         except RpcError as error:
-            logger.warning("a copy at %s is not dropped: %s", node, error)
+            logger.warning("could not drop a copy at %s: %s", node, error)
             return
         logger.info("dropped %d parts of a copy at %s: %s", num_parts, node, order.reason)
 
-    def _prefix(self, prefix: CachedPrefix) -> Prefix:
-        return Prefix(self._models[prefix.model], prefix.root, tuple(prefix.block_keys))
+    def _keys(self, prefix: CachedPrefix) -> PromptKeys:
+        return PromptKeys(self._models[prefix.model], prefix.root, tuple(prefix.block_keys))
 
 
 def node_loads(reports: Iterable[ClusterReport | None]) -> list[NodeLoad]:
-    """How busy each node's instances are: requests running, by the clusters' latest reports."""
+    """How many requests run on each node, by the clusters' latest reports."""
     running: dict[NodeName, int] = {}
     healthy: dict[NodeName, bool] = {}
     for report in reports:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Literal, Protocol, TypeVar
 
-from deploy.gateway.cache.cached import CachedPrompt, CachePlaces, prompt_keys
+from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, prompt_keys
 from kvmanager.agent.clients.cache import CacheControl
 from kvmanager.agent.messages import ListCacheReply, StatusReply
 from kvmanager.directory.messages import NodeName, NodeState, ResumeRule
