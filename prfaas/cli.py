@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
+from kvmanager.config_files.fields import tls_files
+from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.engines.front_config import FrontConfigError, load_front_config
+from prfaas.engines.front_config import EXPECTED
 from prfaas.engines.front_process import serve_front
-from prfaas.engines.instances import InstancesConfig
 from prfaas.front_config import PrefillFrontConfig
 from prfaas.queue_values import QueueConfig
 from prfaas.server import PrefillServer
@@ -23,18 +24,16 @@ from transport.rpc import RpcError
 
 def prefill_command(
     config: Annotated[Path, typer.Option(help="YAML file that describes the cluster.")],
-    listen: Annotated[str, typer.Option(help="host:port for gRPC; overrides the file.")] = "",
+    listen: Annotated[
+        str | None, typer.Option(help="host:port for gRPC; overrides the file.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="Level of this process's log.")] = "INFO",
 ) -> None:
     """Run the front of a prefill cluster: its queue, its instances, its engines if told to."""
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
-    try:
-        loaded = load_front_config(config, PrefillFrontConfig)
-    except FrontConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
-    if listen:
-        loaded = loaded.model_copy(update={"listen": listen})
+    with exit_on_bad_file():
+        options = {"listen": listen}
+        loaded = read_settings(config, PrefillFrontConfig, expected=EXPECTED, options=options)
     try:
         asyncio.run(serve_prefill(loaded))
     except RpcError as error:
@@ -44,7 +43,6 @@ def prefill_command(
 
 async def serve_prefill(config: PrefillFrontConfig) -> None:
     """Serve the cluster of `config` until SIGTERM or SIGINT. RpcError: `listen` is not free."""
-    tls = config.tls.files() if config.tls is not None else None
     cluster = EmbeddedPrefillCluster(
         config.name,
         config.instances,
@@ -54,13 +52,13 @@ async def serve_prefill(config: PrefillFrontConfig) -> None:
                 max_wait_s=config.max_wait_s,
                 order=config.queue.order(),
             ),
-            instances=InstancesConfig(
-                log_dir=config.log_dir, tls=tls, drained_hold_s=config.drained_hold_s
-            ),
+            instances=config.instances_config(),
         ),
     )
-    host = Endpoint.parse(config.listen).host
-    server = PrefillServer(cluster, config.listen, tls)
     await serve_front(
-        cluster, server, host, metrics_prefix="prfaas_prefill", metrics_port=config.metrics_port
+        cluster,
+        PrefillServer(cluster, config.listen, tls_files(config.tls)),
+        Endpoint.parse(config.listen).host,
+        metrics_prefix="prfaas_prefill",
+        metrics_port=config.metrics_port,
     )

@@ -1,4 +1,4 @@
-"""Configuration of a prefill cluster's front: what every front has, and the order of its queue.
+"""Configuration of a prefill cluster's front: the bounds of its queue and the order of its jobs.
 
 The section for the order is also part of a region's and a gateway's file. Does not know clusters
 or jobs.
@@ -9,26 +9,27 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from kvmanager.config_files.fields import Positive, Seconds, Section, Tokens, settings_of, spelled
+from kvmanager.config_files.tokens import parse_tokens
 from prfaas.engines.front_config import FrontConfig
-from scheduler.routing.queue_order import DEFAULT_BUCKETS, LengthBucket, OrderConfig
+from prfaas.queue_values import QueueConfig
+from scheduler.routing.queue_order import LengthBucket, OrderConfig
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+_QUEUE = QueueConfig()
 
 
-class BucketSection(_Section):
-    """Prompts with up to `up_to_tokens` uncached (left out: of any length), and their share."""
+class BucketSection(Section):
+    """Prompts up to a length, and their share of what is prefilled."""
 
-    up_to_tokens: Annotated[int, Field(gt=0)] | None = None
+    up_to_tokens: Tokens | None = None
+    """Uncached tokens of its longest prompt, or such as 64Ki. Left out: of any length."""
     share: Positive
+    """Share of the uncached tokens that are started while others wait."""
 
 
-class QueueSection(_Section):
+class QueueSection(Section):
     """The order in which waiting jobs start (`scheduler.routing.queue_order`)."""
 
     buckets: tuple[BucketSection, ...] = tuple(
@@ -36,21 +37,25 @@ class QueueSection(_Section):
             up_to_tokens=None if math.isinf(bucket.max_tokens) else int(bucket.max_tokens),
             share=bucket.share,
         )
-        for bucket in DEFAULT_BUCKETS
+        for bucket in _QUEUE.order.buckets
     )
-    ageing_tokens_per_s: Positive = OrderConfig().ageing_tokens_per_s
-    patience_s: Positive = OrderConfig().patience_s
+    """Classes of prompts by length, shortest first; the last one has no upper length."""
+    ageing_tokens_per_s: Annotated[Positive, spelled(parse_tokens)] = (
+        _QUEUE.order.ageing_tokens_per_s
+    )
+    """How many uncached tokens a second of waiting is worth, or such as 32k: a prompt that is
+    longer by so many starts first if it has waited longer by a second.
+    """
+    patience_s: Seconds = _QUEUE.order.patience_s
+    """How long a job may be passed by others, for each class of priority, seconds or 30s."""
 
     def order(self) -> OrderConfig:
         """For the queue."""
-        return OrderConfig(
-            buckets=tuple(
-                LengthBucket(math.inf if b.up_to_tokens is None else b.up_to_tokens, b.share)
-                for b in self.buckets
-            ),
-            ageing_tokens_per_s=self.ageing_tokens_per_s,
-            patience_s=self.patience_s,
+        buckets = tuple(
+            LengthBucket(math.inf if b.up_to_tokens is None else b.up_to_tokens, b.share)
+            for b in self.buckets
         )
+        return settings_of(self, OrderConfig, buckets=buckets)
 
     @model_validator(mode="after")
     def _check(self) -> QueueSection:
@@ -61,4 +66,9 @@ class QueueSection(_Section):
 class PrefillFrontConfig(FrontConfig):
     """The file of `prfaas prefill`."""
 
+    max_queued: Annotated[int, Field(ge=0)] = _QUEUE.max_queued
+    """Jobs that may wait; more are refused."""
+    max_wait_s: Seconds = _QUEUE.max_wait_s
+    """How long a job may wait until it fails, seconds or such as 2min."""
     queue: QueueSection = QueueSection()
+    """The order in which waiting jobs start."""

@@ -60,13 +60,16 @@ class TransportConfig:
     max_frame_bytes: int = 4 * MIB
     """Most payload a receiver takes in one DATA frame."""
     ack_batch_bytes: int = 4 * MIB
-    ack_delay_s: float = 0.01
-    """A receiver acknowledges at the latest after this much or this long, and when no data is
-    waiting and none is announced.
+    """A receiver acknowledges at the latest after so many bytes, and when no data is waiting and
+    none is announced.
     """
+    ack_delay_s: float = 0.01
+    """A receiver acknowledges at the latest after so many seconds."""
 
     connect_timeout_s: float = 5.0
+    """Most seconds for a TCP connection to be made."""
     handshake_timeout_s: float = 5.0
+    """Most seconds for TLS and our own handshake on a new connection."""
     ack_timeout_s: float = 10.0
     """A connection with unacknowledged data and no sign of life for this long is given up."""
     idle_timeout_s: float = 30.0
@@ -82,11 +85,16 @@ class TransportConfig:
     """How long a receiver remembers the end of a transfer, to answer a sender that missed it."""
 
     reconnect_first_s: float = 0.05
+    """Seconds before a broken connection is made again; each failure about doubles them."""
     reconnect_max_s: float = 2.0
+    """Most seconds between two tries to connect."""
 
     keepalive_idle_s: int = 10
+    """TCP_KEEPIDLE: seconds of silence before the kernel probes a connection."""
     keepalive_interval_s: int = 3
+    """TCP_KEEPINTVL: seconds between two probes."""
     keepalive_probes: int = 3
+    """TCP_KEEPCNT: unanswered probes after which a connection is dead."""
 
     congestion: str | None = "bbr"
     """TCP_CONGESTION of sending sockets; None or a name the kernel refuses leaves its default."""
@@ -110,6 +118,7 @@ class TransportConfig:
     max_connections: int = 512
     """Connections one receiver serves, those still in their handshake included."""
     max_transfers_per_connection: int = 1024
+    """Transfers one connection may carry at a time."""
     max_ranges_per_transfer: int = 65536
     """Separate verified ranges a receiver tracks for one transfer."""
 

@@ -20,13 +20,13 @@ import uvloop
 from deploy.gateway.app import Gateway
 from deploy.gateway.file import (
     GatewayFile,
-    GatewayFileError,
     build_caches,
     build_clusters,
     build_links,
     load_gateway_file,
 )
 from deploy.gateway.server import serve_gateway
+from kvmanager.config_files.yaml_files import exit_on_bad_file
 
 
 def gateway_command(
@@ -37,11 +37,8 @@ def gateway_command(
 ) -> None:
     """Serve the OpenAI API for a region and route each request to one of its clusters."""
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
-    try:
+    with exit_on_bad_file():
         loaded = load_gateway_file(config)
-    except GatewayFileError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
     changes: dict[str, object] = {}
     if host:
         changes["host"] = host
@@ -49,10 +46,8 @@ def gateway_command(
         changes["port"] = port
     gateway = loaded.gateway.model_copy(update=changes)
     try:
-        uvloop.run(run(loaded.model_copy(update={"gateway": gateway})))
-    except GatewayFileError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
+        with exit_on_bad_file():
+            uvloop.run(run(loaded.model_copy(update={"gateway": gateway})))
     except OSError as error:
         typer.echo(f"cannot serve on {gateway.host}:{gateway.port}: {error}", err=True)
         raise typer.Exit(1) from error

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SecretStr,
@@ -22,38 +21,44 @@ from pydantic import (
 )
 
 from deploy.gateway.scheduling.config import SchedulingConfig
+from kvmanager.config_files.fields import (
+    Address,
+    Bytes,
+    Port,
+    Seconds,
+    Section,
+    Tokens,
+    TokensOrZero,
+)
 from scheduler.live.ledger import KEEP_ENDED_S
-
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-DEFAULT_MAX_BODY_BYTES = 32 << 20
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNNAMED: Final = re.compile(r"key-[0-9a-f]{8}")
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelConfig(_Frozen):
-    """One served model. `root` is where its weights come from, shown by /v1/models."""
+class ModelConfig(Section):
+    """One served model."""
 
     name: Annotated[str, Field(min_length=1)]
-    max_model_len: Annotated[int, Field(gt=0)] | None = None
+    """Name that clients ask for."""
+    max_model_len: Tokens | None = None
+    """Most tokens of prompt and output."""
     root: str | None = None
+    """Where its weights come from, shown by /v1/models."""
 
 
-class ApiKey(_Frozen):
+class ApiKey(Section):
     """A key and the tenant whose it is. Also read from a string, "KEY" or "NAME KEY".
 
     Several keys may have one name. No error shows what was written: it may be the key.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     key: Annotated[SecretStr, Field(min_length=1)]
+    """What clients send."""
     name: str = ""
+    """Name of the tenant."""
 
     @property
     def tenant(self) -> str:
@@ -90,36 +95,42 @@ def is_named(tenant: str) -> bool:
     return bool(tenant) and not _UNNAMED.fullmatch(tenant)
 
 
-class TimeoutConfig(_Frozen):
-    """Limits on every wait, in seconds.
-
-    `engine_silence_s` bounds the time without a byte from an engine, the wait for the first one
-    included, and the wait for a landing before it, so it must exceed the longest queueing plus
-    prefill. `client_stall_s` bounds one write to a client that does not read. `result_grace_s` is
-    how long a finished answer waits for the numbers of its transfer, and a failed landing for the
-    prefill leg's reason.
-    """
+class TimeoutConfig(Section):
+    """Limits on every wait, in seconds or such as 500ms."""
 
     connect_s: Seconds = 5.0
+    """For a connection to an engine."""
     body_s: Seconds = 60.0
+    """For the body of a request."""
     render_s: Seconds = 30.0
+    """For an engine to render a prompt."""
     cluster_s: Seconds = 10.0
+    """For the answer of a cluster's front."""
     engine_silence_s: Seconds = 600.0
-    client_stall_s: Seconds = 120.0
-    result_grace_s: Seconds = 2.0
-    drain_s: Seconds = 30.0
-
-
-class DirectoryConfig(_Frozen):
-    """Who follows what is cached where.
-
-    "embedded": this gateway, asking every node agent. "grpc": a `prfaas directory` at `target`
-    (host:port). "redis": a server at `url` that something else keeps filled; for several gateways.
+    """Without a byte from an engine, the wait for the first one included, and for a landing before
+    it: it must exceed the longest queueing plus prefill.
     """
+    client_stall_s: Seconds = 120.0
+    """For one write to a client that does not read."""
+    result_grace_s: Seconds = 2.0
+    """How long a finished answer waits for the numbers of its transfer, and a failed landing for
+    the prefill leg's reason.
+    """
+    drain_s: Seconds = 30.0
+    """For requests in flight when the gateway stops."""
+
+
+class DirectoryConfig(Section):
+    """Who follows what is cached where."""
 
     kind: Literal["embedded", "grpc", "redis"] = "embedded"
-    target: str = ""
+    """embedded: this gateway, asking every node agent. grpc: a `prfaas directory` at `target`.
+    redis: a server at `url` that something else keeps filled; for several gateways.
+    """
+    target: Address | None = None
+    """host:port of the `prfaas directory`, with kind grpc."""
     url: str = ""
+    """URL of the Redis server, with kind redis."""
 
     @model_validator(mode="after")
     def _check(self) -> DirectoryConfig:
@@ -132,40 +143,60 @@ class DirectoryConfig(_Frozen):
         return self
 
 
-class GatewayConfig(_Frozen):
-    """Everything a gateway needs besides its clusters.
-
-    Prompts with more than `threshold_tokens` uncached are meant for prefill clusters, until the
-    long-term loop knows better. `api_keys` empty means no authentication; with `protect_admin`
-    /metrics, /prfaas/* and GET /v1/pd_role ask for the same keys. `operators` are tenants: where
-    any is named, only their keys may change roles and see what is protected. A client that is
-    turned away for `max_in_flight` or `max_buffered_bytes` is told to wait `retry_after_s` at
-    least, and longer where requests end more slowly than that.
-    `max_buffered_bytes` bounds the bodies of all requests in flight together, `max_answer_bytes`
-    one answer that is not streamed. `template_tokens` is how many tokens a chat template may add to
-    what the body spells out: an estimate that saves rendering of prompts which are certainly short.
-    """
+class GatewaySection(Section):
+    """What a region's file says of a gateway, too."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
-    threshold_tokens: Annotated[int, Field(ge=0)] = 1024
-    hand_off_tokens: Annotated[int, Field(ge=1)] = 256
-    template_tokens: Annotated[int, Field(ge=0)] = 256
-    api_keys: tuple[ApiKey, ...] = ()
-    protect_admin: bool = False
+    """Address that clients connect to."""
+    port: Port = 8000
+    """Port that clients connect to; 0: any free one."""
+    threshold_tokens: TokensOrZero = 1024
+    """Prompts with more uncached tokens, a number or such as 8k, go to prefill clusters, until the
+    long-term loop knows better.
+    """
     operators: tuple[str, ...] = ()
-    max_body_bytes: Annotated[int, Field(gt=0)] = DEFAULT_MAX_BODY_BYTES
-    max_buffered_bytes: Annotated[int, Field(gt=0)] = 1 << 30
-    max_answer_bytes: Annotated[int, Field(gt=0)] = 256 << 20
-    max_in_flight: Annotated[int, Field(gt=0)] = 512
-    retry_after_s: Annotated[int, Field(ge=1)] = 1
-    num_records: Annotated[int, Field(gt=0)] = 1000
-    report_interval_s: Seconds = 0.5
-    report_stale_s: Seconds = 5.0
+    """Names of the API keys that may change roles and see what is protected. None: all may."""
+    max_body_bytes: Bytes = 32 << 20
+    """Most bytes of a request's body, a number or such as 32MiB."""
     directory: DirectoryConfig = DirectoryConfig()
+    """Who follows what is cached where."""
     scheduling: SchedulingConfig = SchedulingConfig()
+    """How requests are routed, queued and refused, and roles changed."""
+
+
+class GatewayConfig(GatewaySection):
+    """Everything a gateway needs besides its clusters."""
+
+    models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
+    """The models that it serves."""
+    hand_off_tokens: Tokens = 256
+    """Prompts with more uncached tokens prefill on another instance than they decode on."""
+    template_tokens: TokensOrZero = 256
+    """How many tokens a chat template may add to what the body spells out: an estimate that saves
+    rendering of prompts which are certainly short.
+    """
+    api_keys: tuple[ApiKey, ...] = ()
+    """Keys that clients must show; none: no authentication."""
+    protect_admin: bool = False
+    """/metrics, /prfaas/* and GET /v1/pd_role ask for the same keys."""
+    max_buffered_bytes: Bytes = 1 << 30
+    """Most bytes of the bodies of all requests in flight together, a number or such as 1GiB."""
+    max_answer_bytes: Bytes = 256 << 20
+    """Most bytes of one answer that is not streamed, a number or such as 256MiB."""
+    max_in_flight: Annotated[int, Field(gt=0)] = 512
+    """Most requests in flight."""
+    retry_after_s: Annotated[int, Field(ge=1)] = 1
+    """Least Retry-After, seconds, of a client that is turned away for `max_in_flight` or
+    `max_buffered_bytes`; longer where requests end more slowly than that.
+    """
+    num_records: Annotated[int, Field(gt=0)] = 1000
+    """How many requests that have ended are remembered, for `prfaas explain`."""
+    report_interval_s: Seconds = 0.5
+    """Between two reports of a cluster, seconds or such as 500ms."""
+    report_stale_s: Seconds = 5.0
+    """An older report of a cluster says nothing, seconds or such as 5s."""
     timeouts: TimeoutConfig = TimeoutConfig()
+    """Limits on every wait."""
 
     @model_validator(mode="after")
     def _check(self) -> GatewayConfig:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from deploy.gateway.cache.region_caches import Follow, RegionCaches
 from deploy.gateway.config import (
@@ -28,31 +27,32 @@ from deploy.gateway.links.region_links import RegionLinks
 from kvmanager.agent.clients.cache import CacheControl
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.clients.links import LinkClient
+from kvmanager.config_files.fields import Address, Seconds, Section, TlsSection, tls_files
+from kvmanager.config_files.problems import FileError, Problem
+from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.directory.remote import RemoteDirectory
-from kvmanager.tls_section import TlsSection
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.placement import DEFAULT_AFFINITY_SLACK
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.queue_values import QueueConfig
 from prfaas.remote import RemotePrefillCluster
 
+EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
 
-class GatewayFileError(ValueError):
-    """The file cannot be read or does not describe a gateway; the message names file and path."""
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+_QUEUE = QueueConfig()
+_PD = PdClusterConfig()
 
 
-class _Source(_Part):
+class _Source(Section):
     name: Annotated[str, Field(min_length=1)]
-    front: Annotated[str, Field(description="host:port of a front that runs elsewhere")] = ""
+    """Name of the cluster."""
+    front: Address | None = None
+    """host:port of a front that runs elsewhere, instead of `instances`."""
     instances: tuple[InstanceSpec, ...] = ()
+    """The engines of the cluster, whose front then runs in the gateway's process."""
 
     @model_validator(mode="after")
     def _either(self) -> _Source:
@@ -62,38 +62,50 @@ class _Source(_Part):
 
 
 class PrefillSource(_Source):
-    """A prefill cluster and the name of the link that its KVCache takes.
-
-    `endpoints`: address advertised by a receiving agent -> what this cluster's senders connect to
-    instead, where that differs (a tunnel, an emulated link).
-    """
+    """A prefill cluster and the name of the link that its KVCache takes."""
 
     link: str = ""
-    endpoints: dict[str, str] = {}
-    max_queued: Annotated[int, Field(ge=0)] = 64
-    max_wait_s: Annotated[float, Field(gt=0)] = 120.0
+    """Name of the link to the PD cluster."""
+    endpoints: dict[Address, Address] = Field(default={})
+    """Address advertised by a receiving agent -> what this cluster's senders connect to instead,
+    where that differs (a tunnel, an emulated link).
+    """
+    max_queued: Annotated[int, Field(ge=0)] = _QUEUE.max_queued
+    """Jobs that may wait at an embedded front; more are refused."""
+    max_wait_s: Seconds = _QUEUE.max_wait_s
+    """How long a job may wait at an embedded front until it fails, seconds or such as 2min."""
 
 
 class PdSource(_Source):
-    """The local PD cluster. `has_prefill_instances` must be told of a front elsewhere, which has
-    its own `affinity_slack` (see `PdClusterConfig`).
-    """
+    """The local PD cluster. A front elsewhere has its own `affinity_slack` and `lease_s`."""
 
     has_prefill_instances: bool = False
-    affinity_slack: Annotated[int, Field(ge=0)] = DEFAULT_AFFINITY_SLACK
-    lease_s: Annotated[float, Field(gt=0)] = 30.0
+    """Whether a front elsewhere has instances that prefill."""
+    affinity_slack: Annotated[int, Field(ge=0)] = _PD.affinity_slack
+    """How many more requests than the least loaded instance one may have that is preferred for
+    what its node has cached.
+    """
+    lease_s: Seconds = _PD.lease_s
+    """How long memory for a landing is kept without a renewal, seconds or such as 30s."""
 
 
-class GatewayFile(_Part):
+class GatewayFile(Section):
     """Everything `prfaas gateway` needs."""
 
     gateway: GatewayConfig
+    """The gateway itself."""
     api_keys_file: Path | None = None
-    api_keys_env: Annotated[str, Field(description="variable with keys: [NAME=]KEY,...")] = ""
+    """File with API keys, a line: KEY or NAME KEY."""
+    api_keys_env: str = ""
+    """Environment variable with API keys: [NAME=]KEY,..."""
     pd: PdSource
+    """The local PD cluster."""
     prefill: tuple[PrefillSource, ...] = ()
+    """The prefill clusters."""
     tls: TlsSection | None = None
-    log_dir: Path = Path("logs")
+    """Mutual TLS with fronts and agents; left out: none."""
+    log_dir: Path = InstancesConfig().log_dir
+    """Directory for the logs of the engines that embedded fronts start."""
 
     @model_validator(mode="after")
     def _check(self) -> GatewayFile:
@@ -125,19 +137,12 @@ class Clusters:
 
 
 def load_gateway_file(path: Path, environ: Mapping[str, str] = os.environ) -> GatewayFile:
-    """Read and check `path`, API keys included. Raises `GatewayFileError`."""
+    """Read and check `path`, API keys included. Raises `FileError`."""
+    loaded = read_settings(path, GatewayFile, expected=EXPECTED)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        loaded = GatewayFile.model_validate(raw)
         gateway = with_api_keys(loaded.gateway, _api_keys(loaded, environ))
-    except ValidationError as error:
-        lines = [
-            f"{path}: {'.'.join(str(part) for part in item['loc']) or '(file)'}: {item['msg']}"
-            for item in error.errors()
-        ]
-        raise GatewayFileError("\n".join(lines)) from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise GatewayFileError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise FileError(str(path), [Problem((), str(error))]) from error
     return loaded.model_copy(update={"gateway": gateway})
 
 
@@ -154,8 +159,8 @@ def build_clusters(file: GatewayFile) -> Clusters:
 
 
 def build_caches(file: GatewayFile) -> RegionCaches:
-    """The gateway's view of what is cached, as `file` says. Raises `GatewayFileError`."""
-    tls, directory = file.tls.files() if file.tls else None, file.gateway.directory
+    """The gateway's view of what is cached, as `file` says. Raises `FileError`."""
+    tls, directory = tls_files(file.tls), file.gateway.directory
 
     def caches(reader: DirectoryReader, follow: Follow | None = None) -> RegionCaches:
         return RegionCaches(
@@ -165,7 +170,7 @@ def build_caches(file: GatewayFile) -> RegionCaches:
             open_control=lambda target: CacheControl(target, tls),
         )
 
-    if directory.kind == "grpc":
+    if directory.target is not None:
         return caches(RemoteDirectory(directory.target, tls))
     if directory.kind == "redis":
         return caches(_redis_directory(directory.url))
@@ -175,7 +180,7 @@ def build_caches(file: GatewayFile) -> RegionCaches:
 
 def build_links(file: GatewayFile) -> RegionLinks:
     """The gateway's view of the links between the clusters of `file`."""
-    tls = file.tls.files() if file.tls else None
+    tls = tls_files(file.tls)
     return RegionLinks(
         lambda target: LinkClient(target, tls),
         names={(source.name, file.pd.name): source.link for source in file.prefill},
@@ -189,15 +194,16 @@ def _redis_directory(url: str) -> DirectoryReader:
         from kvmanager.directory.redis_store import RedisDirectory
 
         return RedisDirectory.at(url)
-    except ModuleNotFoundError as error:
-        message = "gateway.directory: kind redis needs the redis client: pip install prfaas[redis]"
-        raise GatewayFileError(message) from error
+    except ModuleNotFoundError:
+        message = "kind redis needs the redis client: pip install prfaas[redis]"
+        problem = Problem(("gateway", "directory"), message)
     except ValueError as error:
-        raise GatewayFileError(f"gateway.directory.url: {error}") from error
+        problem = Problem(("gateway", "directory", "url"), str(error))
+    raise FileError("the gateway's file", [problem])
 
 
 def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
-    source, tls = file.pd, file.tls.files() if file.tls else None
+    source, tls = file.pd, tls_files(file.tls)
     if source.front:
         return RemotePdCluster(
             source.name,
@@ -215,7 +221,7 @@ def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
 def _prefill(
     file: GatewayFile, source: PrefillSource
 ) -> EmbeddedPrefillCluster | RemotePrefillCluster:
-    tls = file.tls.files() if file.tls else None
+    tls = tls_files(file.tls)
     if source.front:
         return RemotePrefillCluster(source.name, source.front, tls)
     config = PrefillClusterConfig(

@@ -15,14 +15,16 @@ from typing import Annotated
 
 import typer
 import uvloop
+import yaml
 
-from kvmanager.agent.config import AgentConfig, ConfigError, load
+from kvmanager.agent.config import AgentConfig, load
 from kvmanager.agent.control import ControlService
 from kvmanager.agent.engines.server import SocketTaken
 from kvmanager.agent.messages import SERVICE
 from kvmanager.agent.metrics import MetricsServer
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
+from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.pool.ssd import SsdError
@@ -100,20 +102,18 @@ def agent_command(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run the node agent of this host: owns KVCache memory, moves it, serves the engines."""
-    overrides = {
-        name: value
-        for name, value in locals().items()
-        if name in AgentConfig.model_fields and name != "config"
-    }
+    options = {name: value for name, value in locals().items() if name in AgentConfig.model_fields}
+    if placement is not None:
+        options["placement"] = yaml.safe_load(placement)
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    with exit_on_bad_file():
+        settings = load(config, options)
     try:
-        settings = load(config, overrides)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
     except (
-        ConfigError,
         ArenaError,
         SsdError,
         SocketTaken,

@@ -8,168 +8,160 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Literal, Self
 
-import msgspec
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvmanager.arena import DEFAULT_BLOCK_BYTES
-from kvmanager.pool.eviction import eviction_policy
+from kvmanager.config_files.fields import (
+    GIB,
+    Bytes,
+    CoreFields,
+    Gib,
+    GibOrZero,
+    ListenAddress,
+    Port,
+    Seconds,
+    SecondsOrZero,
+    Section,
+)
+from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers.table import TableLimits
 from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
 from transport import Endpoint, TlsFiles, TransportConfig
 
-GIB: Final = 1 << 30
-
-Gib = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Eviction = Literal["lru", "lfu", "length", "cost"]
+"""The policies of `kvmanager.pool.eviction`."""
 KvEvents = Annotated[str, Field(pattern=r"^(tcp|ipc)://[^,]+(,(tcp|ipc)://[^,]+)?$")]
 
-_TRANSPORT_FIELDS: Final = {
-    field.name for field in dataclasses.fields(TransportConfig) if field.name != "tls"
-}
+
+class AgentSection(Section):
+    """What a region's file says of a node agent, too."""
+
+    arena_dir: Path = Path("/dev/shm")
+    """Directory of the file that is the arena's shared memory."""
+    arena_gib: Gib = 1.0
+    """Shared memory for KVCache, GiB or such as 512MiB."""
+    landing_gib: Gib | None = None
+    """Most of the arena for KVCache on its way in, GiB or such as 512MiB; the rest is left to what
+    goes out. Left out: all of it.
+    """
+    cache_gib: GibOrZero | None = None
+    """Most of the arena for the prefix cache, which gives way to transfers, GiB or such as 512MiB.
+    Left out: all that they leave; 0: no prefix cache.
+    """
+    eviction: Eviction = "lru"
+    """Which cached prefix goes first when the cache is full: the least recently used (lru), the
+    least often used (lfu), the one at the end of the longest prompt (length), or the cheapest to
+    prefill again (cost).
+    """
+    placement: Annotated[StatePlacement, CoreFields(StatePlacement)] = Field(
+        default_factory=StatePlacement
+    )
+    """At which block boundaries of a prompt windows and recurrent states are cached."""
+    ssd_dir: Path | None = None
+    """A directory of this agent alone for a second tier of the prefix cache. Left out: none."""
+    ssd_gib: Gib | None = None
+    """Most bytes in `ssd_dir`, GiB or such as 500GB."""
+    link_probes: bool = True
+    """Measure links that nobody uses and of which little is known: now and then a small probe, at
+    most 0.1% of their rate.
+    """
+    transport: Annotated[TransportConfig, CoreFields(TransportConfig, without={"tls"})] = Field(
+        default_factory=TransportConfig
+    )
+    """Tuning of the TCP transport."""
+
+    @field_validator("landing_gib", "cache_gib")
+    @classmethod
+    def _check_share(cls, value: float | None, info: ValidationInfo) -> float | None:
+        arena_gib = info.data.get("arena_gib")
+        if value is not None and arena_gib is not None and value > arena_gib:
+            raise ValueError(
+                f"{value:g} is more than the arena of {arena_gib:g} GiB; lower it or raise "
+                "arena_gib"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_ssd(self) -> Self:
+        if (self.ssd_dir is None) != (self.ssd_gib is None):
+            missing = "ssd_gib" if self.ssd_gib is None else "ssd_dir"
+            raise ValueError(f"ssd_dir and ssd_gib go together; give {missing} too")
+        return self
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot work; the message names the field and what helps."""
+class AgentConfig(AgentSection):
+    """Everything tunable of one node agent."""
 
-
-class AgentConfig(BaseModel):
-    """Everything tunable of one node agent. Addresses are "host:port"; port 0 picks a free one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-    listen: str = "127.0.0.1:7100"
-    """Where senders connect to land KVCache here."""
-    control: str = "127.0.0.1:7101"
-    """gRPC of the control plane."""
+    listen: ListenAddress = "127.0.0.1:7100"
+    """Where senders connect to land KVCache here, host:port; port 0: any free one."""
+    control: ListenAddress = "127.0.0.1:7101"
+    """gRPC of the control plane, host:port; port 0: any free one."""
     socket: Path = Path("/tmp/prfaas-agent.sock")
     """Unix socket for the engines of this host."""
     advertise: str | None = None
     """What senders are told to connect to, "host" or "host:port"; default: `listen`."""
-    arena_dir: Path = Path("/dev/shm")
-    arena_gib: Gib = 1.0
-    block_bytes: int = DEFAULT_BLOCK_BYTES
+    block_bytes: Bytes = DEFAULT_BLOCK_BYTES
+    """Bytes of one block of the arena, or such as 64KiB."""
     prefault: bool = True
     """Allocate the whole arena at the start."""
-    landing_gib: Gib | None = None
-    """Most memory for landings; the rest of the arena is then left to outboxes."""
     tenant_landing_gib: Gib | None = None
-    cache_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Most memory for the prefix cache, which gives way to transfers; default: all that they leave.
-    0: no prefix cache.
-    """
-    eviction: str = "lru"
-    """What the prefix cache drops first: a policy of `kvmanager.pool.eviction`."""
-    placement: StatePlacement = StatePlacement()
-    """Which boundaries of a prompt keep windows and recurrent states; a mapping of the fields of
-    `kvmanager.pool.placement.StatePlacement`.
-    """
+    """Most memory for the landings of one tenant, GiB or such as 512MiB. Left out: no limit."""
     arena_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")] | None = None
     """With a name the arena and its index stay when the agent ends, and the next agent of this name
     takes them over with what is cached.
     """
-    ssd_dir: Path | None = None
-    """A directory of this agent alone for a second tier of the prefix cache."""
-    ssd_gib: Gib | None = None
-    """Most bytes in `ssd_dir`."""
-    kv_events: dict[str, KvEvents] = {}
+    kv_events: dict[str, KvEvents] = Field(default={})
     """By engine instance, where it publishes what its own prefix cache holds, as this host reaches
     it; behind a comma where it replays what was missed (`kvmanager.agent.engines.events`).
     """
-    ssd_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    """How long a prompt waits for what is on SSD only; then it is served without."""
-    max_lease_s: Seconds = 3600.0
-    drain_s: Seconds = 30.0
-    """How long memory of a failed transfer waits for an engine that does not let go of it."""
-    link_sample_interval_s: Seconds = 0.2
-    """Between two looks at a link that has transfers; idle ones are looked at less often."""
-    link_probes: bool = False
-    """Let links be measured that nobody uses and of which little is known: a gateway sends a small
-    probe now and then.
+    ssd_wait_s: SecondsOrZero = 0.5
+    """How long a prompt waits for what is on SSD only, seconds or such as 500ms; then it is served
+    without.
     """
-    link_detector: dict[str, float | tuple[float, float]] = {}
-    """When a link counts as congested: fields of `netmon.detector.DetectorConfig`."""
-    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    max_lease_s: Seconds = 3600.0
+    """Longest lease of a landing or an outbox, seconds or such as 60min."""
+    drain_s: Seconds = 30.0
+    """How long memory of a failed transfer waits for an engine that still copies, seconds."""
+    link_sample_interval_s: Seconds = 0.2
+    """Between two looks at a link that has transfers, seconds or such as 200ms; idle ones are
+    looked at less often.
+    """
+    link_detector: Annotated[DetectorConfig, CoreFields(DetectorConfig)] = Field(
+        default_factory=DetectorConfig
+    )
+    """When a link counts as congested."""
+    metrics_port: Port | None = None
     """Prometheus port on the host of `control`; none when absent."""
     tls_dir: Path | None = None
     """Directory with tls.crt, tls.key and ca.crt, as cert-manager writes them; instead of the
     three separate files. Either way new connections use files that were replaced on disk.
     """
     tls_cert: Path | None = None
+    """PEM certificate of this node."""
     tls_key: Path | None = None
+    """PEM key of this node."""
     tls_ca: Path | None = None
+    """PEM certificate of the authority that signed all nodes."""
     digest: bool = False
     """Compare a BLAKE3 digest of every transfer at its end, beside the checksums of its frames. Not
     with codec "fp8", which does not keep the bytes that the digest is of.
     """
     trusted_network: bool = False
     """Speak to other hosts without TLS."""
-    transport: dict[str, int | float | str | bool | None] = {}
-    """Fields of `transport.TransportConfig`."""
-
-    @field_validator("listen", "control")
-    @classmethod
-    def _check_address(cls, value: str) -> str:
-        Endpoint.parse(value)
-        return value
-
-    @field_validator("transport")
-    @classmethod
-    def _check_transport(cls, value: dict[str, Any]) -> dict[str, Any]:
-        unknown = sorted(value.keys() - _TRANSPORT_FIELDS)
-        if unknown:
-            raise ValueError(
-                f"unknown {', '.join(unknown)}; known: {', '.join(sorted(_TRANSPORT_FIELDS))}"
-            )
-        TransportConfig(**value)
-        return value
-
-    @field_validator("link_detector")
-    @classmethod
-    def _check_detector(cls, value: dict[str, Any]) -> dict[str, Any]:
-        _detector_config(value)
-        return value
-
-    @field_validator("eviction")
-    @classmethod
-    def _check_eviction(cls, value: str) -> str:
-        eviction_policy(value)
-        return value
-
-    @field_validator("placement", mode="before")
-    @classmethod
-    def _parse_placement(cls, value: Any) -> StatePlacement:
-        if isinstance(value, StatePlacement):
-            return value
-        try:
-            fields = yaml.safe_load(value) if isinstance(value, str) else value
-        except yaml.YAMLError:
-            fields = None
-        if not isinstance(fields, dict):
-            raise ValueError(f"{value!r} is no mapping; such as {{ends: true, every_tokens: 4096}}")
-        if unknown := sorted(fields.keys() - set(StatePlacement.__struct_fields__)):
-            known = ", ".join(sorted(StatePlacement.__struct_fields__))
-            raise ValueError(f"unknown {', '.join(map(str, unknown))}; known: {known}")
-        try:
-            return msgspec.convert(fields, StatePlacement)
-        except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from error
 
     @model_validator(mode="after")
     def _check_cache(self) -> Self:
-        if (self.ssd_dir is None) != (self.ssd_gib is None):
-            raise ValueError("ssd_dir and ssd_gib belong together: where, and how much at most")
         if self.cache_gib == 0 and (self.ssd_dir is not None or self.arena_name is not None):
             raise ValueError("cache_gib is 0: without a prefix cache there is nothing to keep")
         return self
 
     @model_validator(mode="after")
     def _check_digest(self) -> Self:
-        if self.digest and self.transport.get("codec") == "fp8":
+        if self.digest and self.transport.codec == "fp8":
             raise ValueError(
                 "digest: it is of the original bytes, which transport.codec fp8 does not keep: "
                 "every transfer would fail; turn digest off or use a lossless codec"
@@ -185,7 +177,7 @@ class AgentConfig(BaseModel):
             raise ValueError("tls_cert, tls_key and tls_ca belong together: give all or none")
         if self.tls is None and not self.trusted_network:
             for name in ("listen", "control"):
-                if not _is_loopback(Endpoint.parse(getattr(self, name)).host):
+                if not is_loopback(Endpoint.parse(getattr(self, name)).host):
                     raise ValueError(
                         f"{name}: {getattr(self, name)} is reachable from other hosts without "
                         "TLS; give tls_dir or tls_cert, tls_key and tls_ca, or set trusted_network"
@@ -207,12 +199,11 @@ class AgentConfig(BaseModel):
 
     @property
     def transport_config(self) -> TransportConfig:
-        fields: dict[str, Any] = dict(self.transport)
-        return TransportConfig(tls=self.tls, **fields)
+        return dataclasses.replace(self.transport, tls=self.tls)
 
     @property
     def monitor_config(self) -> MonitorConfig:
-        return MonitorConfig(detector=_detector_config(self.link_detector))
+        return MonitorConfig(detector=self.link_detector)
 
     @property
     def num_blocks(self) -> int:
@@ -244,37 +235,10 @@ class AgentConfig(BaseModel):
         return Endpoint(self.advertise.strip("[]"), real.port)
 
 
-def load(path: Path | None, overrides: dict[str, Any]) -> AgentConfig:
-    """The file's settings, with those of `overrides` that are not None on top; ConfigError."""
-    try:
-        settings = yaml.safe_load(path.read_text()) if path is not None else {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if settings is None:
-        settings = {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: a mapping of settings is wanted")
-    settings |= {name: value for name, value in overrides.items() if value is not None}
-    try:
-        return AgentConfig.model_validate(settings)
-    except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}"
-            for problem in error.errors()
-        ]
-        raise ConfigError("; ".join(problems)) from error
-
-
-def _detector_config(fields: dict[str, Any]) -> DetectorConfig:
-    """Raises ValueError."""
-    known = dataclasses.asdict(DetectorConfig())
-    if unknown := sorted(fields.keys() - known.keys()):
-        raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    for name, value in fields.items():
-        if isinstance(value, tuple) != isinstance(known[name], tuple):
-            wanted = "a pair of bounds" if isinstance(known[name], tuple) else "one number"
-            raise ValueError(f"{name}: {wanted} is wanted, not {value}")
-    return DetectorConfig(**fields)
+def load(path: Path | None, options: dict[str, Any]) -> AgentConfig:
+    """The file's settings, with those of `options` that are not None on top; `FileError`."""
+    expected = "an agent's file is a mapping of settings, such as arena_gib: 8"
+    return read_settings(path, AgentConfig, expected=expected, options=options)
 
 
 def _has_port(text: str) -> bool:
@@ -282,7 +246,8 @@ def _has_port(text: str) -> bool:
     return "]:" in text or text.count(":") == 1
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach what listens there."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

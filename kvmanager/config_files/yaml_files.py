@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import typer
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from kvmanager.config_files.fields import CoreFields
 from kvmanager.config_files.problems import FileError, KeyPath, Problem, suggestion
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -30,6 +35,31 @@ def read_text(path: Path) -> str:
         raise FileError(str(path), [Problem((), f"cannot be read: {error}")]) from error
 
 
+def read_settings(
+    path: Path | None, model: type[Model], *, expected: str, options: Mapping[str, Any] = {}
+) -> Model:
+    """The `model` that the file describes, with those of a command's `options` that are not None
+    in place of the file's; without a file, of the options alone. `FileError` with all problems.
+    """
+    return parse_yaml(
+        "{}" if path is None else read_text(path),
+        model,
+        source="options" if path is None else str(path),
+        expected=expected,
+        options={name: value for name, value in options.items() if value is not None},
+    )
+
+
+@contextmanager
+def exit_on_bad_file(status: int = 2) -> Iterator[None]:
+    """In a command: a file that cannot be used ends it, with all problems on stderr."""
+    try:
+        yield
+    except FileError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(status) from error
+
+
 def parse_yaml(
     text: str,
     model: type[Model],
@@ -37,12 +67,14 @@ def parse_yaml(
     source: str,
     expected: str,
     variables: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] = {},
     check: Callable[[Model], Iterable[Problem]] = lambda value: (),
 ) -> Model:
     """The `model` that the text describes; `FileError` with every problem found.
 
     `expected` says what the file should be when it is no mapping at all. `check` looks for problems
-    between fields that are each right. Without `variables` nothing is replaced.
+    between fields that are each right. Without `variables` nothing is replaced. `options` win over
+    what the text says for their keys.
     """
     try:
         document = yaml.safe_load(text)
@@ -54,6 +86,7 @@ def parse_yaml(
     problems: list[Problem] = []
     if variables is not None:
         document = _expand(document, variables, (), problems)
+    document |= options
     value: Model | None = None
     if not problems:
         try:
@@ -63,8 +96,8 @@ def parse_yaml(
         else:
             problems = list(check(value))
     if problems or value is None:
-        lined = [Problem(item.path, item.message, _line(root, item.path)) for item in problems]
-        raise FileError(source, lined)
+        lined = [_with_line(item, root, options) for item in problems]
+        raise FileError(source, sorted(lined, key=lambda item: item.line or 0))
     return value
 
 
@@ -108,44 +141,81 @@ def _field_problem(error: ErrorDetails, model: type[BaseModel]) -> Problem:
     path = tuple(error["loc"])
     kind, value = error["type"], error["input"]
     if kind == "extra_forbidden":
-        known = _keys_at(path[:-1], model)
+        known = _keys(list(_kinds_along(path[:-1], model))[-1])
         return Problem(path, f"unknown key{suggestion(str(path[-1]), known)}")
     if kind == "missing":
         return Problem(path, "is required and missing")
     message = error["msg"].removeprefix("Value error, ")
     if kind == "string_pattern_mismatch":
         message = "use letters, digits, '_', '.' and '-', at most 63"
-    shown = repr(value) if isinstance(value, str | int | float | bool) else ""
+    if kind == "tuple_type":
+        message = "write a list, such as [1, 2]"
+    # What was written for a secret may be the secret, in the wrong place or spelling.
+    is_secret = any(map(_hides_input, _kinds_along(path, model)))
+    shown = repr(value) if isinstance(value, str | int | float | bool) and not is_secret else ""
     if shown and shown not in message:
         message = f"{shown}: {message}"
     return Problem(path, message)
 
 
-def _keys_at(path: KeyPath, root: type[BaseModel]) -> list[str]:
-    """The keys a mapping at `path` may have."""
+def _kinds_along(path: KeyPath, root: type[BaseModel]) -> Iterator[Any]:
+    """The types of `root` and of each part of `path` below it; None where no type says."""
     here: Any = root
+    yield here
     for part in path:
-        if isinstance(part, int):
-            continue
-        if typing.get_origin(here) is dict:
-            here = typing.get_args(here)[1]
-            continue
         model = _model_in(here)
-        if model is None:
-            return []
-        fields = {field.alias or name: field for name, field in model.model_fields.items()}
-        here = fields[part].annotation if part in fields else None
-    model = _model_in(here)
-    if model is None:
-        return []
-    return [field.alias or name for name, field in model.model_fields.items()]
+        if isinstance(part, int):
+            pass  # The type of a list says what its items are.
+        elif typing.get_origin(here) is dict:
+            here = typing.get_args(here)[1]
+        else:
+            fields = {} if model is None else _fields(model)
+            field = fields.get(part)
+            # Annotations that pydantic keeps apart from the type may say more than it.
+            here = None if field is None else _annotated(field)
+        yield here
+
+
+def _annotated(field: FieldInfo) -> Any:
+    for item in field.metadata:
+        if isinstance(item, CoreFields):
+            return item.section
+    return field.annotation
+
+
+def _hides_input(kind: Any) -> bool:
+    if kind is SecretStr or any(map(_hides_input, typing.get_args(kind))):
+        return True
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, BaseModel)
+        and bool(kind.model_config.get("hide_input_in_errors"))
+    )
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _keys(kind: Any) -> list[str]:
+    """The keys that a mapping of this type may have."""
+    model = _model_in(kind)
+    return [] if model is None else list(_fields(model))
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, CoreFields):
+        return annotation.section
     if isinstance(annotation, type):
         return annotation if issubclass(annotation, BaseModel) else None
     found = (_model_in(item) for item in typing.get_args(annotation))
     return next((model for model in found if model is not None), None)
+
+
+def _with_line(problem: Problem, root: yaml.Node | None, options: Mapping[str, Any]) -> Problem:
+    # What a command's option says stands in no line of the file.
+    is_option = bool(problem.path) and problem.path[0] in options
+    return problem if is_option else replace(problem, line=_line(root, problem.path))
 
 
 def _line(root: yaml.Node | None, path: KeyPath) -> int | None:

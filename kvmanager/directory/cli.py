@@ -18,7 +18,9 @@ import typer
 import uvloop
 from prometheus_client import start_http_server
 
-from kvmanager.directory.config import DirectoryConfig, DirectoryConfigError, load
+from kvmanager.config_files.fields import tls_files
+from kvmanager.config_files.yaml_files import exit_on_bad_file
+from kvmanager.directory.config import DirectoryConfig, load
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.errors import DirectoryError
 from kvmanager.directory.feed_client import DirectoryFollower, FollowTiming
@@ -59,12 +61,13 @@ def directory_command(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     agents = dict(item.partition("=")[::2] for item in agent) if agent else None
-    overrides = {"listen": listen, "agents": agents, "redis": redis, "metrics_port": metrics_port}
+    options = {"listen": listen, "agents": agents, "redis": redis, "metrics_port": metrics_port}
+    with exit_on_bad_file():
+        settings = load(config, options)
     try:
-        settings = load(config, overrides)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
-    except (DirectoryConfigError, DirectoryError, RpcError, OSError, ValueError) as error:
+    except (DirectoryError, RpcError, OSError, ValueError) as error:
         typer.echo(f"prfaas directory: {error}", err=True)
         raise typer.Exit(1) from error
     except ModuleNotFoundError as error:
@@ -85,7 +88,7 @@ async def serve(config: DirectoryConfig) -> None:
 
 
 async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
-    tls = config.tls.files() if config.tls is not None else None
+    tls = tls_files(config.tls)
     directory = EmbeddedDirectory(tls=tls, timing=FollowTiming(forget_s=config.forget_s))
     server = RpcServer(config.listen, {SERVICE: DirectoryService(directory).methods()}, tls)
     host = Endpoint.parse(config.listen).host
@@ -108,7 +111,7 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
     from kvmanager.directory.redis_sink import RedisSink
     from kvmanager.directory.redis_store import RedisDirectory, RedisSettings, connect, reached
 
-    tls = config.tls.files() if config.tls is not None else None
+    tls = tls_files(config.tls)
     settings = RedisSettings(forget_s=config.forget_s)
     redis = connect(url, timeout_s=_REDIS_TIMEOUT_S)
     timing = FollowTiming(forget_s=config.forget_s)

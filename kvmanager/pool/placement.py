@@ -14,9 +14,6 @@ import msgspec
 class StatePlacement(msgspec.Struct, frozen=True):
     """A placement policy; a boundary is kept when any rule asks for it.
 
-    `every_tokens`: at multiples of this, within the first `dense_tokens` of a prompt; 0: no such
-    rule. `every_block` is there to be measured against.
-
     The defaults find the most of Mooncake's conversation trace where memory is short (the paper's
     sizes, LRU, `make bench BENCH_ARGS="kv --trace FILE"`; the README of the benches has the table):
     142,000 to 144,000 hit tokens for each GB of 256 with ends and with both, 90,000 with branches,
@@ -27,10 +24,15 @@ class StatePlacement(msgspec.Struct, frozen=True):
     """
 
     ends: bool = True
+    """At the last boundary of a prompt, and of its answer so far: the next turn resumes there."""
     branches: bool = True
+    """Where a prompt parts from what is cached."""
     every_tokens: int = 0
+    """At multiples of this many tokens, within the first `dense_tokens`; 0: no such rule."""
     dense_tokens: int = 0
+    """Tokens from the start of a prompt to which `every_tokens` applies."""
     every_block: bool = False
+    """At every boundary; it needs so much memory that it is only for measurements."""
 
     def wants(
         self, boundary_tokens: int, *, is_end: bool = False, branch_tokens: int | None = None

@@ -1,58 +1,53 @@
 """Configuration file of a stand-alone cluster front (`prfaas prefill`, `prfaas pd`), in YAML.
 
-It does not know region files; a launcher writes one of these for each front it starts.
+What both kinds of front are told. It does not know region files; a launcher writes one of these for
+each front it starts.
 """
 
 from pathlib import Path
-from typing import TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from kvmanager.tls_section import TlsSection
-from prfaas.engines.instances import InstanceSpec
+from kvmanager.config_files.fields import (
+    ListenAddress,
+    Port,
+    Seconds,
+    Section,
+    TlsSection,
+    tls_files,
+)
+from prfaas.engines.instances import InstancesConfig, InstanceSpec
+
+EXPECTED = "a front's file is a mapping with the keys name and instances"
+
+_INSTANCES = InstancesConfig()
 
 
-class FrontConfigError(ValueError):
-    """The file cannot be read or does not describe a front; the message names file and path."""
-
-
-class FrontConfig(BaseModel):
-    """One front. `listen` is its gRPC address; `metrics_port` 0 means no metrics server. What only
-    one kind of front knows (queue bounds; leases and affinity) the other one does not look at;
-    `prfaas.front_config` adds the order of the queue. An instance that has drained is given work
-    again after `drained_hold_s` without a word of whoever drained it.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class FrontConfig(Section):
+    """One front, without what only one kind of front knows."""
 
     name: str = Field(min_length=1)
-    listen: str = "127.0.0.1:7200"
-    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Name of the cluster."""
+    listen: ListenAddress = "127.0.0.1:7200"
+    """Its gRPC address, host:port; port 0: any free one."""
+    metrics_port: Port = 0
+    """Prometheus port; 0: none."""
     instances: tuple[InstanceSpec, ...] = Field(min_length=1)
-    max_queued: int = Field(default=64, ge=0)
-    max_wait_s: float = Field(default=120.0, gt=0)
-    lease_s: float = Field(default=30.0, gt=0)
-    affinity_slack: int = Field(default=4, ge=0)
-    drained_hold_s: float = Field(default=60.0, gt=0)
-    log_dir: Path = Path("logs")
+    """The engines of the cluster."""
+    drained_hold_s: Seconds = _INSTANCES.drained_hold_s
+    """An instance that has drained is given work again after so long without a word of whoever
+    drained it, seconds or such as 1min.
+    """
+    log_dir: Path = _INSTANCES.log_dir
+    """Directory for the logs of the engines that the front starts."""
     tls: TlsSection | None = None
+    """Mutual TLS with agents and gateways; left out: none."""
 
-
-ConfigT = TypeVar("ConfigT", bound=FrontConfig)
-
-
-def load_front_config(path: Path, kind: type[ConfigT]) -> ConfigT:
-    """Read and check `path` as the configuration of a `kind` of front. Raises FrontConfigError."""
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise FrontConfigError(f"{path}: {error}") from error
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        lines = [
-            f"{path}: {'.'.join(str(part) for part in item['loc']) or '(file)'}: {item['msg']}"
-            for item in error.errors()
-        ]
-        raise FrontConfigError("\n".join(lines)) from error
+    def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:
+        """For the instances; with `poll_load` the engines' metrics are read."""
+        return InstancesConfig(
+            log_dir=self.log_dir,
+            tls=tls_files(self.tls),
+            poll_load=poll_load,
+            drained_hold_s=self.drained_hold_s,
+        )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -36,6 +37,10 @@ from transport.rpc import RpcError
 logger = logging.getLogger("prfaas.kvmanager.engines")
 
 
+DEFAULT_MAX_CONCURRENT: Final = 4
+DEFAULT_DECODE_SLOTS: Final = 256
+
+
 class InstanceSpec(BaseModel):
     """One instance of a cluster: its engine's URL, its node agent's control address, its role.
 
@@ -54,8 +59,8 @@ class InstanceSpec(BaseModel):
     url: str = ""
     model: str = ""
     role: Role = "both"
-    max_concurrent: int = Field(default=4, ge=1)
-    decode_slots: int = Field(default=256, ge=1)
+    max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
+    decode_slots: int = Field(default=DEFAULT_DECODE_SLOTS, ge=1)
     engine: EngineSpec | None = None
 
     @model_validator(mode="after")

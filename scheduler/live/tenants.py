@@ -27,12 +27,16 @@ class TenantReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimit:
-    """None: no limit. `burst_tokens` can be brought at once after a pause."""
+    """What one tenant may have in flight, and bring per second. None: no limit."""
 
     max_requests: int | None = None
+    """Requests in flight."""
     max_tokens: int | None = None
+    """Prompt tokens in flight."""
     tokens_per_s: float | None = None
+    """Prompt tokens that it may bring each second, on average."""
     burst_tokens: float = 0.0
+    """Prompt tokens that it may bring at once after a pause; needed with `tokens_per_s`."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens", "tokens_per_s"):

@@ -62,7 +62,7 @@ def test_the_example_is_right() -> None:
         ("role: decode", "role: prefill", "clusters[1]", "no instance decodes"),
         ("landing_gib: 0.75", "landing_gib: 2", "clusters[1].nodes[0].agent.landing_gib", "arena"),
         ("trusted_network: true", "trusted_network: false", "security", "tls: {cert, key, ca}"),
-        ("max_model_len: 8192", "max_model_len: one", "models[0].max_model_len", "integer"),
+        ("max_model_len: 8192", "max_model_len: one", "models[0].max_model_len", "write 32Ki"),
         ("name: a1-prefill", "name: a1-prefill\n            model: dmo",
          "clusters[0].nodes[0].instances[0].model", "did you mean 'demo'"),
         ("name: a1-prefill", "name: a1-prefill\n            role: decode",
@@ -74,7 +74,7 @@ def test_the_example_is_right() -> None:
         ("arena_gib: 0.5", "arena_gib: 0.5, advertise: here",
          "clusters[0].nodes[0].agent.advertise", "host:port"),
         ("arena_gib: 0.5", "arena_gib: 0.5, transport: {speed: 1}",
-         "clusters[0].nodes[0].agent.transport", "num_connections"),
+         "clusters[0].nodes[0].agent.transport.speed", "num_connections"),
         ("arena_gib: 0.5", "arena_gib: 0.5, cache_gib: 0.6",
          "clusters[0].nodes[0].agent.cache_gib", "raise arena_gib"),
         ("arena_gib: 0.5", "arena_gib: 0.5, ssd_dir: /ssd",
@@ -84,9 +84,9 @@ def test_the_example_is_right() -> None:
         ("arena_gib: 0.5", "arena_gib: 0.5, eviction: fifo",
          "clusters[0].nodes[0].agent.eviction", "'lru'"),
         ("arena_gib: 0.5", "arena_gib: 0.5, placement: {often: true}",
-         "clusters[0].nodes[0].agent.placement", "every_tokens"),
+         "clusters[0].nodes[0].agent.placement.often", "every_tokens"),
         ("arena_gib: 0.5", "arena_gib: 0.5, placement: {ends: 2}",
-         "clusters[0].nodes[0].agent.placement", "ends"),
+         "clusters[0].nodes[0].agent.placement.ends", "boolean"),
         ("port: 8000", "port: 8000\n  directory: {kind: redis}",
          "gateway.directory", "needs url"),
         ("port: 8000", "port: 8000\n  scheduling: {admission: {tenants: {acme: {max_tokens: 1}}}}",
@@ -188,6 +188,27 @@ def test_the_schema_describes_the_file() -> None:
     link = schema["$defs"]["LinkSpec"]
     assert set(link["required"]) == {"from", "to"}
     assert link["additionalProperties"] is False
+
+
+def test_every_field_of_the_schema_is_described() -> None:
+    schema = region_schema()
+    fields = {
+        f"{name}.{key}": field
+        for name, section in {"RegionSpec": schema, **schema["$defs"]}.items()
+        for key, field in section["properties"].items()
+    }
+    assert len(fields) > 100
+    assert [name for name, field in fields.items() if not field.get("description")] == []
+
+
+def test_quantities_may_have_units() -> None:
+    text = with_change("arena_gib: 0.5", "arena_gib: 512MiB, transport: {idle_timeout_s: 20s}")
+    text = text.replace("threshold_tokens: 512", "threshold_tokens: 8k")
+    region = parse_region(text, VARIABLES)
+    agent = region.clusters[0].nodes[0].agent
+    assert (agent.arena_gib, agent.transport.idle_timeout_s) == (0.5, 20.0)
+    assert region.gateway.threshold_tokens == 8000
+    assert RegionSpec.model_validate_json(region.model_dump_json(by_alias=True)) == region
 
 
 def test_a_model_that_is_not_here_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.engines.front_config import FrontConfigError, load_front_config
+from kvmanager.config_files.problems import FileError
+from kvmanager.config_files.yaml_files import read_settings
+from prfaas.engines.front_config import EXPECTED
 from prfaas.front_config import PrefillFrontConfig
 from scheduler.routing.queue_order import LengthBucket, OrderConfig
 
@@ -27,7 +29,7 @@ queue:
 def load(tmp_path: Path, text: str) -> PrefillFrontConfig:
     path = tmp_path / "front.yaml"
     path.write_text(text)
-    return load_front_config(path, PrefillFrontConfig)
+    return read_settings(path, PrefillFrontConfig, expected=EXPECTED)
 
 
 def test_the_order_of_the_queue_has_defaults(tmp_path: Path) -> None:
@@ -47,10 +49,13 @@ def test_the_order_of_the_queue_may_be_given(tmp_path: Path) -> None:
     [
         (ORDERED.replace("patience_s: 10", "patience_s: 0"), "queue.patience_s"),
         (ORDERED.replace(", {share: 0.3}", ""), "ascend from above 0 to infinity"),
-        (ORDERED.replace("patience_s", "patience"), "queue.patience: Extra inputs"),
+        (
+            ORDERED.replace("patience_s", "patience"),
+            "queue.patience (line 7): unknown key; did you mean",
+        ),
     ],
 )
 def test_mistakes_are_explained(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(FrontConfigError) as caught:
+    with pytest.raises(FileError) as caught:
         load(tmp_path, text)
     assert said in str(caught.value)

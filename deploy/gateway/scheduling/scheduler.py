@@ -156,6 +156,6 @@ def live_settings(
         order=scheduling.queue.order(),
         refuses_load=admission.policy != "off",
         admission=admission.admission(),
-        default_tenant=admission.default_tenant.limit(),
-        tenants={name: tenant.limit() for name, tenant in admission.tenants.items()},
+        default_tenant=admission.default_tenant,
+        tenants=admission.tenants,
     )

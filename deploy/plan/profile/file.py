@@ -7,16 +7,15 @@ written by hand. Does not know how the numbers are measured.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-from kvmanager.config_files.tokens import parse_tokens
-from kvmanager.config_files.units import parse_duration, parse_size
+from kvmanager.config_files.fields import Seconds, SecondsOrZero, Section, Tokens, spelled
+from kvmanager.config_files.units import parse_size
 from kvmanager.config_files.yaml_files import parse_yaml, read_text
 
 EXPECTED = "a profile file is a mapping with the key profile; `prfaas plan profile` writes one"
@@ -30,33 +29,21 @@ _HEADER = """\
 """
 
 
-def _spelled(parse: Callable[[str], float]) -> BeforeValidator:
-    """Numbers as they are; text as `parse` reads it."""
-    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
-
-
-Seconds = Annotated[float, _spelled(parse_duration), Field(gt=0, allow_inf_nan=False)]
-SpreadSeconds = Annotated[float, _spelled(parse_duration), Field(ge=0, allow_inf_nan=False)]
-Tokens = Annotated[int, _spelled(parse_tokens), Field(ge=1)]
 Count = Annotated[int, Field(ge=1)]
-Size = Annotated[int, _spelled(parse_size), Field(ge=0)]
+Size = Annotated[int, Field(ge=0), spelled(parse_size)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PrefillPoint(_Part):
+class PrefillPoint(Section):
     """T_prefill at one length: an otherwise idle engine, nothing of the prompt cached."""
 
     tokens: Tokens
     seconds: Seconds
-    spread_seconds: SpreadSeconds | None = None
+    spread_seconds: SecondsOrZero | None = None
     client_seconds: Seconds | None = None
     samples: Count | None = None
 
 
-class PrefillProfile(_Part):
+class PrefillProfile(Section):
     """T_prefill(l). `clock`: whose `seconds` are, the engine's metrics' or its HTTP client's."""
 
     clock: Literal["engine", "client"] | None = None
@@ -72,16 +59,16 @@ class PrefillProfile(_Part):
         return tuple(sorted(points, key=lambda point: point.tokens))
 
 
-class DecodeStep(_Part):
+class DecodeStep(Section):
     """Seconds from one token to the next of a stream while `batch_size` streams decode."""
 
     batch_size: Count
     step_seconds: Seconds
-    spread_seconds: SpreadSeconds | None = None
+    spread_seconds: SecondsOrZero | None = None
     samples: Count | None = None
 
 
-class DecodeProfile(_Part):
+class DecodeProfile(Section):
     """Decode steps after prompts of `context_tokens`, over `output_tokens` tokens."""
 
     context_tokens: Tokens | None = None
@@ -98,14 +85,14 @@ class DecodeProfile(_Part):
         return tuple(sorted(steps, key=lambda step: step.batch_size))
 
 
-class KvCacheSize(_Part):
+class KvCacheSize(Section):
     """S_kv(l) = fixed_bytes + bytes_per_token * l, of one request. Written like 64KiB or 65536."""
 
     fixed_bytes: Size
     bytes_per_token: Size
 
 
-class Provenance(_Part):
+class Provenance(Section):
     """Where the numbers come from. `complete` is false if the measuring was cut short."""
 
     url: str
@@ -117,7 +104,7 @@ class Provenance(_Part):
     notes: tuple[str, ...] = ()
 
 
-class EngineProfile(_Part):
+class EngineProfile(Section):
     """What one instance can do."""
 
     prefill: PrefillProfile
@@ -126,7 +113,7 @@ class EngineProfile(_Part):
     provenance: Provenance | None = None
 
 
-class EngineProfileFile(_Part):
+class EngineProfileFile(Section):
     """The whole file."""
 
     profile: EngineProfile

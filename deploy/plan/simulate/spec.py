@@ -5,39 +5,21 @@ Shapes and single values only; `deploy.plan.simulate.building` turns a specifica
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from deploy.plan.solve.spec import BytesPerS, Name, PlanSpec
-from kvmanager.config_files.tokens import parse_tokens
-from kvmanager.config_files.units import parse_duration
+from deploy.plan.solve.spec import BytesPerS, CacheTokens, Name, PlanSpec, Seconds, Span
+from kvmanager.config_files.fields import Positive, Section
 
 POLICY_NAMES: Final = ("static", "router", "oracle", "homogeneous")
 """Always there; the file may change them and add others."""
 
 
-def _moment(value: Any) -> Any:
-    return parse_duration(str(value))
-
-
-def _cache_tokens(value: Any) -> Any:
-    return parse_tokens(value) if isinstance(value, str) else value
-
-
-Moment = Annotated[float, BeforeValidator(_moment), Field(ge=0, allow_inf_nan=False)]
-Span = Annotated[float, BeforeValidator(_moment), Field(gt=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-
-class PhaseSpec(_Part):
+class PhaseSpec(Section):
     """From `at` on traffic is like this. `load` is a share of the plan's highest rate."""
 
-    at: Moment
+    at: Seconds
     load: Positive | None = None
     rate_rps: Positive | None = None
     length_factor: Positive = 1.0
@@ -50,20 +32,20 @@ class PhaseSpec(_Part):
         return self
 
 
-class ChangeSpec(_Part):
+class ChangeSpec(Section):
     """From `at` on a link has this rate or this loss; what is left out stays as it was."""
 
-    at: Moment
+    at: Seconds
     rate: BytesPerS | None = None
     loss: Annotated[float, Field(ge=0, lt=1)] | None = None
     rate_factor: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
-class SpanSpec(_Part):
+class SpanSpec(Section):
     """From `at` until `until`."""
 
-    at: Moment
-    until: Moment
+    at: Seconds
+    until: Seconds
 
     @model_validator(mode="after")
     def _ascend(self) -> Self:
@@ -78,7 +60,7 @@ class OtherTrafficSpec(SpanSpec):
     rate: BytesPerS
 
 
-class LinkEventsSpec(_Part):
+class LinkEventsSpec(Section):
     """What happens to one link of the plan."""
 
     source: Annotated[str, Field(alias="from")]
@@ -88,19 +70,19 @@ class LinkEventsSpec(_Part):
     other_traffic: tuple[OtherTrafficSpec, ...] = ()
 
 
-class ObjectiveSpec(_Part):
+class ObjectiveSpec(Section):
     """What a request must keep to count: time to first token, mean time per further token."""
 
     ttft: Span = 30.0
     tbt: Span = 0.1
 
 
-class PolicySpec(_Part):
+class PolicySpec(Section):
     """What decides. `threshold_tokens` and `num_prefill` left out: those of the best plan."""
 
     routing: Literal["static", "router", "oracle"] = "router"
     order: Literal["shortest", "arrival"] = "shortest"
-    threshold_tokens: Annotated[float, BeforeValidator(_cache_tokens), Field(ge=0)] | None = None
+    threshold_tokens: CacheTokens | None = None
     num_prefill: Annotated[int, Field(ge=0)] | None = None
     margin: Span | None = None
     margin_share: Annotated[float, Field(ge=0)] | None = None
@@ -113,7 +95,7 @@ class PolicySpec(_Part):
     """How links that change are seen: by the link monitor, or as they are."""
 
 
-class SimulationSpec(_Part):
+class SimulationSpec(Section):
     """What happens, to whom, and who decides."""
 
     duration: Span = 1800.0
@@ -125,16 +107,16 @@ class SimulationSpec(_Part):
     trace_speed: Positive = 1.0
     phases: tuple[PhaseSpec, ...] = ()
     links: tuple[LinkEventsSpec, ...] = ()
-    cache_tokens: dict[Name, Annotated[float, BeforeValidator(_cache_tokens), Field(ge=0)]] = {}
+    cache_tokens: dict[Name, CacheTokens] = Field(default={})
     """Prefix cache by cluster; needs a trace."""
     objective: ObjectiveSpec = ObjectiveSpec()
-    prefill_factors: dict[Name, Positive] = {}
+    prefill_factors: dict[Name, Positive] = Field(default={})
     """Real over profiled prefill time by cluster."""
     prefill_jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
     transfer_timeout: Span = 30.0
     policy: str = "router"
     """Which policy runs when the command names none."""
-    policies: dict[Name, PolicySpec] = {}
+    policies: dict[Name, PolicySpec] = Field(default={})
 
 
 class SimulationFile(PlanSpec):

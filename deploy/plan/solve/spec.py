@@ -8,19 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from deploy.plan.profile.file import DecodeStep, PrefillPoint
+from kvmanager.config_files.fields import NotNegative, Positive, Section, spelled
 from kvmanager.config_files.tokens import parse_tokens
 from kvmanager.config_files.units import parse_duration, parse_rate, parse_size
-
-
-def _tokens(value: Any) -> Any:
-    return parse_tokens(value) if isinstance(value, str) else value
-
-
-def _size(value: Any) -> Any:
-    return parse_size(value) if isinstance(value, str) else value
 
 
 def _rate(value: Any) -> Any:
@@ -32,20 +25,17 @@ def _duration(value: Any) -> Any:
     return parse_duration(str(value))
 
 
-Tokens = Annotated[float, BeforeValidator(_tokens), Field(gt=0, allow_inf_nan=False)]
-Bytes = Annotated[float, BeforeValidator(_size), Field(ge=0, allow_inf_nan=False)]
-BytesPerS = Annotated[float, BeforeValidator(_rate), Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, BeforeValidator(_duration), Field(ge=0, allow_inf_nan=False)]
-Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Tokens = Annotated[Positive, spelled(parse_tokens)]
+Bytes = Annotated[NotNegative, spelled(parse_size)]
+BytesPerS = Annotated[Positive, BeforeValidator(_rate)]
+Seconds = Annotated[NotNegative, BeforeValidator(_duration)]
+Span = Annotated[Positive, BeforeValidator(_duration)]
+CacheTokens = Annotated[NotNegative, spelled(parse_tokens)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 Count = Annotated[int, Field(ge=0)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-
-class LogNormalSpec(_Part):
+class LogNormalSpec(Section):
     """ln(length) has mean `mu` and deviation `sigma`; cut to the given lengths, renormalised."""
 
     mu: float
@@ -54,14 +44,14 @@ class LogNormalSpec(_Part):
     max_tokens: Tokens
 
 
-class Bin(_Part):
+class Bin(Section):
     """Prompts of this length and how many there are of them, in any unit."""
 
     tokens: Tokens
     weight: Annotated[float, Field(gt=0)]
 
 
-class TraceSpec(_Part):
+class TraceSpec(Section):
     """A request trace: JSON lines of timestamp, input_length, output_length, hash_ids.
 
     `cache_tokens` is the size of the prefix cache that decides what of each prompt is cached;
@@ -70,7 +60,7 @@ class TraceSpec(_Part):
 
     file: Path
     block_tokens: Annotated[int, Field(ge=1)] = 512
-    cache_tokens: Annotated[float | None, BeforeValidator(_tokens), Field(ge=0)] = None
+    cache_tokens: CacheTokens | None = None
 
 
 def _exactly_one(part: BaseModel, *names: str) -> None:
@@ -79,7 +69,7 @@ def _exactly_one(part: BaseModel, *names: str) -> None:
         raise ValueError(f"give one of {', '.join(names)}; here: {', '.join(given) or 'none'}")
 
 
-class LengthsSpec(_Part):
+class LengthsSpec(Section):
     """Lengths of whole prompts, as a distribution, a histogram or a trace."""
 
     log_normal: LogNormalSpec | None = None
@@ -92,7 +82,7 @@ class LengthsSpec(_Part):
         return self
 
 
-class TrafficSpec(_Part):
+class TrafficSpec(Section):
     """What arrives. `hit_ratio` is the cached share of every prompt."""
 
     lengths: LengthsSpec
@@ -111,7 +101,7 @@ class TrafficSpec(_Part):
         return self
 
 
-class KvSpec(_Part):
+class KvSpec(Section):
     """KVCache of one request: a fixed part and a part per token, or a Hugging Face config.json."""
 
     fixed_bytes: Bytes | None = None
@@ -129,7 +119,7 @@ class KvSpec(_Part):
         return self
 
 
-class CoefficientsSpec(_Part):
+class CoefficientsSpec(Section):
     """T(l) = constant_s + s_per_token * l + s_per_token2 * l^2."""
 
     constant_s: Annotated[float, Field(ge=0)]
@@ -137,7 +127,7 @@ class CoefficientsSpec(_Part):
     s_per_token2: Annotated[float, Field(ge=0)] = 0.0
 
 
-class PrefillSpec(_Part):
+class PrefillSpec(Section):
     """Prefill time over the uncached length: measured points, or coefficients."""
 
     points: Annotated[tuple[PrefillPoint, ...], Field(min_length=1)] | None = None
@@ -150,13 +140,13 @@ class PrefillSpec(_Part):
         return self
 
 
-class DecodeSpec(_Part):
+class DecodeSpec(Section):
     """Step times at batch sizes; the SLO picks the largest batch that keeps it."""
 
     steps: Annotated[tuple[DecodeStep, ...], Field(min_length=1)]
 
 
-class ProfileSpec(_Part):
+class ProfileSpec(Section):
     """One instance of some hardware: a file of `prfaas plan profile`, or the numbers."""
 
     file: Path | None = None
@@ -171,13 +161,13 @@ class ProfileSpec(_Part):
         return self
 
 
-class ClusterSpec(_Part):
+class ClusterSpec(Section):
     """Equal instances at one site."""
 
     name: Name
     instances: Count
     profile: str
-    price_per_instance_hour: Price = 0.0
+    price_per_instance_hour: NotNegative = 0.0
 
 
 class PdClusterSpec(ClusterSpec):
@@ -186,24 +176,24 @@ class PdClusterSpec(ClusterSpec):
     decode_memory: Bytes | None = None
 
 
-class LinkSpec(_Part):
+class LinkSpec(Section):
     """From a prefill cluster to a PD cluster. `price_per_gb` is for 10^9 bytes."""
 
     source: Annotated[str, Field(alias="from")]
     target: Annotated[str, Field(alias="to")]
     rate: BytesPerS
     rtt: Seconds = 0.0
-    price_per_gb: Price = 0.0
+    price_per_gb: NotNegative = 0.0
 
 
-class SloSpec(_Part):
+class SloSpec(Section):
     """`tokens_per_s`: decode speed of each request. `ttft_p90`: 90% of first tokens by then."""
 
     tokens_per_s: Annotated[float, Field(gt=0)] | None = None
-    ttft_p90: Annotated[float, BeforeValidator(_duration), Field(gt=0)] | None = None
+    ttft_p90: Span | None = None
 
 
-class PlanSpec(_Part):
+class PlanSpec(Section):
     """The whole file."""
 
     traffic: TrafficSpec

@@ -12,6 +12,7 @@ from deploy.command_line import CommandFailed
 from deploy.region.launch.ports import advertised_address
 from deploy.region.launch.rundir import RegionState, RunDirectoryError, known_runs, read_state
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
+from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import suggestion
 from transport import Endpoint, TlsFiles
 
@@ -52,9 +53,7 @@ def find_pair(
     spec = RegionSpec.model_validate_json(Path(state.region_file).read_bytes())
     places = _places(spec, state)
     first, second = _find(sender, places), _find(receiver, places)
-    tls = spec.security.tls
-    files = None if tls is None else TlsFiles(cert=tls.cert, key=tls.key, ca=tls.ca)
-    return Pair(first, second, files, _via(spec, first, second))
+    return Pair(first, second, tls_files(spec.security.tls), _via(spec, first, second))
 
 
 def is_address(text: str) -> bool:

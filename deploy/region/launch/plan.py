@@ -14,7 +14,7 @@ from typing import Literal
 
 from blake3 import blake3
 
-from deploy.gateway.config import GatewayConfig, ModelConfig
+from deploy.gateway.config import GatewayConfig, GatewaySection, ModelConfig
 from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
 from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
@@ -22,7 +22,7 @@ from deploy.region.launch.arenas import arena_name
 from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
-from kvmanager.tls_section import TlsSection
+from kvmanager.agent.config import AgentSection
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.instances import InstanceSpec
 from prfaas.engines.process import ProcessSpec
@@ -107,12 +107,7 @@ class Planner:
             "socket": str(self.directory.socket(node.name)),
             "advertise": advertised_address(node),
             "metrics_port": agent.metrics_port,
-            "arena_dir": str(agent.arena_dir),
-            "arena_gib": agent.arena_gib,
-            "landing_gib": agent.landing_gib,
-            "link_probes": agent.link_probes,
             "trusted_network": security.trusted_network,
-            "transport": agent.transport,
         }
         settings |= self._cache_settings(node)
         if security.tls is not None:
@@ -121,15 +116,13 @@ class Planner:
 
     def _cache_settings(self, node: NodeSpec) -> dict[str, object]:
         agent, region = node.agent, self.resolved.region
+        settings: dict[str, object] = agent.model_dump(
+            mode="json", include=set(AgentSection.model_fields)
+        )
         if not region.caches(node):
-            return {"cache_gib": 0}
-        return {
-            "cache_gib": agent.cache_gib,
+            return settings | {"cache_gib": 0, "ssd_dir": None, "ssd_gib": None}
+        return settings | {
             "arena_name": arena_name(region, node, self.directory.root),
-            "eviction": agent.eviction,
-            "placement": agent.placement,
-            "ssd_dir": None if agent.ssd_dir is None else str(agent.ssd_dir),
-            "ssd_gib": agent.ssd_gib,
             "kv_events": {
                 instance.name: endpoints
                 for instance in node.instances
@@ -214,20 +207,14 @@ def engine_spec(
 def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
     """What the gateway's process is told: the clusters with their fronts embedded in it."""
     region = resolved.region
-    gateway, tls = region.gateway, region.security.tls
+    gateway = region.gateway
     return GatewayFile(
         gateway=GatewayConfig(
-            host=gateway.host,
-            port=gateway.port,
+            **{name: getattr(gateway, name) for name in GatewaySection.model_fields},
             models=tuple(
                 ModelConfig(name=model.name, max_model_len=model.max_model_len, root=model.path)
                 for model in region.models
             ),
-            threshold_tokens=gateway.threshold_tokens,
-            operators=gateway.operators,
-            max_body_bytes=gateway.max_body_bytes,
-            directory=gateway.directory,
-            scheduling=gateway.scheduling,
         ),
         api_keys_file=gateway.api_keys_file,
         api_keys_env=gateway.api_keys_env or "",
@@ -241,7 +228,7 @@ def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
             )
             for cluster in region.prefill_clusters
         ),
-        tls=None if tls is None else TlsSection(cert=tls.cert, key=tls.key, ca=tls.ca),
+        tls=region.security.tls,
     )
 
 

@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 
 from deploy.region.launch.plan import PlannedProcess
-from deploy.region.spec.region import TlsSpec
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import StatusReply
+from kvmanager.config_files.fields import TlsSection
 from prfaas.engines.supervisor import Probe
 from scheduler.reports import ClusterReport
 from transport import TlsFiles
@@ -29,7 +29,7 @@ class _RegionView(msgspec.Struct):
 class Prober:
     """Makes probes; `session` stays its owner's, `close` ends the connections to agents."""
 
-    def __init__(self, session: aiohttp.ClientSession, tls: TlsSpec | None) -> None:
+    def __init__(self, session: aiohttp.ClientSession, tls: TlsSection | None) -> None:
         self._session = session
         self._tls = None if tls is None else TlsFiles(cert=tls.cert, key=tls.key, ca=tls.ca)
         self._agents: dict[str, AgentControl] = {}

@@ -99,14 +99,6 @@ def _check_node(
         if cluster.kind == "prefill" and instance.role not in (None, "prefill"):
             message = f"role {instance.role!r} in a prefill cluster; leave it out or write prefill"
             yield Problem((*at, "role"), message)
-    agent = node.agent
-    if agent.landing_gib is not None and agent.landing_gib > agent.arena_gib:
-        message = (
-            f"{agent.landing_gib:g} is more than the arena of {agent.arena_gib:g} GiB; lower it"
-            " or raise arena_gib"
-        )
-        yield Problem((*path, "agent", "landing_gib"), message)
-    yield from _check_cache(path, node)
 
 
 def _check_slots(at: KeyPath, instance: RegionInstance, model: ModelSpec) -> Iterator[Problem]:
@@ -117,19 +109,6 @@ def _check_slots(at: KeyPath, instance: RegionInstance, model: ModelSpec) -> Ite
     if any(arg.split("=")[0] == MAX_NUM_SEQS for arg in model.args + instance.args):
         message = f"{MAX_NUM_SEQS} is not what routing counts on; write decode_slots instead"
         yield Problem((*at, "args"), message)
-
-
-def _check_cache(path: KeyPath, node: NodeSpec) -> Iterator[Problem]:
-    agent = node.agent
-    if agent.cache_gib is not None and agent.cache_gib > agent.arena_gib:
-        message = (
-            f"{agent.cache_gib:g} is more than the arena of {agent.arena_gib:g} GiB; lower it"
-            " or raise arena_gib"
-        )
-        yield Problem((*path, "agent", "cache_gib"), message)
-    if (agent.ssd_dir is None) != (agent.ssd_gib is None):
-        missing = "ssd_gib" if agent.ssd_gib is None else "ssd_dir"
-        yield Problem((*path, "agent"), f"ssd_dir and ssd_gib go together; give {missing} too")
 
 
 def _check_links(region: RegionSpec) -> Iterator[Problem]:

@@ -6,30 +6,18 @@ and files are read by `loading.load_region`. Does not know processes, nor which 
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from deploy.gateway.config import DirectoryConfig
-from deploy.gateway.scheduling.config import SchedulingConfig
-from kvmanager.config_files.units import parse_duration, parse_rate, parse_size
-from kvmanager.pool.placement import StatePlacement
-from transport import TransportConfig
-
-DEFAULT_DECODE_SLOTS = 256
+from deploy.gateway.config import GatewaySection
+from kvmanager.agent.config import AgentSection
+from kvmanager.config_files.fields import Address, Port, Section, TlsSection, Tokens
+from kvmanager.config_files.units import parse_duration, parse_rate
+from prfaas.engines.instances import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
 
 ClusterKind = Literal["prefill", "pd"]
-Eviction = Literal["lru", "lfu", "length", "cost"]
 InstanceRole = Literal["prefill", "decode", "both"]
 
 
@@ -46,269 +34,172 @@ def _as_text(value: Any) -> Any:
     return str(value) if is_number else value
 
 
-def _size(value: Any) -> Any:
-    return parse_size(value) if isinstance(value, str) else value
-
-
-def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r} is not an address; write host:port")
-    return text
-
-
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 # A bare number is read as text, so that the answer is the right spelling and not a type.
 Rate = Annotated[str, BeforeValidator(_as_text), _spelled_by(parse_rate)]
 Duration = Annotated[str, BeforeValidator(_as_text), _spelled_by(parse_duration)]
-Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-Address = Annotated[str, AfterValidator(_address)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-"""0: any free one, chosen by `prfaas up`."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-
-class ModelSpec(_Part):
+class ModelSpec(Section):
     """A model and how every instance serves it."""
 
-    name: Annotated[str, Field(min_length=1, description="name that clients ask for")]
-    path: Annotated[
-        str,
-        Field(min_length=1, description="directory, or a name on the Hugging Face hub"),
-    ]
+    name: Annotated[str, Field(min_length=1)]
+    """Name that clients ask for."""
+    path: Annotated[str, Field(min_length=1)]
+    """Directory of the weights, or a name on the Hugging Face hub."""
     dtype: str = "auto"
-    max_model_len: Annotated[int, Field(ge=2, description="prompt plus output, tokens")] | None = (
-        None
-    )
-    block_size: Annotated[int, Field(ge=1, description="tokens per KV block")] | None = None
-    max_num_batched_tokens: (
-        Annotated[int, Field(ge=1, description="tokens per step, so per prefill chunk")] | None
-    ) = None
+    """Type of weights and activations, as vLLM's --dtype has it."""
+    max_model_len: Annotated[Tokens, Field(ge=2)] | None = None
+    """Most tokens of prompt and output, a number or such as 128Ki. Left out: what the model has."""
+    block_size: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of one KV block. Left out: vLLM's choice."""
+    max_num_batched_tokens: Tokens | None = None
+    """Tokens of one engine step, so of one prefill chunk, a number or such as 8Ki. Left out: vLLM's
+    choice.
+    """
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    kv_space_gib: (
-        Annotated[int, Field(ge=1, description="KV memory of a CPU engine; leave out on a GPU")]
-        | None
-    ) = None
-    prefix_caching: Annotated[
-        bool, Field(description="in the engines and in their nodes' arenas; false: in neither")
-    ] = True
+    """GPUs that share each layer of an instance."""
+    kv_space_gib: Annotated[int, Field(ge=1)] | None = None
+    """KV memory of an engine on the CPU, GiB; leave it out on a GPU."""
+    prefix_caching: bool = True
+    """Cache prefixes in the engines and in their nodes' arenas; false: in neither."""
     enforce_eager: bool = False
-    args: Annotated[
-        tuple[str, ...], Field(description="further vLLM options; they win over the ones above")
-    ] = ()
-    env: Annotated[dict[str, str], Field(description="added to the engines' environment")] = {}
+    """Do without CUDA graphs and compilation."""
+    args: tuple[str, ...] = ()
+    """Further vLLM options; they win over the ones above."""
+    env: dict[str, str] = Field(default={})
+    """Added to the engines' environment."""
 
 
-class RegionInstance(_Part):
+class RegionInstance(Section):
     """One vLLM engine on a node."""
 
     name: Name
-    role: Annotated[
-        InstanceRole | None,
-        Field(description="left out: prefill in a prefill cluster, both in a PD cluster"),
-    ] = None
-    model: Annotated[
-        str | None, Field(description="name of a model; may be left out if there is only one")
-    ] = None
-    port: Annotated[Port, Field(description="of its OpenAI server; 0: any free one")] = 0
-    max_concurrent: Annotated[
-        int, Field(ge=1, description="prefill jobs given to it at a time")
-    ] = 4
-    decode_slots: (
-        Annotated[
-            int,
-            Field(
-                ge=1,
-                description="requests that its engine decodes at a time, vLLM's max_num_seqs; "
-                "default 256, or max_num_batched_tokens if that is less",
-            ),
-        ]
-        | None
-    ) = None
+    """Name of the instance, one of its kind in the region."""
+    role: InstanceRole | None = None
+    """What it does. Left out: prefill in a prefill cluster, both in a PD cluster."""
+    model: str | None = None
+    """Name of the model that it serves; may be left out if there is only one."""
+    port: Port = 0
+    """Port of its OpenAI server; 0: any free one."""
+    max_concurrent: Annotated[int, Field(ge=1)] = DEFAULT_MAX_CONCURRENT
+    """Prefill jobs given to it at a time; vLLM batches them."""
+    decode_slots: Annotated[int, Field(ge=1)] | None = None
+    """Requests that its engine decodes at a time, vLLM's max_num_seqs. Left out: 256, or
+    max_num_batched_tokens if that is less.
+    """
     args: tuple[str, ...] = ()
-    env: dict[str, str] = {}
+    """Further vLLM options of this instance; they win over those of the model."""
+    env: dict[str, str] = Field(default={})
+    """Added to this engine's environment, after that of the model."""
 
 
-class AgentSpec(_Part):
+class AgentSpec(AgentSection):
     """The node agent of a host: its shared memory, its prefix cache and its ports."""
 
-    data_port: Annotated[Port, Field(description="KVCache arrives here")] = 0
-    control_port: Annotated[Port, Field(description="fronts reserve landings here")] = 0
-    metrics_port: Annotated[Port, Field(description="Prometheus")] = 0
-    arena_gib: Annotated[float, Field(gt=0, description="shared memory for KVCache, GiB")] = 1.0
-    landing_gib: (
-        Annotated[float, Field(gt=0, description="of that for landings at most; default all")]
-        | None
-    ) = None
-    arena_dir: Annotated[Path, Field(description="where the arena's file lies")] = Path("/dev/shm")
-    keep_arena: Annotated[
-        bool, Field(description="what is cached outlives the agent, until `prfaas down`")
-    ] = True
-    cache_gib: (
-        Annotated[
-            float,
-            Field(ge=0, description="of the arena for the prefix cache at most; default all"),
-        ]
-        | None
-    ) = None
-    eviction: Annotated[Eviction, Field(description="what goes first when the cache is full")] = (
-        "lru"
-    )
-    placement: Annotated[
-        dict[str, bool | int],
-        Field(description="which boundaries keep states: ends, branches, every_tokens, ..."),
-    ] = {}
-    ssd_dir: (
-        Annotated[Path, Field(description="second tier of the cache; the node's own directory")]
-        | None
-    ) = None
-    ssd_gib: Annotated[float, Field(gt=0, description="of that at most")] | None = None
-    link_probes: Annotated[
-        bool, Field(description="measure idle links now and then with up to 0.1% of their rate")
-    ] = True
-    advertise: (
-        Annotated[Address, Field(description="what senders connect to, if not host:data_port")]
-        | None
-    ) = None
-
-    transport: Annotated[
-        dict[str, int | float | str | None],
-        Field(description="tuning of the TCP transport: num_connections, idle_timeout_s, ..."),
-    ] = {}
-
-    @field_validator("transport")
-    @classmethod
-    def _check_transport(
-        cls, value: dict[str, int | float | str | None]
-    ) -> dict[str, int | float | str | None]:
-        fields: dict[str, Any] = dict(value)
-        known = {field.name for field in dataclasses.fields(TransportConfig)} - {"tls"}
-        if unknown := sorted(fields.keys() - known):
-            raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        TransportConfig(**fields)
-        return value
-
-    @field_validator("placement")
-    @classmethod
-    def _check_placement(cls, value: dict[str, bool | int]) -> dict[str, bool | int]:
-        known = StatePlacement.__struct_fields__
-        if unknown := sorted(value.keys() - set(known)):
-            raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        try:
-            msgspec.convert(value, StatePlacement)
-        except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from None
-        return value
+    data_port: Port = 0
+    """Port where KVCache arrives; 0: any free one."""
+    control_port: Port = 0
+    """Port where fronts reserve landings; 0: any free one."""
+    metrics_port: Port = 0
+    """Prometheus port; 0: any free one."""
+    keep_arena: bool = True
+    """What is cached outlives the agent, until `prfaas down`."""
+    advertise: Address | None = None
+    """What senders connect to, host:port. Left out: the node's host and data_port."""
 
 
-class NodeSpec(_Part):
+class NodeSpec(Section):
     """A host with one node agent and the engines beside it."""
 
     name: Name
-    host: Annotated[str, Field(min_length=1, description="address that the others reach it by")] = (
-        "127.0.0.1"
-    )
+    """Name of the node, one of its kind in the region."""
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address that the others reach it by."""
     agent: AgentSpec = AgentSpec()
+    """Its node agent."""
     instances: Annotated[tuple[RegionInstance, ...], Field(min_length=1)]
+    """Its engines."""
 
 
-class ClusterSpec(_Part):
+class ClusterSpec(Section):
     """A prefill cluster or the local PD cluster."""
 
     name: Name
+    """Name of the cluster, one of its kind in the region."""
     kind: ClusterKind
+    """prefill: it only prefills. pd: it prefills and decodes."""
     nodes: Annotated[tuple[NodeSpec, ...], Field(min_length=1)]
+    """Its hosts."""
 
     @property
     def instances(self) -> tuple[RegionInstance, ...]:
         return tuple(instance for node in self.nodes for instance in node.instances)
 
 
-class EmulationSpec(_Part):
+class EmulationSpec(Section):
     """A relay that makes a link of this machine behave like a long one (`prfaas up` only)."""
 
     rate: Annotated[Rate, Field(examples=["1Gbit", "200Mbit", "unlimited"])] = "unlimited"
-    rtt: Annotated[Duration, Field(examples=["20ms"], description="half of it each way")] = "0"
-    jitter: Annotated[Duration, Field(examples=["1ms"], description="plus or minus")] = "0"
+    """Rate of the link with its unit, such as 1Gbit."""
+    rtt: Annotated[Duration, Field(examples=["20ms"])] = "0"
+    """Round-trip time with its unit, such as 20ms; half of it each way."""
+    jitter: Annotated[Duration, Field(examples=["1ms"])] = "0"
+    """By how much the delay varies, with its unit, such as 1ms: plus or minus."""
 
 
-class LinkSpec(_Part):
+class LinkSpec(Section):
     """How a prefill cluster reaches the PD cluster."""
 
-    source: Annotated[Name, Field(alias="from", description="a prefill cluster")]
-    to: Annotated[Name, Field(description="the PD cluster")]
-    endpoints: Annotated[
-        dict[Name, Address],
-        Field(
-            description="by receiving node: the address that senders of `from` connect to, where"
-            " it is not what the node's agent advertises (NAT, a tunnel)"
-        ),
-    ] = {}
+    source: Annotated[Name, Field(alias="from")]
+    """Name of a prefill cluster."""
+    to: Name
+    """Name of the PD cluster."""
+    endpoints: dict[Name, Address] = Field(default={})
+    """By receiving node: the address that senders of `from` connect to, where it is not what the
+    node's agent advertises (NAT, a tunnel).
+    """
     emulate: EmulationSpec | None = None
+    """Make the link behave like a long one. Left out: it is as it is."""
 
     @property
     def name(self) -> str:
         return f"{self.source}-to-{self.to}"
 
 
-class GatewaySpec(_Part):
+class GatewaySpec(GatewaySection):
     """The region's one entry endpoint."""
 
-    host: str = "127.0.0.1"
-    port: Port = 8000
-    threshold_tokens: Annotated[
-        int,
-        Field(ge=0, description="at first: prompts with more uncached go to a prefill cluster"),
-    ] = 1024
-    directory: Annotated[
-        DirectoryConfig, Field(description="who knows what is cached where; default: the gateway")
-    ] = DirectoryConfig()
-    scheduling: Annotated[
-        SchedulingConfig,
-        Field(description="how requests are routed, queued and refused, and roles changed"),
-    ] = SchedulingConfig()
-    api_keys_file: Annotated[Path, Field(description="a line: KEY or NAME KEY")] | None = None
-    api_keys_env: (
-        Annotated[str, Field(description="environment variable with keys: [NAME=]KEY,...")] | None
-    ) = None
-    operators: Annotated[
-        tuple[str, ...],
-        Field(description="names of the API keys that may change roles; none: all may"),
-    ] = ()
-    max_body_bytes: Annotated[
-        Size, Field(description="of a request; a number or 32MiB", examples=["32MiB"])
-    ] = 32 << 20
+    api_keys_file: Path | None = None
+    """File with API keys, a line: KEY or NAME KEY. Left out with `api_keys_env`: no keys."""
+    api_keys_env: str | None = None
+    """Environment variable with API keys: [NAME=]KEY,..."""
 
 
-class TlsSpec(_Part):
-    """Mutual TLS between nodes: this side's certificate and key, and the CA of all."""
-
-    cert: Path
-    key: Path
-    ca: Path
-
-
-class SecuritySpec(_Part):
+class SecuritySpec(Section):
     """Either `tls`, or the word that the network between the nodes is trusted."""
 
-    tls: TlsSpec | None = None
-    trusted_network: Annotated[
-        bool, Field(description="true: no TLS between agents, fronts and gateway")
-    ] = False
+    tls: TlsSection | None = None
+    """Mutual TLS between agents, fronts and gateway."""
+    trusted_network: bool = False
+    """true: no TLS between agents, fronts and gateway."""
 
 
-class RegionSpec(_Part):
+class RegionSpec(Section):
     """A region: the gateway, the models, the clusters and the links between them."""
 
     name: Name = "region"
+    """Name of the region, and of the directory in which it runs."""
     gateway: GatewaySpec = GatewaySpec()
+    """Its entry endpoint."""
     models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)]
+    """What it serves."""
     clusters: Annotated[tuple[ClusterSpec, ...], Field(min_length=1)]
+    """Prefill clusters, and one PD cluster."""
     links: tuple[LinkSpec, ...] = ()
+    """From each prefill cluster to the PD cluster."""
     security: SecuritySpec
+    """How the processes of the region trust each other."""
 
     @property
     def pd_cluster(self) -> ClusterSpec:

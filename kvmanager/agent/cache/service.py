@@ -22,12 +22,13 @@ from kvmanager.agent.cache.desk_records import CacheEffect, Fetch, LacksWorkers,
 from kvmanager.agent.cache.feed import CacheFeed
 from kvmanager.agent.cache.promotion import LandedParts, copy_ranges
 from kvmanager.agent.cache.store import PartStore
-from kvmanager.agent.config import GIB, AgentConfig
+from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.engines.protocol import AgentMessage, CacheMessage
 from kvmanager.agent.kept_arena import KeptArena
 from kvmanager.agent.messages import CacheStatus, ListCache, ListCacheReply, Runs, WatchCache
 from kvmanager.agent.reports import cache_status, cached_prefix
 from kvmanager.agent.transfer_io import now_s
+from kvmanager.config_files.fields import GIB
 from kvmanager.hashing import split_keys
 from kvmanager.layout import KVLayout
 from kvmanager.pool.eviction import eviction_policy

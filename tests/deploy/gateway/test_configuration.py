@@ -11,11 +11,11 @@ from pydantic import SecretStr, ValidationError
 from deploy.gateway.config import ApiKey, GatewayConfig
 from deploy.gateway.file import (
     GatewayFile,
-    GatewayFileError,
     build_caches,
     build_clusters,
     load_gateway_file,
 )
+from kvmanager.config_files.problems import FileError
 from prfaas import EmbeddedPrefillCluster, QueueConfig
 from scheduler.routing.queue_order import LengthBucket, OrderConfig
 
@@ -101,7 +101,7 @@ def limited(folder: Path, **more: Any) -> Path:
 def test_limits_of_tenants_are_read(tmp_path: Path) -> None:
     path = limited(tmp_path, api_keys_env="KEYS")
     admission = load_gateway_file(path, {"KEYS": "acme=b"}).gateway.scheduling.admission
-    assert admission.tenants["acme"].limit().max_requests == 4
+    assert admission.tenants["acme"].max_requests == 4
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_limits_of_tenants_are_read(tmp_path: Path) -> None:
 def test_limits_of_a_tenant_without_a_key_are_a_mistake(
     tmp_path: Path, more: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(GatewayFileError) as caught:
+    with pytest.raises(FileError) as caught:
         load_gateway_file(limited(tmp_path, **more), {"KEYS": "a,acme2=b"})
     assert "no API key has the name 'acme'" in str(caught.value)
     assert words in str(caught.value)
@@ -123,12 +123,12 @@ def test_limits_of_a_tenant_without_a_key_are_a_mistake(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"pd": {"name": "home"}}, "pd: "),
+        ({"pd": {"name": "home"}}, "pd (line "),
         (
             {"pd": {"name": "home", "front": "x:1", "instances": [{"name": "d", "agent": "a"}]}},
             "pd",
         ),
-        ({"gateway": {"models": [{"name": "x", "color": 1}]}}, "gateway.models.0.color"),
+        ({"gateway": {"models": [{"name": "x", "color": 1}]}}, "gateway.models[0].color"),
         (
             {"gateway": {"scheduling": {"long_term": {"drain_limit_s": 1200}}}},
             "drain_limit_s 1200 must be above 0 and at most 900",
@@ -142,14 +142,14 @@ def test_limits_of_a_tenant_without_a_key_are_a_mistake(
 def test_mistakes_in_a_gateway_file_are_named(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(GatewayFileError, match=r"gateway\.yaml: ") as caught:
+    with pytest.raises(FileError, match=r"gateway\.yaml: ") as caught:
         load_gateway_file(write(tmp_path, minimal(**change)), {})
     assert words in str(caught.value)
 
 
 def test_a_key_file_without_keys_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# nothing\n")
-    with pytest.raises(GatewayFileError, match="no API key"):
+    with pytest.raises(FileError, match="no API key"):
         load_gateway_file(write(tmp_path, minimal(api_keys_file=str(tmp_path / "keys"))))
 
 
@@ -175,5 +175,5 @@ def test_a_wrong_url_of_a_directory_is_named() -> None:
     file = GatewayFile.model_validate(
         minimal(gateway={"models": [{"name": "tiny"}], "directory": directory})
     )
-    with pytest.raises(GatewayFileError, match=r"gateway\.directory\.url"):
+    with pytest.raises(FileError, match=r"gateway\.directory\.url"):
         build_caches(file)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from kvmanager.agent.messages import CacheFeed
-from kvmanager.directory.config import DirectoryConfigError, load
+from kvmanager.config_files.problems import FileError
+from kvmanager.directory.config import load
 from kvmanager.directory.directory import FROM_THE_BEGINNING, Directory, Position
 from kvmanager.directory.errors import StoreError
 from kvmanager.directory.feed_client import DirectoryFollower, DirectorySink, FollowTiming
@@ -246,7 +247,7 @@ def test_metrics_show_what_they_were_told_last() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "agents: Field required"),
+        ({}, "agents: is required and missing"),
         ({"agents": {"n0": "h:1"}}, "'n0' is not cluster/node"),
         ({"agents": {"c/n0": "h"}}, "'h' is not host:port"),
         ({"agents": {"c/n0": "h:1"}, "listen": "0.0.0.0:7300"}, "reachable from other hosts"),
@@ -254,7 +255,7 @@ def test_metrics_show_what_they_were_told_last() -> None:
     ],
 )
 def test_configurations_that_cannot_work(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(DirectoryConfigError, match=words):
+    with pytest.raises(FileError, match=words):
         load(None, settings)
 
 

@@ -1,10 +1,12 @@
-"""The configuration file of a stand-alone front."""
+"""The configuration file of a stand-alone front, whichever kind."""
 
 from pathlib import Path
 
 import pytest
 
-from prfaas.engines.front_config import FrontConfig, FrontConfigError, load_front_config
+from kvmanager.config_files.problems import FileError
+from kvmanager.config_files.yaml_files import read_settings
+from prfaas.engines.front_config import EXPECTED, FrontConfig
 
 GOOD = """
 name: east
@@ -24,8 +26,12 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def load(path: Path) -> FrontConfig:
+    return read_settings(path, FrontConfig, expected=EXPECTED)
+
+
 def test_a_good_file(tmp_path: Path) -> None:
-    config = load_front_config(write(tmp_path, GOOD), FrontConfig)
+    config = load(write(tmp_path, GOOD))
     first, second = config.instances
     assert (first.engine_url, first.served_name, first.role) == (
         "http://127.0.0.1:8100",
@@ -41,20 +47,20 @@ def test_a_good_file(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("name: [", "front.yaml"),
-        ("- 1", "(file)"),
-        ("name: east\ninstances: []", "instances: Tuple should have at least 1 item"),
-        (GOOD + "max_queue: 3\n", "max_queue: Extra inputs"),
-        (GOOD.replace("role: prefill", "role: cook"), "instances.0.role"),
+        ("- 1", "(top level): a front's file is a mapping"),
+        ("name: east\ninstances: []", "instances (line 2): Tuple should have at least 1 item"),
+        (GOOD + "max_queue: 3\n", "max_queue (line 10): unknown key"),
+        (GOOD.replace("role: prefill", "role: cook"), "instances[0].role (line 5)"),
         (GOOD.replace('url: "http://127.0.0.1:8100", ', ""), "p0 needs `url` or `engine`"),
         (GOOD.replace("instance: p1", "instance: p9"), "p1 has an engine called p9"),
     ],
 )
 def test_bad_files_are_explained(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(FrontConfigError) as caught:
-        load_front_config(write(tmp_path, text), FrontConfig)
+    with pytest.raises(FileError) as caught:
+        load(write(tmp_path, text))
     assert said in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FrontConfigError, match="nowhere"):
-        load_front_config(tmp_path / "nowhere.yaml", FrontConfig)
+    with pytest.raises(FileError, match="nowhere"):
+        load(tmp_path / "nowhere.yaml")

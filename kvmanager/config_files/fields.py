@@ -1,0 +1,216 @@
+"""What the fields of files are made of: sections, quantities, addresses, a core's own settings.
+
+A core's dataclass is the schema of what operators may say of it: `CoreFields` makes a section of
+it, and hand-written sections take their defaults from it. The description of a field is the
+docstring below it, in either.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    create_model,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from kvmanager.config_files.tokens import parse_tokens
+from kvmanager.config_files.units import parse_duration, parse_rate, parse_size
+from transport import Endpoint, TlsFiles
+
+GIB: Final = 1 << 30
+
+CoreT = TypeVar("CoreT")
+
+
+def spelled(parse: Callable[[str], float]) -> BeforeValidator:
+    """Numbers as they are, also as text; other text as `parse` reads it."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return float(value)
+        except ValueError:
+            return parse(value)
+
+    return BeforeValidator(read, json_schema_input_type=float | str)
+
+
+def _in_gib(text: str) -> float:
+    return parse_size(text) / GIB
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[Positive, spelled(parse_duration)]
+SecondsOrZero = Annotated[NotNegative, spelled(parse_duration)]
+Gib = Annotated[Positive, spelled(_in_gib)]
+GibOrZero = Annotated[NotNegative, spelled(_in_gib)]
+Bytes = Annotated[int, Field(gt=0), spelled(parse_size)]
+Tokens = Annotated[int, Field(gt=0), spelled(parse_tokens)]
+TokensOrZero = Annotated[int, Field(ge=0), spelled(parse_tokens)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+def _endpoint(text: str) -> str:
+    Endpoint.parse(text)
+    return text
+
+
+def _address(text: str) -> str:
+    if Endpoint.parse(text).port == 0:
+        raise ValueError(f"{text!r}: nobody can connect to port 0; write host:port")
+    return text
+
+
+ListenAddress = Annotated[str, AfterValidator(_endpoint)]
+"""host:port to listen on; port 0: any free one."""
+Address = Annotated[str, AfterValidator(_address)]
+"""host:port to connect to."""
+
+
+@functools.cache
+def _docs_in(source_file: str) -> dict[str, dict[str, str]]:
+    """By class and field, the docstrings below the fields of a module's classes."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(Path(source_file).read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        docs = found.setdefault(node.name, {})
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                docs[field.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """By field of `kind`, the docstring below it in the source of `kind` and of its bases."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        source_file = getattr(sys.modules.get(base.__module__), "__file__", None) or ""
+        if source_file.endswith(".py"):
+            docs |= _docs_in(source_file).get(base.__name__, {})
+    return docs
+
+
+def _describe(schema: dict[str, Any], section: type[BaseModel]) -> None:
+    assert issubclass(section, Section)
+    for name, text in field_docs(section.core or section).items():
+        if name in section.model_fields:
+            alias = section.model_fields[name].alias or name
+            schema["properties"][alias]["description"] = text
+
+
+class Section(BaseModel):
+    """A mapping of a file: frozen, and unknown keys are errors. Its JSON Schema describes fields
+    by the docstrings below them.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, json_schema_extra=_describe
+    )
+
+    core: ClassVar[type | None] = None
+    """Whose fields these are, if not this class's own."""
+
+
+class CoreFields:
+    """Annotates a field of a section with a core's class, so that a file may give its settings:
+    `Annotated[TransportConfig, CoreFields(TransportConfig, without={"tls"})]`.
+
+    Names, types, defaults and descriptions are those of the class, a dataclass or msgspec struct
+    with defaults for all; its ValueErrors are problems of the file. What is written out again are
+    the settings that differ from the defaults. Quantities may have units by the ends of names.
+    """
+
+    def __init__(self, core: type, *, without: Collection[str] = ()) -> None:
+        hints = get_type_hints(core)
+        self._core = core
+        self._defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(core).parameters.items()
+            if name not in without
+        }
+        fields: dict[str, Any] = {
+            name: (_with_unit(name, hints[name]), default)
+            for name, default in self._defaults.items()
+        }
+        self.section: type[Section] = create_model(
+            core.__name__, __base__=Section, __doc__=core.__doc__, **fields
+        )
+        self.section.core = core
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            self._made,
+            handler.generate_schema(self.section),
+            serialization=core_schema.plain_serializer_function_ser_schema(self._changed),
+        )
+
+    def _made(self, value: Any, read: Callable[[Any], Section]) -> Any:
+        return value if isinstance(value, self._core) else self._core(**dict(read(value)))
+
+    def _changed(self, value: Any) -> dict[str, Any]:
+        given = {name: getattr(value, name) for name in self._defaults}
+        return {name: item for name, item in given.items() if item != self._defaults[name]}
+
+
+def _with_unit(name: str, kind: Any) -> Any:
+    """`kind`, which takes text with a unit where the end of the field's name says which."""
+    for end, parse in (
+        ("tokens_per_s", parse_tokens),
+        ("_bytes_per_s", parse_rate),
+        ("_bytes", parse_size),
+        ("_tokens", parse_tokens),
+        ("_s", parse_duration),
+    ):
+        if name.endswith(end) and kind in (int, float, int | None, float | None):
+            return Annotated[kind, spelled(parse)]
+    return kind
+
+
+def settings_of(section: Section, core: Callable[..., CoreT], **more: Any) -> CoreT:
+    """A `core` from those fields of `section` that it has, and `more`."""
+    names = inspect.signature(core).parameters.keys() & type(section).model_fields.keys()
+    return core(**({name: getattr(section, name) for name in names} | more))
+
+
+class TlsSection(Section):
+    """PEM files for mutual TLS between nodes."""
+
+    cert: Path
+    """This side's certificate."""
+    key: Path
+    """The key of the certificate."""
+    ca: Path
+    """The certificate of the authority that signed all nodes of the region."""
+
+    def files(self) -> TlsFiles:
+        """As the transport and RPC layers take it."""
+        return TlsFiles(cert=self.cert, key=self.key, ca=self.ca)
+
+
+def tls_files(section: TlsSection | None) -> TlsFiles | None:
+    """The files of a section that may be left out."""
+    return None if section is None else section.files()
