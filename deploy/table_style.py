@@ -18,14 +18,14 @@ TABLE_STYLE: Final[dict[str, Any]] = {
 
 
 def new_table(*names: str, numbers: Iterable[str] = (), title: str | None = None) -> Table:
-    """An empty table with these headings. Names fold where the terminal is narrow, so that
-    nothing is cut off; numbers stay on one line.
+    """An empty table with these headings. Where the terminal is narrow cells go on in the next
+    line, numbers before their unit; nothing is cut off.
     """
     made = Table(title=title, **TABLE_STYLE)
     for heading in names:
         made.add_column(heading, overflow="fold")
     for heading in numbers:
-        made.add_column(heading, justify="right", no_wrap=True)
+        made.add_column(heading, justify="right")
     return made
 
 

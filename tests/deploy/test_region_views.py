@@ -119,6 +119,54 @@ def test_status_shows_caches_of_those_that_have_one() -> None:
     assert "…" not in text
 
 
+@pytest.mark.parametrize("width", [80, 100])
+def test_status_of_long_names_fits_a_terminal_and_cuts_nothing_off(width: int) -> None:
+    shown = status()
+    process = msgspec.structs.replace(
+        shown.state.processes[0],
+        name="prefill-frankfurt-gpu-node-17/engine-0",
+        state="unhealthy",
+        address="http://gpu-node-17.prefill.frankfurt.example:18000",
+    )
+    cache = CacheStatus(
+        nbytes={f"arena/{kind}": 1000 << 20 for kind in ("kv", "window", "state")}
+        | {"ssd/kv": 1000 << 20},
+        num_blocks=1000,
+        queries=1234567,
+        query_tokens=1000,
+        hit_tokens={"arena": 1000},
+        pinned_bytes=1000 << 20,
+    )
+    agent = msgspec.structs.replace(
+        shown.agents["b1"],
+        cache=cache,
+        num_landings={"receiving": 128, "landed": 64, "failed": 32},
+        num_outboxes={"filling": 128, "sending": 64},
+        engines=[
+            EngineStatus(f"decode-frankfurt-gpu-node-17-engine-{i}", 2, 1, "", "") for i in (0, 1)
+        ],
+    )
+    busy = DirectionReport(1 << 40, 1000 << 20, 1000 << 20, 0, 0, None, None, None, None)
+    link = msgspec.structs.replace(
+        next(iter(shown.links.values())), forward=busy, backward=busy, swallowing=["backward"]
+    )
+    long = RegionStatus(
+        msgspec.structs.replace(shown.state, processes=(process,)),
+        True,
+        {process.name: ProcessUse(3, 1000 << 20, 1e6)},
+        {"node-frankfurt-gpu-17": agent},
+        {"prefill-frankfurt-to-decode-amsterdam": link},
+    )
+    text = printed(render_status(long), width=width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    # A long number goes on in the next line before its unit only.
+    assert text.count("1000.0") == 9
+    for words in ("1234567", "unhealthy", "278 h", "receiving", "100%", "swallowed"):
+        assert words in text, words
+
+
 def test_status_of_a_dead_region_says_so() -> None:
     text = printed(render_status(status(launcher_lives=False)))
     assert "its launcher was killed" in text

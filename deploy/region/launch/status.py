@@ -20,6 +20,7 @@ from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import LinkReport
 from deploy.region.launch.rundir import RegionState
 from deploy.region.spec.region import RegionSpec
+from deploy.table_style import new_table
 from kvmanager.agent.clients.control import AgentControl
 from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
@@ -73,20 +74,25 @@ def render_status(status: RegionStatus) -> RenderableType:
     title = Text.assemble(
         ("region ", "dim"), (state.region, "bold"), "  ", (phase, style), "  ", state.gateway_url
     )
-    parts: list[RenderableType] = [title, Text(), _process_table(status)]
+    tables = [_process_table(status)]
     if status.agents:
-        parts += [Text(), _agent_table(status)]
+        tables.append(_agent_table(status))
         if any(agent.cache is not None for agent in status.agents.values()):
-            parts += [Text(), _cache_table(status)]
+            tables.append(_cache_table(status))
     if status.links:
-        parts += [Text(), _link_table(status)]
+        tables.append(_link_table(status))
+    parts: list[RenderableType] = [title]
+    for table in tables:
+        # Edges are empty lines: one between two tables is enough.
+        table.show_edge = False
+        parts += [Text(), table]
     logs = sorted({str(Path(item.log).parent) for item in state.processes})
-    parts += [Text(), Text(f"logs are in {', '.join(logs)}", style="dim")]
-    return Group(*parts)
+    return Group(*parts, Text(), Text(f"logs are in {', '.join(logs)}", style="dim"))
 
 
 def _process_table(status: RegionStatus) -> Table:
-    table = _table("process", "kind", "state", "up", "memory", "restarts", "address")
+    table = new_table("process", "kind", "state", numbers=("up", "memory", "restarts"))
+    table.add_column("address", overflow="fold")
     for item in status.state.processes:
         use = status.use.get(item.name)
         state = item.state if status.launcher_lives else "gone"
@@ -103,16 +109,16 @@ def _process_table(status: RegionStatus) -> Table:
 
 
 def _agent_table(status: RegionStatus) -> Table:
-    table = _table("agent", "arena", "free", "landings", "held", "outboxes", "held", "engines")
+    table = new_table("agent", numbers=("arena", "free"))
+    for heading in ("landings", "outboxes", "engines"):
+        table.add_column(heading, overflow="fold")
     for name, agent in status.agents.items():
         table.add_row(
             name,
             format_bytes(agent.arena_bytes),
             format_bytes(agent.free_bytes),
-            _counts(agent.num_landings),
-            format_bytes(agent.landing_bytes),
-            _counts(agent.num_outboxes),
-            format_bytes(agent.outbox_bytes),
+            _held(agent.num_landings, agent.landing_bytes),
+            _held(agent.num_outboxes, agent.outbox_bytes),
             ", ".join(sorted(engine.instance for engine in agent.engines)),
         )
     return table
@@ -120,7 +126,9 @@ def _agent_table(status: RegionStatus) -> Table:
 
 def _cache_table(status: RegionStatus) -> Table:
     """What each node has cached. `hits`: share of the tokens looked up by its engines."""
-    table = _table("cache", "kv", "windows", "states", "on ssd", "in use", "prompts", "hits")
+    table = new_table(
+        "cache", numbers=("kv", "windows", "states", "on ssd", "in use", "prompts", "hits")
+    )
     for name, agent in status.agents.items():
         cache = agent.cache
         if cache is None:
@@ -140,7 +148,10 @@ def _cache_table(status: RegionStatus) -> Table:
 
 
 def _link_table(status: RegionStatus) -> Table:
-    table = _table("link", "rate", "rtt", "sent", "on its way", "returned", "connections", "faults")
+    table = new_table(
+        "link", numbers=("rate", "rtt", "sent", "on its\nway", "returned", "connec-\ntions")
+    )
+    table.add_column("faults", overflow="fold")
     for name, link in status.links.items():
         faults = ["cut"] if link.is_cut else []
         faults += [f"{direction} stalled" for direction in link.stalled]
@@ -155,13 +166,6 @@ def _link_table(status: RegionStatus) -> Table:
             str(link.open_connections),
             Text(", ".join(faults), style="red"),
         )
-    return table
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in titles:
-        table.add_column(title, no_wrap=True)
     return table
 
 
@@ -202,5 +206,7 @@ def _use(session: int) -> ProcessUse:
     return ProcessUse(num_processes, memory_bytes, time.time() - started_s)
 
 
-def _counts(by_state: dict[str, int]) -> str:
-    return ", ".join(f"{count} {state}" for state, count in by_state.items() if count) or "0"
+def _held(by_state: dict[str, int], nbytes: int) -> str:
+    """How many are in each state, and the memory that they hold together."""
+    counts = ", ".join(f"{count} {state}" for state, count in by_state.items() if count)
+    return f"{format_bytes(nbytes)}: {counts}" if counts else "0"
