@@ -96,7 +96,7 @@ def test_every_request_goes_through_every_part_once(
     if limit_bytes is not None:
         system = with_limits(system, limit_bytes)
     result = simulate(system, made, warmup=0)
-    parts = (result.queue_s, result.prefill_s, result.tail_s, result.slot_wait_s)
+    parts = (result.queue_s, made.service_s, result.tail_s, result.slot_wait_s)
     assert all(np.all(part >= 0) for part in parts)
     np.testing.assert_allclose(result.ttft_s, sum(parts) + 0.25)
     line = result.timeline
@@ -111,9 +111,6 @@ def test_every_request_goes_through_every_part_once(
         assert made.memory_bytes is not None
         most = highest(line.start_s[at], line.done_s[at], made.memory_bytes[at])
         assert most <= (limit_bytes or math.inf)
-        peak = result.pools[index].peak_memory_bytes
-        assert peak is not None
-        assert most <= peak
 
 
 @untimed
@@ -174,17 +171,17 @@ def test_every_byte_that_goes_into_a_link_comes_out(
     at_last_s = 15 + offered / bytes_per_s + 1
     times_s = np.concatenate((begin_s, begin_s + lasts_s, [at_last_s]))
     order = np.argsort(times_s, kind="stable")
-    backlog, sent = fluid_backlog(
-        times_s[order],
-        np.concatenate((rates, -rates, [0]))[order],
-        np.concatenate((0 * bursts, bursts, [0]))[order],
-        bytes_per_s,
-    )
+    times_s = times_s[order]
+    changes = np.concatenate((rates, -rates, [0]))[order]
+    at_once = np.concatenate((0 * bursts, bursts, [0]))[order]
+    backlog = fluid_backlog(times_s, changes, at_once, bytes_per_s)
+    inflow = np.cumsum(changes) - changes
+    sent = np.cumsum(inflow * np.diff(times_s, prepend=times_s[:1]) + at_once) - backlog
     assert np.all(backlog >= 0)
     assert backlog[-1] == pytest.approx(0, abs=1e-6)
     assert sent[-1] == pytest.approx(offered, abs=1e-6)
     assert np.all(np.diff(sent) >= -1e-6)
-    assert np.all(np.diff(sent) <= bytes_per_s * np.diff(times_s[order]) + 1e-6)
+    assert np.all(np.diff(sent) <= bytes_per_s * np.diff(times_s) + 1e-6)
 
 
 @settings(max_examples=20, deadline=None)
@@ -198,4 +195,3 @@ def test_the_same_again_is_the_same(
     first, second = simulate(system, made, warmup=0.2), simulate(system, made, warmup=0.2)
     np.testing.assert_array_equal(first.ttft_s, second.ttft_s)
     np.testing.assert_array_equal(first.timeline.done_s, second.timeline.done_s)
-    assert repr(first.links + first.pools) == repr(second.links + second.pools)
