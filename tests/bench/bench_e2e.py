@@ -104,7 +104,7 @@ async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
     alone = Alone(url_of("prefill"), MODEL)
     measured: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="prfaas-bench-") as folder:
-        path = build_model(model, Path(folder)).path
+        path = build_model(model, Path(folder))
         for round_number in range(arguments.rounds):
             for name in arguments.systems:
                 todo = prompts(

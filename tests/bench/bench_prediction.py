@@ -124,7 +124,7 @@ def _sides(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 async def _measure(model: str, traffic: Traffic) -> dict[str, Any]:
     """On a region of its own."""
     with tempfile.TemporaryDirectory() as directory:
-        path = build_model(MODELS[model], Path(directory)).path
+        path = build_model(MODELS[model], Path(directory))
         spec = demo_region(
             MODELS[model], path, threshold_tokens=THRESHOLD_TOKENS, scheduling=SCHEDULING
         )

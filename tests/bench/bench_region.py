@@ -222,7 +222,7 @@ async def _on_its_own_region(
     part: Callable[[Clients], Any], spec_of: Callable[[Path], RegionSpec], sizes: Sizes
 ) -> Found:
     with tempfile.TemporaryDirectory() as directory:
-        path = build_model(MODELS[MODEL], Path(directory)).path
+        path = build_model(MODELS[MODEL], Path(directory))
         print("starting a region", flush=True)
         async with RunningRegion(spec_of(path), Path(directory) / "region") as region:
             return await _ask(part, region.gateway_url, MODEL, sizes)

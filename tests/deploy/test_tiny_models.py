@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deploy.lab.demo import tiny_models
 from deploy.lab.demo.byte_tokenizer import EOS_ID, PRINTABLE_IDS, VOCAB_SIZE, tokenizer_files
-from deploy.lab.demo.tiny_models import build_model, draw, is_up_to_date, main
+from deploy.lab.demo.tiny_models import build_model, draw, is_up_to_date
 from deploy.lab.demo.tiny_specs import MODELS, Parameter, TinyModel
 
 TINY = ["qwen3-next-tiny", "mimo-v2-tiny"]
@@ -25,18 +26,14 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_model_is_complete_and_loadable_by_its_header(name: str, tmp_path: Path) -> None:
-    shares: list[float] = []
-    built = build_model(MODELS[name], tmp_path, lambda _, share: shares.append(share))
-    header, num_data_bytes = read_header(built.path / "model.safetensors")
+    path = build_model(MODELS[name], tmp_path)
+    header, num_data_bytes = read_header(path / "model.safetensors")
     tensors = {key: value for key, value in header.items() if key != "__metadata__"}
     ends = sorted(value["data_offsets"] for value in tensors.values())
     assert ends[0][0] == 0
     assert all(left[1] == right[0] for left, right in pairwise(ends))
     assert ends[-1][1] == num_data_bytes
-    assert built.rebuilt
-    assert shares == sorted(shares)
-    assert shares[-1] == 1.0
-    config = json.loads((built.path / "config.json").read_text())
+    config = json.loads((path / "config.json").read_text())
     assert len(config["layer_types"]) == config["num_hidden_layers"]
     assert config["max_position_embeddings"] >= 8192
 
@@ -63,8 +60,8 @@ def test_kvcache_dominates_the_states_of_the_recurrent_model_at_2048_tokens() ->
 
 @pytest.mark.parametrize("name", TINY)
 def test_two_builds_are_equal_byte_for_byte(name: str, tmp_path: Path) -> None:
-    first = build_model(MODELS[name], tmp_path / "a").path
-    second = build_model(MODELS[name], tmp_path / "b").path
+    first = build_model(MODELS[name], tmp_path / "a")
+    second = build_model(MODELS[name], tmp_path / "b")
     names = sorted(file.name for file in first.iterdir())
     assert names == sorted(file.name for file in second.iterdir())
     assert all((first / file).read_bytes() == (second / file).read_bytes() for file in names)
@@ -74,32 +71,36 @@ def test_an_up_to_date_model_is_left_alone_and_a_damaged_or_old_one_is_replaced(
     tmp_path: Path,
 ) -> None:
     spec = MODELS["qwen3-next-tiny"]
-    path = build_model(spec, tmp_path).path
+    path = build_model(spec, tmp_path)
     stamp = (path / "model.safetensors").stat().st_mtime_ns
-    assert not build_model(spec, tmp_path).rebuilt
+    assert build_model(spec, tmp_path) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == stamp
 
     (path / "tokenizer.json").unlink()
     assert not is_up_to_date(spec, path)
-    assert build_model(spec, tmp_path).rebuilt
+    build_model(spec, tmp_path)
     assert is_up_to_date(spec, path)
 
     reseeded = replace(spec, seed=spec.seed + 1)
     assert reseeded.fingerprint() != spec.fingerprint()
-    assert build_model(reseeded, tmp_path).rebuilt
+    build_model(reseeded, tmp_path)
+    assert is_up_to_date(reseeded, path)
     assert not is_up_to_date(spec, path)
     assert [entry.name for entry in tmp_path.iterdir()] == [spec.name]  # no scratch left
 
 
-def test_a_failed_build_leaves_the_old_model_and_no_scratch(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_the_old_model_and_no_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = MODELS["mimo-v2-tiny"]
     build_model(spec, tmp_path)
 
-    def fail(name: str, share: float) -> None:
-        raise OSError(f"{name}: disk full at {share:.0%}")
+    def fail(parameter: Parameter, seed: int) -> None:
+        raise OSError(f"{parameter.name}: disk full")
 
+    monkeypatch.setattr(tiny_models, "draw", fail)
     with pytest.raises(OSError, match="disk full"):
-        build_model(replace(spec, seed=7), tmp_path, fail)
+        build_model(replace(spec, seed=7), tmp_path)
     assert is_up_to_date(spec, tmp_path / spec.name)
     assert [entry.name for entry in tmp_path.iterdir()] == [spec.name]
 
@@ -146,17 +147,3 @@ def test_bytes_are_tokens_and_chat_renders() -> None:
     chat = [{"role": "user", "content": "Hello"}]
     rendered = template.render(messages=chat, add_generation_prompt=True)
     assert rendered == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_command_line_prints_where_models_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--out", str(tmp_path), "--model", "mimo-v2-tiny", "--json"]
-    assert main(arguments) == 0
-    assert main(arguments) == 0
-    first, second = capsys.readouterr().out.split("]\n[")
-    assert json.loads(first + "]")[0]["rebuilt"] is True
-    described = json.loads("[" + second)[0]
-    assert described["rebuilt"] is False
-    assert described["path"] == str(tmp_path / "mimo-v2-tiny")
-    assert described["engine_args"][:2] == ["--dtype", "float32"]

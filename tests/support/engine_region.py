@@ -33,7 +33,7 @@ HEARD_LATELY_S = RoutingSection().max_link_age_s / 2
 
 def model_dir(cache_dir: Path, name: str) -> Path:
     """The built model; building takes a second the first time."""
-    return build_model(MODELS[name], cache_dir).path
+    return build_model(MODELS[name], cache_dir)
 
 
 def region_spec(path: Path, name: str, **changes: Any) -> RegionSpec:

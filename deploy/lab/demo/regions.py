@@ -54,9 +54,7 @@ def demo_region(
         "gateway": {
             "port": gateway_port,
             "threshold_tokens": threshold_tokens,
-            "scheduling": {"routing": {"policy": "threshold"}}
-            if scheduling is None
-            else scheduling,
+            "scheduling": scheduling,
         },
         "models": [
             {

@@ -112,7 +112,7 @@ async def _run(options: DemoOptions, run_dir: Path, console: Console) -> list[Ro
 async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Console) -> list[Row]:
     console.rule(f"[bold]{name}")
     model = MODELS[name]
-    path = build_model(model, options.work_dir.resolve() / "models").path
+    path = build_model(model, options.work_dir.resolve() / "models")
     async with status_line(console, "starting a plain engine to compare with") as say:
         async with plain_engine(model, path, run_dir / "plain", say) as url:
             requests, expected = await decided_answers(
