@@ -1,6 +1,6 @@
 """The throughput model of a PrfaaS region: what each role sustains and which one binds.
 
-Equations 1-8 of the paper (Prefill-as-a-Service, section 3.4) as pure functions over numpy arrays
+Equations 1-6 of the paper (Prefill-as-a-Service, section 3.4) as pure functions over numpy arrays
 that broadcast against each other. Its symbols appear here and nowhere else:
 
     symbol              here
@@ -87,22 +87,6 @@ def system_rps(
     prefill = np.minimum(_per(prefill_cluster, share), _per(pd_prefill, 1 - share))
     slowest: Floats = np.minimum(prefill, np.asarray(pd_decode, np.float64))
     return slowest
-
-
-def prefill_imbalance(
-    prefill_cluster: ArrayLike, pd_prefill: ArrayLike, offload: ArrayLike
-) -> Floats:
-    """Equation 7 as a difference, requests/s: above 0 the PD cluster's prefill binds first."""
-    share = np.asarray(offload, np.float64)
-    return _per(prefill_cluster, share) - _per(pd_prefill, 1 - share)
-
-
-def stage_imbalance(
-    prefill_cluster: ArrayLike, pd_prefill: ArrayLike, pd_decode: ArrayLike
-) -> Floats:
-    """Equation 8 as a difference, requests/s: above 0 decode binds before all prefill does."""
-    produced = np.asarray(prefill_cluster, np.float64) + np.asarray(pd_prefill, np.float64)
-    return produced - np.asarray(pd_decode, np.float64)
 
 
 @dataclass(frozen=True)

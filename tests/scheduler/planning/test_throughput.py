@@ -1,4 +1,4 @@
-"""Equations 1-8 by hand, and the two modes on a split distribution."""
+"""Equations 1-6 by hand, and the two modes on a split distribution."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,6 @@ from scheduler.planning.throughput import (
     pd_decode_rps,
     pd_prefill_rps,
     prefill_cluster_rps,
-    prefill_imbalance,
-    stage_imbalance,
     system_rps,
 )
 
@@ -33,8 +31,6 @@ def test_equations_by_hand() -> None:
     assert pd_decode_rps(5, 20, 0.025, 1024) == pytest.approx(3.90625)
     assert system_rps(1.5, 2.0, 9.0, 0.5) == 3
     assert system_rps(1.5, 2.0, 2.5, 0.5) == 2.5
-    assert prefill_imbalance(1.5, 2.0, 0.5) == -1
-    assert stage_imbalance(1.5, 2.0, 3.0) == 0.5
 
 
 def test_what_is_not_needed_never_binds() -> None:
