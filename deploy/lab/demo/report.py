@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.lab.demo.verdict import Row
-from deploy.table_style import TABLE_STYLE
+from deploy.table_style import new_table
 
 _PARTS = {
     "render": ("render",),
@@ -37,8 +37,7 @@ def print_tables(console: Console, model: str, rows: Sequence[Row]) -> None:
 
 
 def _moves(model: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=f"{model}: requests through the region", **TABLE_STYLE)
-    table.add_column("request", overflow="fold")
+    table = new_table("request", title=f"{model}: requests through the region")
     table.add_column("prompt\ntokens", justify="right")
     table.add_column("route", overflow="fold")
     table.add_column("reason", overflow="fold")
@@ -59,10 +58,8 @@ def _moves(model: str, rows: Sequence[Row]) -> Table:
 
 
 def _times(rows: Sequence[Row]) -> Table:
-    table = Table(title="time to first token and its parts, ms", **TABLE_STYLE)
-    table.add_column("request", overflow="fold")
-    for heading in ("TTFT", *_PARTS, "tail /\ntransfer"):
-        table.add_column(heading, justify="right")
+    numbers = ("TTFT", *_PARTS, "tail /\ntransfer")
+    table = new_table("request", numbers=numbers, title="time to first token and its parts, ms")
     for row in rows:
         parts = (
             next((row.parts_s[name] for name in names if name in row.parts_s), None)

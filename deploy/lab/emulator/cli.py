@@ -17,6 +17,7 @@ from rich.table import Table
 from deploy.command_line import JsonOption, command_group, fail, print_json
 from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import Command, Configure, LinkReport
+from deploy.table_style import new_table
 from kvmanager.config_files.units import format_duration, format_rate, parse_duration, parse_rate
 
 emulate_app = command_group("Emulate a long link between two processes, and its faults.")
@@ -128,9 +129,8 @@ def fault_command(
 
 
 def _table(report: LinkReport) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("", "in", "out", "on its way", "swallowed", "flipped", "state"):
-        table.add_column(title, no_wrap=True)
+    table = new_table("", numbers=("in", "out", "on its way", "swallowed", "flipped"))
+    table.add_column("state", overflow="fold")
     for name, way in (("forward", report.forward), ("backward", report.backward)):
         states = ["cut"] * report.is_cut
         states += ["stalled"] * (name in report.stalled)

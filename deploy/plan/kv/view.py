@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.plan.kv.report import KindRow, LengthRow, kind_rows
-from deploy.table_style import TABLE_STYLE
+from deploy.table_style import new_table
 from kvmanager.config_files.tokens import format_tokens
 from kvmanager.hf_config import ModelKv
 from kvmanager.layout import KVKind
@@ -37,10 +37,7 @@ def print_tables(console: Console, model: ModelKv, rows: Sequence[LengthRow]) ->
 
 def _kinds_table(model: ModelKv) -> Table:
     """What each kind of layer keeps, all layers and ranks together."""
-    table = Table(**TABLE_STYLE)
-    table.add_column("kind", overflow="fold")
-    table.add_column("layers", justify="right")
-    table.add_column("B/token", justify="right")
+    table = new_table("kind", numbers=("layers", "B/token"))
     table.add_column("kept for", overflow="fold")
     table.add_column("fixed\nMiB", justify="right")
     for row in kind_rows(model):
@@ -56,8 +53,7 @@ def _kinds_table(model: ModelKv) -> Table:
 
 def _lengths_table(model: ModelKv, rows: Sequence[LengthRow]) -> Table:
     """KVCache, and what it asks of a link, for each prompt length."""
-    table = Table(**TABLE_STYLE)
-    table.add_column("tokens", justify="right")
+    table = new_table(numbers=("tokens",))
     kinds = list(model.num_layers_by_kind())
     if len(kinds) > 1:
         for kind in kinds:

@@ -20,6 +20,8 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from deploy.table_style import new_table
+
 if TYPE_CHECKING:
     from deploy.plan.profile.file import EngineProfile
     from deploy.plan.profile.measuring import Progress
@@ -77,12 +79,10 @@ class ProgressView:
 
 def tables(profile: EngineProfile) -> list[Table]:
     """Prefill times, and decode steps if there are any, with their units."""
-    prefill = Table(
+    prefill = new_table(
+        numbers=("tokens", "seconds", "spread s", "client s", "tokens/s", "samples"),
         title=f"prefill (median of samples, clock of the {profile.prefill.clock})",
-        title_justify="left",
     )
-    for name in ("tokens", "seconds", "spread s", "client s", "tokens/s", "samples"):
-        prefill.add_column(name, justify="right")
     for point in profile.prefill.points:
         prefill.add_row(
             str(point.tokens),
@@ -94,12 +94,10 @@ def tables(profile: EngineProfile) -> list[Table]:
         )
     if profile.decode is None:
         return [prefill]
-    decode = Table(
+    decode = new_table(
+        numbers=("streams", "step ms", "spread ms", "tokens/s in all", "samples"),
         title=f"decode (after {profile.decode.context_tokens} tokens of context)",
-        title_justify="left",
     )
-    for name in ("streams", "step ms", "spread ms", "tokens/s in all", "samples"):
-        decode.add_column(name, justify="right")
     for step in profile.decode.steps:
         decode.add_row(
             str(step.batch_size),

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from deploy.table_style import TABLE_STYLE
+from deploy.table_style import new_table
 from scheduler.planning.curves import FittedCurve
 
 MAX_RANGES = 4
@@ -42,10 +42,8 @@ def print_case_study(
 ) -> None:
     """A table a deployment: what the paper prints, the same model here, the difference, exact."""
     for key, found in paper.items():
-        table = Table(title=titles[key], **TABLE_STYLE)
-        table.add_column("")
-        for heading in ("paper\nprints", "here,\npaper mode", "difference", "here,\nexact mode"):
-            table.add_column(heading, justify="right")
+        headings = ("paper\nprints", "here,\npaper mode", "difference", "here,\nexact mode")
+        table = new_table("", numbers=headings, title=titles[key])
         for name, label, digits in _CASE_ROWS:
             if found[name] is None or (name.startswith("num_") and not found[name]):
                 continue
@@ -111,11 +109,10 @@ def print_solution(
 
 def print_search(console: Console, rows: Sequence[Mapping[str, float]]) -> None:
     """The best threshold of each division."""
-    table = Table(
-        title="every division of the PD cluster, each with its best threshold", **TABLE_STYLE
+    table = new_table(
+        numbers=("prefill\ninstances", "decode\ninstances", "threshold\ntokens", "requests/s"),
+        title="every division of the PD cluster, each with its best threshold",
     )
-    for heading in ("prefill\ninstances", "decode\ninstances", "threshold\ntokens", "requests/s"):
-        table.add_column(heading, justify="right")
     top = max(row["throughput_rps"] for row in rows)
     for row in rows:
         mark = " *" if row["throughput_rps"] == top else "  "
@@ -130,20 +127,12 @@ def print_search(console: Console, rows: Sequence[Mapping[str, float]]) -> None:
 
 def print_sweep(console: Console, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """A line for each point."""
-    table = Table(title="re-solved at each point, requests/s", **TABLE_STYLE)
-    for name in names:
-        table.add_column(name.replace("_", "\n"), justify="right")
-    for heading in (
-        "exact",
-        "paper\nmode",
-        "today's\nplan",
-        "loss",
-        "PD\nalone",
-        "threshold\ntokens",
-        "N_p/N_d",
-        "off-\nloaded",
-    ):
-        table.add_column(heading, justify="right")
+    changed = [name.replace("_", "\n") for name in names]
+    found = ("exact", "paper\nmode", "today's\nplan", "loss", "PD\nalone", "threshold\ntokens")
+    table = new_table(
+        numbers=(*changed, *found, "N_p/N_d", "off-\nloaded"),
+        title="re-solved at each point, requests/s",
+    )
     for row in rows:
         splits = ", ".join(f"{s['num_prefill']:g}/{s['num_decode']:g}" for s in row["splits"])
         table.add_row(
@@ -165,12 +154,8 @@ def print_sweep(console: Console, names: Sequence[str], rows: Sequence[Mapping[s
 
 
 def _routes(routes: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="who prefills what", **TABLE_STYLE)
-    table.add_column("prefill at", overflow="fold")
-    table.add_column("decode at", overflow="fold")
-    table.add_column("prompt lengths, tokens", overflow="fold")
-    table.add_column("share", justify="right")
-    table.add_column("mean\ntokens", justify="right")
+    names = ("prefill at", "decode at", "prompt lengths, tokens")
+    table = new_table(*names, numbers=("share", "mean\ntokens"), title="who prefills what")
     for route in routes:
         parts = route["lengths"]
         shown = parts[:MAX_RANGES]
@@ -190,12 +175,8 @@ def _routes(routes: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _parts(parts: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="how full each part is at that rate", **TABLE_STYLE)
-    table.add_column("part", overflow="fold")
-    table.add_column("size", justify="right")
-    table.add_column("its own\nrequests/s", justify="right")
-    table.add_column("in use", justify="right")
-    table.add_column("headroom", justify="right")
+    numbers = ("size", "its own\nrequests/s", "in use", "headroom")
+    table = new_table("part", numbers=numbers, title="how full each part is at that rate")
     for part in parts:
         size = (
             f"{part['rate_gbps']:g} Gbit/s"
@@ -213,18 +194,11 @@ def _parts(parts: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _loads(rows: Sequence[Mapping[str, float]]) -> Table:
-    table = Table(title="time to first token under Poisson load, s (simulated)", **TABLE_STYLE)
-    for heading in (
-        "load",
-        "requests/s",
-        "P50",
-        "P90",
-        "P99",
-        "queue\nP90",
-        "tail\nP90",
-        "slot wait\nP90",
-    ):
-        table.add_column(heading, justify="right")
+    ttft, parts = ("P50", "P90", "P99"), ("queue\nP90", "tail\nP90", "slot wait\nP90")
+    table = new_table(
+        numbers=("load", "requests/s", *ttft, *parts),
+        title="time to first token under Poisson load, s (simulated)",
+    )
     for row in rows:
         table.add_row(
             f"{row['load']:.0%}",

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from deploy.region.doctor.diagnosis import Diagnosis, Finding
 from deploy.region.doctor.measurement import EndLoad, Measurement
-from deploy.table_style import TABLE_STYLE
+from deploy.table_style import new_table
 from kvmanager.config_files.units import format_duration, format_rate
 from transport.config import NEAR_RTT_S
 
@@ -47,7 +47,8 @@ def render(names: tuple[str, str], endpoint: str, m: Measurement, d: Diagnosis) 
 
 def _path_table(m: Measurement) -> Table:
     path = m.path
-    table = Table(title="path", show_header=False, **TABLE_STYLE)
+    table = new_table(title="path")
+    table.show_header = False
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     wanted = m.wanted_congestion or "the kernel's default"
@@ -82,9 +83,7 @@ def _near_note(m: Measurement) -> str:
 
 
 def _kernel_table(d: Diagnosis) -> Table:
-    table = Table(title="kernel", **TABLE_STYLE)
-    for column in ("setting", "host", "now", "set to"):
-        table.add_column(column, header_style="dim", overflow="fold")
+    table = new_table("setting", "host", "now", "set to", title="kernel")
     for check in d.kernel:
         wanted = Text(check.wanted, style="red") if check.is_wrong else Text("fine", style="green")
         table.add_row(check.name, check.host, check.present, wanted)
