@@ -43,7 +43,7 @@ from kvmanager.agent.engines.protocol import (
 from kvmanager.agent.engines.server import EngineServer
 from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.agent.links.control import link_methods
-from kvmanager.agent.links.probing import Prober
+from kvmanager.agent.links.probing import AgentProbes
 from kvmanager.agent.links.watch import LinkWatch, WatchSettings
 from kvmanager.agent.messages import StatusReply, TransferReport
 from kvmanager.agent.metrics import AgentMetrics
@@ -138,7 +138,7 @@ class NodeAgent:
             undo.push_async_callback(self.io.stop)
             self.data_endpoint = self.io.start()
             self.advertised = config.advertised(self.data_endpoint)
-            self.prober = Prober(self.io, config.transport_config, self.advertised)
+            self.prober = AgentProbes(self.io, config.transport_config, self.advertised)
             self._watch_links()
             self._start_moves()
             await self._engines.start()

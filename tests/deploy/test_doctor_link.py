@@ -24,7 +24,7 @@ from deploy.region.launch.rundir import RegionState, RunDirectoryError
 from deploy.region.spec.loading import load_region
 from kvmanager.agent.messages import AgentLoad, KernelTcp, ProbeStatusReply, StatusReply
 from transport.sending.link_state import ConnectionState, LinkState
-from transport.sending.tuning import Measured
+from transport.sending.tuning import TuningWindow
 from transport.tcp_info import parse
 
 run = CliRunner().invoke
@@ -56,7 +56,7 @@ def sample(at_s: float, *, rate_mib: float = 100.0, state: str = "open") -> Samp
         width=2,
         frame_bytes=256 << 10,
         phase="steady",
-        measured=Measured(),
+        measured=TuningWindow(),
         codec="raw",
         codec_reason="",
         acked_bytes=acked,

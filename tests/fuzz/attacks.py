@@ -25,9 +25,9 @@ from transport_doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_s
 from transport.config import TransportConfig
 from transport.errors import LocalError, PeerError, TransportError
 from transport.interfaces import TransferState
-from transport.receiving.landing import Landing
+from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.reception import Reception
-from transport.sending.outgoing import Outgoing
+from transport.sending.outgoing import OutgoingState
 from transport.wire.frames import (
     MAX_CONTROL_BYTES,
     FrameReader,
@@ -38,8 +38,9 @@ from transport.wire.frames import (
     decode_reason,
 )
 from transport.wire.handshake import decode_hello, own_hello
-from transport.wire.protocol import ReceiverSession, SenderSession
 from transport.wire.ranges import IntervalSet
+from transport.wire.receiver_session import ReceiverSession
+from transport.wire.sender_session import SenderSession
 
 CONFIG = TransportConfig(
     frame_bytes=300,
@@ -205,9 +206,9 @@ class ReceiverUnderFire:
     def check(self) -> None:
         for transfer_id, frozen in self.frozen.items():
             frozen.space.check()
-            self._check_frozen(frozen, self.reception.landings.find(transfer_id))
+            self._check_frozen(frozen, self.reception.transfers.find(transfer_id))
 
-    def _check_frozen(self, frozen: _Frozen, landing: Landing | None) -> None:
+    def _check_frozen(self, frozen: _Frozen, landing: IncomingTransfer | None) -> None:
         content = frozen.space.content
         for start, end in frozen.verified:
             assert content[start:end] == frozen.content[start:end], (
@@ -272,9 +273,9 @@ def attack_receiver(data: bytes) -> None:
     for number in list(fire.sessions):
         fire.close(number)
     fire.pass_time(CONFIG.idle_timeout_s)
-    assert not fire.reception.landings.open_ones()
+    assert not fire.reception.transfers.open_ones()
     fire.pass_time(CONFIG.tombstone_s)
-    assert all(fire.reception.landings.find(key) is None for key in fire.frozen)
+    assert all(fire.reception.transfers.find(key) is None for key in fire.frozen)
 
 
 # SenderSession and LinkCore.
@@ -286,7 +287,7 @@ class SenderUnderFire:
     def __init__(self) -> None:
         self.network = MemoryNetwork(CONFIG, MemoryRegistry())
         self.contents: list[tuple[bytearray, bytes]] = []
-        self.transfers: list[Outgoing] = []
+        self.transfers: list[OutgoingState] = []
         for number, nbytes in enumerate(SIZES_BYTES):
             data = bytearray((number + index) % 256 for index in range(nbytes))
             self.contents.append((data, bytes(data)))

@@ -23,7 +23,7 @@ from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
 from transport.errors import Refused
 from transport.interfaces import ByteSpace
-from transport.receiving.landing import Landing
+from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.reception import Reception
 from transport.wire.digest import digest_of
 from transport.wire.frames import HEADER_BYTES, NO_TRANSFER, FrameType, encode_open
@@ -251,7 +251,7 @@ class OnceRegistry(MemoryRegistry):
 _NOT_HELD = (
     TransportConfig,
     Reception,
-    Landing,
+    IncomingTransfer,
     Enum,
     type,
     types.ModuleType,

@@ -19,7 +19,7 @@ from transport_loopback import FaultRig, Phase
 from transport import Endpoint, LocalError, PeerError, Refused
 from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_open
 from transport.wire.handshake import VERSION, Hello
-from transport.wire.protocol import Acked, Completed, Event, SenderSession
+from transport.wire.sender_session import Acked, Completed, Event, SenderSession
 
 pytestmark = pytest.mark.alone
 

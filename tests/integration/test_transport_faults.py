@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import pytest
@@ -20,7 +21,7 @@ from transport_loopback import LoopbackPair, eventually
 from transport import LinkError, LocalError, PeerError, TransportConfig
 from transport.sending.lane import Lane
 from transport.sending.link_work import Work
-from transport.sending.sender_link import Link
+from transport.sending.sender_link import SenderLink
 from transport.testing.proxy import HurtfulProxy
 
 pytestmark = pytest.mark.alone
@@ -262,14 +263,14 @@ def test_a_lane_that_fails_lets_go_of_memory_before_it_says_so(
     data = random_bytes(64 * MIB)
     space = Remembering(data)
     given_back: list[bool] = []
-    give_back = Link.unsent
+    give_back = SenderLink.sent
 
-    def unsent(link: Link, lane: Lane, work: Work) -> None:
+    def sent(link: SenderLink, lane: Lane, work: Work, **how: Any) -> None:
         assert work.data is not None
         given_back.append(not space.is_used(work.data[0]))
-        give_back(link, lane, work)
+        give_back(link, lane, work, **how)
 
-    monkeypatch.setattr(Link, "unsent", unsent)
+    monkeypatch.setattr(SenderLink, "sent", sent)
     spec = make_spec(1, proxy.endpoint)
     pair.registry.expect(spec, MemorySpace(bytearray(len(data))))
     pair.sender.warm(proxy.endpoint)

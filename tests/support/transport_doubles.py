@@ -16,8 +16,8 @@ from transport.errors import LinkError, PeerError, Refused, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec
 from transport.receiving.reception import Reception
 from transport.sending.link import LinkCore
-from transport.sending.link_work import Abort, Work
-from transport.sending.outgoing import Outgoing
+from transport.sending.link_work import AbortConnection, Work
+from transport.sending.outgoing import OutgoingState
 from transport.wire.digest import digest_of
 from transport.wire.frames import (
     FrameType,
@@ -27,14 +27,14 @@ from transport.wire.frames import (
     encode_reason,
 )
 from transport.wire.handshake import VERSION, Hello, own_hello
-from transport.wire.protocol import (
+from transport.wire.receiver_session import ReceiverSession
+from transport.wire.sender_session import (
     Acked,
     CancelAcked,
     Completed,
-    Failed,
     Opened,
-    ReceiverSession,
     SenderSession,
+    TransferFailed,
     Welcomed,
 )
 
@@ -163,17 +163,17 @@ class MemoryNetwork:
         self.connections: dict[int, MemoryConnection] = {}
         self.endings: list[TransportError] = []
         self.receiver_instance = b"R" * 16
-        self._spaces: dict[Outgoing, ByteSpace] = {}
+        self._spaces: dict[OutgoingState, ByteSpace] = {}
         self._num_made = 0
 
     # The sender.
 
-    def open(self, spec: OutgoingSpec, space: ByteSpace) -> Outgoing:
+    def open(self, spec: OutgoingSpec, space: ByteSpace) -> OutgoingState:
         transfer = self.core.add(spec, space.nbytes, self.now_s)
         self._spaces[transfer] = space
         return transfer
 
-    def ready(self, transfer: Outgoing, offset: int, length: int) -> None:
+    def ready(self, transfer: OutgoingState, offset: int, length: int) -> None:
         self.core.ready(transfer, offset, offset + length, self.now_s)
 
     def connect(self) -> int:
@@ -308,7 +308,7 @@ class MemoryNetwork:
 
     def check_invariants(self) -> None:
         self.core.check_invariants()
-        for landing in self.reception.landings.open_ones():
+        for landing in self.reception.transfers.open_ones():
             landing.check_invariants()
 
     # Connections, for Reception.
@@ -334,14 +334,14 @@ class MemoryNetwork:
                 self.core.opened(number, transfer_id, ranges, now_s)
             case Completed(transfer_id):
                 self.core.completed(number, transfer_id, now_s)
-            case Failed(transfer_id, error):
+            case TransferFailed(transfer_id, error):
                 self.core.refused(number, transfer_id, error, now_s)
             case CancelAcked(transfer_id):
                 self.core.cancel_acked(number, transfer_id, now_s)
 
     def _perform(self) -> None:
         for effect in self.core.pop_effects():
-            if isinstance(effect, Abort):
+            if isinstance(effect, AbortConnection):
                 self._remove(effect.connection, effect.error)
                 continue
             transfer = effect.transfer

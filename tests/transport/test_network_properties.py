@@ -24,7 +24,8 @@ from transport.errors import PeerError
 from transport.interfaces import Priority
 from transport.receiving.reception import Reception
 from transport.wire.frames import FrameType, encode_frame, encode_reason
-from transport.wire.protocol import ReceiverSession, SenderSession
+from transport.wire.receiver_session import ReceiverSession
+from transport.wire.sender_session import SenderSession
 
 CONFIG = TransportConfig(frame_bytes=700, max_frame_bytes=900, drop_grace_s=0, ack_batch_bytes=1)
 

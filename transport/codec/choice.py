@@ -39,7 +39,7 @@ SAMPLE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceConfig:
+class CodecConfig:
     """When a codec is worth it. Rates and bytes are per link, `cores` of this host."""
 
     enter: float = 0.95
@@ -69,7 +69,7 @@ class ChoiceConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CodecChoice:
     """What to send with, and why. Numbers are 0 where not known; rates are raw bytes a second."""
 
     codec: Codec
@@ -133,7 +133,7 @@ class CodecChooser:
     allowed; RAW needs no naming.
     """
 
-    def __init__(self, candidates: Sequence[Codec], config: ChoiceConfig, now_s: float) -> None:
+    def __init__(self, candidates: Sequence[Codec], config: CodecConfig, now_s: float) -> None:
         self._config = config
         self._speeds: dict[Codec, _Speed] = {
             codec: _Speed() for codec in candidates if codec is not Codec.RAW
@@ -225,7 +225,7 @@ class CodecChooser:
         self._next_sample_s = now_s + _SAMPLE_LOST_S
         return min(others, key=lambda codec: self._speeds[codec].sampled_s)
 
-    def choose(self, now_s: float) -> Choice:
+    def choose(self, now_s: float) -> CodecChoice:
         """What the next chunk is to be sent with. To be asked for each chunk."""
         if self._refreshing is not None:
             return self._refresh(now_s)
@@ -256,7 +256,7 @@ class CodecChooser:
         weight = max(1 - math.exp(-elapsed_s / _RATE_MEMORY_S), elapsed_s / seen.elapsed_s)
         self._raw_rate += weight * (raw_bytes / elapsed_s - self._raw_rate)
 
-    def _refresh(self, now_s: float) -> Choice:
+    def _refresh(self, now_s: float) -> CodecChoice:
         codec = self._refreshing
         assert codec is not None
         seen = self._refresh_seen
@@ -290,7 +290,7 @@ class CodecChooser:
         speed.barred_until_s = now_s + speed.backoff_s
         self._switch(Codec.RAW, now_s)
 
-    def _keep(self, now_s: float) -> Choice | None:
+    def _keep(self, now_s: float) -> CodecChoice | None:
         """The codec in use again, raw for a refresh, or None when it is given up."""
         codec = self._current
         expected = self._expected(codec)
@@ -308,7 +308,7 @@ class CodecChooser:
             return self._raw(f"measuring the link without {codec.name}")
         return self._choice(codec, "still pays")
 
-    def _enter(self, now_s: float) -> Choice:
+    def _enter(self, now_s: float) -> CodecChoice:
         if not self._speeds:
             return self._raw("no codec allowed")
         if not self._raw_known:
@@ -375,10 +375,10 @@ class CodecChooser:
         stages = self._stages(codec)
         return min(stages, key=stages.__getitem__)
 
-    def _choice(self, codec: Codec, reason: str) -> Choice:
+    def _choice(self, codec: Codec, reason: str) -> CodecChoice:
         speed = self._speeds[codec]
         expected = self._expected(codec)
-        return Choice(
+        return CodecChoice(
             codec,
             reason,
             raw_bytes_per_s=self._raw_rate,
@@ -389,8 +389,8 @@ class CodecChooser:
             cores_usable=self._usable_cores(),
         )
 
-    def _raw(self, reason: str) -> Choice:
-        return Choice(
+    def _raw(self, reason: str) -> CodecChoice:
+        return CodecChoice(
             Codec.RAW,
             reason,
             raw_bytes_per_s=self._raw_rate,

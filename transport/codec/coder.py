@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from transport.codec.choice import SAMPLE_BYTES, Choice, ChoiceConfig, CodecChooser
+from transport.codec.choice import SAMPLE_BYTES, CodecChoice, CodecChooser, CodecConfig
 from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
 from transport.interfaces import Elements
@@ -59,8 +59,8 @@ class LinkCoder:
         self._lock = threading.Lock()
         self._chooser: CodecChooser | None = None
         if config.codec == "auto":
-            self._chooser = CodecChooser(CANDIDATES, ChoiceConfig(), time.monotonic())
-        self._choice: Choice | None = None
+            self._chooser = CodecChooser(CANDIDATES, CodecConfig(), time.monotonic())
+        self._choice: CodecChoice | None = None
         self._sent: dict[Codec, tuple[int, int]] = {}  # raw and wire bytes since the last tick
         self._tick_s: float | None = None
         self._cpu_s = 0.0

@@ -1,1 +1,1 @@
-"""The receiving side: connections, landings, and the rules across them."""
+"""The receiving side: connections, transfers, and the rules across them."""

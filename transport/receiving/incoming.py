@@ -1,8 +1,8 @@
 """The DATA frame that one connection is reading: where its body goes, and what comes of it.
 
-A body that is not coded is read straight into its place under a claim (see `landing`), or into
-scratch memory when parts of it are there already. A coded body is read into scratch memory, and
-claimed and decoded once its checksum held. Scratch memory: one frame, two for a coded repeat.
+A body that is not coded is read straight into its place under a claim (see `incoming_transfer`),
+or into scratch memory when parts of it are there already. A coded body is read into scratch memory,
+and claimed and decoded once its checksum held. Scratch memory: one frame, two for a coded repeat.
 
 Knows no other frame and no acknowledgement.
 """
@@ -17,7 +17,7 @@ from transport.codec.codecs import Codec, CodecError, decode
 from transport.config import TransportConfig
 from transport.errors import PeerError, TransportError
 from transport.interfaces import TransferState
-from transport.receiving.landing import Landing, Place
+from transport.receiving.incoming_transfer import Destination, IncomingTransfer
 from transport.receiving.reception import Reception
 from transport.wire.frames import FrameHeader, FrameReader
 from transport.wire.handshake import takes_codec
@@ -32,9 +32,9 @@ RAW_LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`verified` of the landing is in place; `completed` when nothing of it is missing any more."""
+    """`verified` is in place; `completed` when nothing of the transfer is missing any more."""
 
-    landing: Landing
+    transfer: IncomingTransfer
     verified: Range
     completed: bool
 
@@ -43,7 +43,7 @@ class Verified:
 class Discarded:
     """Nothing was written: the transfer has ended, or was not opened on this connection (None)."""
 
-    landing: Landing | None
+    transfer: IncomingTransfer | None
 
 
 class IncomingData:
@@ -53,27 +53,31 @@ class IncomingData:
         self._connection = connection
         self._config = config
         self._reception = reception
-        self._landing: Landing | None  # from the first `begin` on
-        self._place: Place
+        self._transfer: IncomingTransfer | None  # from the first `begin` on
+        self._place: Destination
         self._scratch = memoryview(bytearray())
 
     def begin(
-        self, reader: FrameReader, header: FrameHeader, landing: Landing | None, now_s: float
+        self,
+        reader: FrameReader,
+        header: FrameHeader,
+        transfer: IncomingTransfer | None,
+        now_s: float,
     ) -> None:
         """Tell the reader where the body goes. Raises PeerError when the connection must end."""
-        self._landing = landing
-        self._place = Place.DISCARD
+        self._transfer = transfer
+        self._place = Destination.DISCARD
         if header.codec and not takes_codec(self._config, header.codec):
             raise PeerError("protocol", f"DATA in codec {header.codec}, which was not agreed on")
-        if landing is not None:
+        if transfer is not None:
             if header.codec:
-                self._place = Place.SCRATCH
+                self._place = Destination.SCRATCH
             else:
-                self._claim(reader, header, landing, now_s)
-            self._reception.landings.first_byte(header.transfer_id, now_s)
-        if self._place is Place.SCRATCH:
+                self._claim(reader, header, transfer, now_s)
+            self._reception.transfers.first_byte(header.transfer_id, now_s)
+        if self._place is Destination.SCRATCH:
             reader.place([self._scratch_of(header.length)])
-        elif self._place is not Place.DIRECT:
+        elif self._place is not Destination.DIRECT:
             self._scratch_of(SINK_BYTES)
             reader.discard(self._scratch)
 
@@ -84,15 +88,15 @@ class IncomingData:
 
         Raises PeerError when the connection must end.
         """
-        landing, self._landing = self._landing, None
-        if self._place is Place.DISCARD or landing is None:
-            return Discarded(landing)
+        transfer, self._transfer = self._transfer, None
+        if self._place is Destination.DISCARD or transfer is None:
+            return Discarded(transfer)
         reader.verify_data()
         try:
             if header.codec:
-                return self._decode(landing, header, now_s)
-            scratch = self._scratch[: header.length] if self._place is Place.SCRATCH else None
-            return self._commit(landing, (header.offset, header.end), scratch, now_s)
+                return self._decode(transfer, header, now_s)
+            scratch = self._scratch[: header.length] if self._place is Destination.SCRATCH else None
+            return self._commit(transfer, (header.offset, header.end), scratch, now_s)
         finally:
             scratch = None
             if not header.codec and self._scratch.nbytes > SINK_BYTES:
@@ -100,25 +104,25 @@ class IncomingData:
 
     def forget(self) -> None:
         """Let go of all memory; the connection is gone."""
-        self._landing = None
+        self._transfer = None
         self._scratch = memoryview(bytearray())
 
     def _claim(
-        self, reader: FrameReader, header: FrameHeader, landing: Landing, now_s: float
+        self, reader: FrameReader, header: FrameHeader, transfer: IncomingTransfer, now_s: float
     ) -> None:
         try:
-            placement = self._reception.claim(self._connection, landing, header.offset, header.end)
-            if placement.place is Place.DIRECT:
+            placement = self._reception.claim(self._connection, transfer, header.offset, header.end)
+            if placement.place is Destination.DIRECT:
                 reader.place(placement.views)
             self._place = placement.place
         except PeerError:
             raise
         except Exception as error:
-            landing.abandon(self._connection)
-            self._fail_for_space(landing, error, now_s)
+            transfer.abandon(self._connection)
+            self._fail_for_space(transfer, error, now_s)
 
     def _decode(
-        self, landing: Landing, header: FrameHeader, now_s: float
+        self, transfer: IncomingTransfer, header: FrameHeader, now_s: float
     ) -> Verified | Discarded | None:
         body = self._scratch[: header.length]
         raw_bytes = RAW_LENGTH.unpack_from(body)[0] if header.length > RAW_LENGTH.size else 0
@@ -126,10 +130,10 @@ class IncomingData:
             raise PeerError("protocol", f"coded DATA of {raw_bytes} bytes")
         payload, end = body[RAW_LENGTH.size :], header.offset + raw_bytes
         try:
-            placement = self._reception.claim(self._connection, landing, header.offset, end)
-            if placement.place is Place.DISCARD:
-                return Discarded(landing)
-            is_repeat = placement.place is Place.SCRATCH
+            placement = self._reception.claim(self._connection, transfer, header.offset, end)
+            if placement.place is Destination.DISCARD:
+                return Discarded(transfer)
+            is_repeat = placement.place is Destination.SCRATCH
             scratch = memoryview(bytearray(raw_bytes)) if is_repeat else None
             views = placement.views if scratch is None else [scratch]
             decode(Codec(header.codec), payload, raw_bytes, views)
@@ -138,31 +142,31 @@ class IncomingData:
         except CodecError as error:  # the claim ends with the connection, when no view is left
             raise PeerError("protocol", f"coded DATA cannot be decoded: {error}") from error
         except Exception as error:
-            landing.abandon(self._connection)
-            self._fail_for_space(landing, error, now_s)
+            transfer.abandon(self._connection)
+            self._fail_for_space(transfer, error, now_s)
             return None
         del placement, views  # whoever hears of the end of a transfer may want its memory back
-        return self._commit(landing, (header.offset, end), scratch, now_s)
+        return self._commit(transfer, (header.offset, end), scratch, now_s)
 
     def _commit(
-        self, landing: Landing, written: Range, scratch: memoryview | None, now_s: float
+        self, transfer: IncomingTransfer, written: Range, scratch: memoryview | None, now_s: float
     ) -> Verified | Discarded | None:
         try:
-            completed = landing.commit(self._connection, *written, scratch)
+            completed = transfer.commit(self._connection, *written, scratch)
         except TransportError as error:
-            self._reception.fail(landing, error, now_s)
+            self._reception.fail(transfer, error, now_s)
             return None
         except Exception as error:
-            self._fail_for_space(landing, error, now_s)
+            self._fail_for_space(transfer, error, now_s)
             return None
-        if not completed and landing.state is not TransferState.OPEN:
-            return Discarded(landing)
-        return Verified(landing, written, completed)
+        if not completed and transfer.state is not TransferState.OPEN:
+            return Discarded(transfer)
+        return Verified(transfer, written, completed)
 
-    def _fail_for_space(self, landing: Landing, error: Exception, now_s: float) -> None:
-        logger.error("ByteSpace of %s raised", landing.transfer_id.hex(), exc_info=error)
+    def _fail_for_space(self, transfer: IncomingTransfer, error: Exception, now_s: float) -> None:
+        logger.error("ByteSpace of %s raised", transfer.transfer_id.hex(), exc_info=error)
         message = f"the receiver's memory could not be used: {type(error).__name__}"
-        self._reception.fail(landing, PeerError("space", message), now_s)
+        self._reception.fail(transfer, PeerError("space", message), now_s)
 
     def _scratch_of(self, num_bytes: int) -> memoryview:
         if self._scratch.nbytes < num_bytes:

@@ -1,7 +1,7 @@
 """Receives transfers: a listening socket and one thread per connection. Rules are `Reception`'s and
 the session's.
 
-A connection's thread reads straight into the landing, verifies, and acknowledges when nothing more
+A connection's thread reads straight into the transfer, verifies, and acknowledges when nothing more
 is waiting; announced data is waited for, a millisecond at most. Frames for the sender that other
 threads cause (a drop) go through the connection's outbox, which never blocks.
 """
@@ -32,7 +32,7 @@ from transport.sockets import (
 )
 from transport.tls import Rotating, TlsStream, server_context, tls_handshake, wrap_tls
 from transport.wire.frames import FrameType, encode_reason
-from transport.wire.protocol import ReceiverSession
+from transport.wire.receiver_session import ReceiverSession
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -183,7 +183,7 @@ class Receiver:
             except Exception:
                 # Without its timeouts a receiver would hold memory for ever: better log lines.
                 logger.exception("watchdog of the receiver")
-            active = bool(connections) or bool(self._reception.landings.open_ones())
+            active = bool(connections) or bool(self._reception.transfers.open_ones())
             self._stirred.wait(self._config.tick_s if active else None)
             self._stirred.clear()
 

@@ -18,8 +18,8 @@ from typing import Protocol
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, Refused, TransportError
 from transport.interfaces import LandingRegistry, TransferProgress, TransferState
-from transport.receiving.landing import Landing, Place, Placement
-from transport.receiving.landings import Landings, OpenRequest
+from transport.receiving.incoming_transfer import ClaimAnswer, Destination, IncomingTransfer
+from transport.receiving.incoming_transfers import IncomingTransfers, OpenRequest
 from transport.wire.frames import FrameType, encode_frame, encode_reason
 
 logger = logging.getLogger("prfaas.transport")
@@ -43,166 +43,168 @@ class Reception:
     def __init__(
         self, config: TransportConfig, registry: LandingRegistry, connections: Connections
     ) -> None:
-        self.landings = Landings(config)
+        self.transfers = IncomingTransfers(config)
         self._config = config
         self._registry = registry
         self._connections = connections
 
-    def open(self, connection: int, request: OpenRequest, now_s: float) -> Landing:
-        """The landing for an OPEN, new or known, open or ended; raises PeerError to refuse it."""
-        landing = self.landings.begin_open(request)
-        if landing is None:
-            landing = self._ask_registry(request, now_s)
-        self.landings.attach(landing, connection)
-        if landing.is_all_there():
-            self.conclude(connection, landing, now_s)
-        return landing
+    def open(self, connection: int, request: OpenRequest, now_s: float) -> IncomingTransfer:
+        """The transfer for an OPEN, new or known, open or ended; raises PeerError to refuse it."""
+        transfer = self.transfers.begin_open(request)
+        if transfer is None:
+            transfer = self._ask_registry(request, now_s)
+        self.transfers.attach(transfer, connection)
+        if transfer.is_all_there():
+            self.conclude(connection, transfer, now_s)
+        return transfer
 
-    def claim(self, connection: int, landing: Landing, start: int, end: int) -> Placement:
-        """Where [start, end) goes. Raises like `Landing.claim`, and PeerError("busy").
+    def claim(
+        self, connection: int, transfer: IncomingTransfer, start: int, end: int
+    ) -> ClaimAnswer:
+        """Where [start, end) goes. Raises like `IncomingTransfer.claim`, and PeerError("busy").
 
         Of two connections with the same range the sender has given up one, which may still have it
         in its socket. Either way the rival's frame mostly ends soon; if not, it is stuck.
         """
         while True:
-            placement = landing.claim(connection, start, end)
-            if placement.place is not Place.CONFLICT:
+            placement = transfer.claim(connection, start, end)
+            if placement.place is not Destination.CONFLICT:
                 return placement
             rivals = placement.rivals
-            if landing.wait_claimable(rivals, self._config.drop_grace_s):
+            if transfer.wait_claimable(rivals, self._config.drop_grace_s):
                 continue
             message = "superseded: its data arrived again elsewhere"
             self._connections.abort(rivals, LinkError("lost", message))
-            if not landing.wait_claimable(rivals, self._config.handshake_timeout_s):
+            if not transfer.wait_claimable(rivals, self._config.handshake_timeout_s):
                 raise PeerError("busy", "the range is still being written by another connection")
 
-    def conclude(self, connection: int, landing: Landing, now_s: float) -> bool:
-        """Nothing is missing any more, as the caller was told by the landing: judge it. True when
+    def conclude(self, connection: int, transfer: IncomingTransfer, now_s: float) -> bool:
+        """Nothing is missing any more, as the caller was told by the transfer: judge it. True when
         it is complete, which the caller's connection then tells its sender. After a digest, which
         takes time, the others are told as well: the caller's may be dead by now.
         """
         try:
-            agrees = landing.judge()
+            agrees = transfer.judge()
         except Exception as error:  # of the ByteSpace
-            logger.error("ByteSpace of %s raised", landing.transfer_id.hex(), exc_info=error)
+            logger.error("ByteSpace of %s raised", transfer.transfer_id.hex(), exc_info=error)
             message = f"the receiver's memory could not be used: {type(error).__name__}"
-            self.fail(landing, PeerError("space", message), now_s)
+            self.fail(transfer, PeerError("space", message), now_s)
             return False
         if not agrees:
             message = "the bytes that arrived do not have the digest that the sender computed"
-            self.fail(landing, PeerError("digest", message), now_s)
+            self.fail(transfer, PeerError("digest", message), now_s)
             return False
-        self.landings.ended(landing.transfer_id, now_s)
+        self.transfers.ended(transfer.transfer_id, now_s)
         try:
-            self._registry.on_complete(landing.transfer_id)
+            self._registry.on_complete(transfer.transfer_id)
         except Exception:
-            logger.exception("registry.on_complete raised for %s", landing.transfer_id.hex())
-        landing.settle()
-        if landing.wants_digest:
-            others = self.landings.attached(landing) - {connection}
-            self._connections.tell(others, _outcome_frame(landing))
+            logger.exception("registry.on_complete raised for %s", transfer.transfer_id.hex())
+        transfer.settle()
+        if transfer.wants_digest:
+            others = self.transfers.attached(transfer) - {connection}
+            self._connections.tell(others, _outcome_frame(transfer))
         return True
 
-    def cancel(self, landing: Landing, reason: str, now_s: float) -> None:
+    def cancel(self, transfer: IncomingTransfer, reason: str, now_s: float) -> None:
         """The sender asked for the end; on return nothing writes and the registry knows."""
-        self._end(landing, TransferState.CANCELLED, PeerError("cancelled", reason), now_s)
+        self._end(transfer, TransferState.CANCELLED, PeerError("cancelled", reason), now_s)
 
-    def fail(self, landing: Landing, error: TransportError, now_s: float) -> None:
+    def fail(self, transfer: IncomingTransfer, error: TransportError, now_s: float) -> None:
         """End it for `error`, tell the registry and the sender."""
-        if self._end(landing, TransferState.FAILED, error, now_s):
-            self._tell_end(landing)
+        if self._end(transfer, TransferState.FAILED, error, now_s):
+            self._tell_end(transfer)
 
     def drop(self, transfer_id: bytes, reason: str, now_s: float) -> None:
         """As Receiver.drop: the registry is not told, the sender is."""
-        landing = self.landings.mark_dropped(transfer_id)
-        if landing is None:
+        transfer = self.transfers.mark_dropped(transfer_id)
+        if transfer is None:
             return
-        ended_here = landing.end(TransferState.FAILED, "dropped", reason)
-        self._quiesce(landing)
+        ended_here = transfer.end(TransferState.FAILED, "dropped", reason)
+        self._quiesce(transfer)
         if ended_here:
-            landing.settle()
-        self.landings.ended(transfer_id, now_s)
+            transfer.settle()
+        self.transfers.ended(transfer_id, now_s)
         if ended_here:
-            self._tell_end(landing)
+            self._tell_end(transfer)
 
     def expire(self, now_s: float) -> None:
         """Fail open transfers that no connection served for idle_timeout_s."""
-        for landing in self.landings.expire(now_s):
+        for transfer in self.transfers.expire(now_s):
             message = f"no connection from the sender for {self._config.idle_timeout_s:g} s"
-            self.fail(landing, LinkError("idle", message), now_s)
+            self.fail(transfer, LinkError("idle", message), now_s)
 
     def close(self, now_s: float) -> None:
         """Fail everything that is open now."""
-        for landing in self.landings.open_ones():
-            self.fail(landing, LocalError("closed", "the receiver was closed"), now_s)
+        for transfer in self.transfers.open_ones():
+            self.fail(transfer, LocalError("closed", "the receiver was closed"), now_s)
 
-    def outcome(self, landing: Landing) -> bytes:
+    def outcome(self, transfer: IncomingTransfer) -> bytes:
         """What the sender of an ended transfer is told, once this side has been."""
-        if not landing.wait_settled(self._config.handshake_timeout_s):
-            logger.warning("the registry takes long over the end of %s", landing.transfer_id.hex())
-        return _outcome_frame(landing)
+        if not transfer.wait_settled(self._config.handshake_timeout_s):
+            logger.warning("the registry takes long over the end of %s", transfer.transfer_id.hex())
+        return _outcome_frame(transfer)
 
     def progress(self, transfer_id: bytes) -> TransferProgress | None:
-        landing = self.landings.find(transfer_id)
-        times = self.landings.times(transfer_id)
-        if landing is None or times is None:
+        transfer = self.transfers.find(transfer_id)
+        times = self.transfers.times(transfer_id)
+        if transfer is None or times is None:
             return None
         opened_s, first_byte_s, ended_s = times
-        verified = landing.verified_bytes
+        verified = transfer.verified_bytes
         return TransferProgress(
-            state=landing.state,
-            nbytes=landing.nbytes,
+            state=transfer.state,
+            nbytes=transfer.nbytes,
             ready_bytes=verified,
             sent_bytes=verified,
             acked_bytes=verified,
-            resent_bytes=landing.received_again_bytes,
+            resent_bytes=transfer.received_again_bytes,
             opened_s=opened_s,
             first_sent_s=first_byte_s,
             completed_s=ended_s,
-            num_connections=len(self.landings.attached(landing)),
+            num_connections=len(self.transfers.attached(transfer)),
         )
 
-    def _ask_registry(self, request: OpenRequest, now_s: float) -> Landing:
+    def _ask_registry(self, request: OpenRequest, now_s: float) -> IncomingTransfer:
         try:
             space = self._registry.accept(
                 request.transfer_id, request.token, request.fingerprint, request.nbytes
             )
         except Refused:
-            self.landings.reject(request.transfer_id)
+            self.transfers.reject(request.transfer_id)
             raise
         except Exception as error:
-            self.landings.reject(request.transfer_id)
+            self.transfers.reject(request.transfer_id)
             logger.exception("registry.accept raised for %s", request.transfer_id.hex())
             raise Refused("registry", "the receiver could not look up this transfer") from error
-        return self.landings.admit(request, space, now_s)
+        return self.transfers.admit(request, space, now_s)
 
     def _end(
-        self, landing: Landing, state: TransferState, error: TransportError, now_s: float
+        self, transfer: IncomingTransfer, state: TransferState, error: TransportError, now_s: float
     ) -> bool:
-        if not landing.end(state, error.code, error.message):
+        if not transfer.end(state, error.code, error.message):
             return False
-        self._quiesce(landing)
-        self.landings.ended(landing.transfer_id, now_s)
+        self._quiesce(transfer)
+        self.transfers.ended(transfer.transfer_id, now_s)
         try:
-            self._registry.on_failed(landing.transfer_id, error)
+            self._registry.on_failed(transfer.transfer_id, error)
         except Exception:
-            logger.exception("registry.on_failed raised for %s", landing.transfer_id.hex())
-        landing.settle()
+            logger.exception("registry.on_failed raised for %s", transfer.transfer_id.hex())
+        transfer.settle()
         return True
 
-    def _quiesce(self, landing: Landing) -> None:
-        holders = landing.wait_quiet(self._config.drop_grace_s)
+    def _quiesce(self, transfer: IncomingTransfer) -> None:
+        holders = transfer.wait_quiet(self._config.drop_grace_s)
         if holders:
             self._connections.abort(
                 holders, LinkError("lost", "its transfer ended while a frame was on its way")
             )
-        landing.wait_quiet(None)
+        transfer.wait_quiet(None)
 
-    def _tell_end(self, landing: Landing) -> None:
-        self._connections.tell(self.landings.attached(landing), _outcome_frame(landing))
+    def _tell_end(self, transfer: IncomingTransfer) -> None:
+        self._connections.tell(self.transfers.attached(transfer), _outcome_frame(transfer))
 
 
-def _outcome_frame(landing: Landing) -> bytes:
-    if landing.state is TransferState.COMPLETE:
-        return encode_frame(FrameType.COMPLETE, landing.transfer_id)
-    return encode_reason(FrameType.FAIL, *landing.failure, landing.transfer_id)
+def _outcome_frame(transfer: IncomingTransfer) -> bytes:
+    if transfer.state is TransferState.COMPLETE:
+        return encode_frame(FrameType.COMPLETE, transfer.transfer_id)
+    return encode_reason(FrameType.FAIL, *transfer.failure, transfer.transfer_id)

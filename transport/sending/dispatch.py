@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from transport.config import TransportConfig
 from transport.sending.fair_queue import FairQueue, TokenBucket
-from transport.sending.outgoing import Outgoing
+from transport.sending.outgoing import OutgoingState
 from transport.wire.ranges import Range
 
 FRAME_GRAIN_BYTES = 4096
@@ -28,8 +28,8 @@ class Dispatch:
         self.has_budgets = config.pace_bytes_per_s > 0 or config.tenant_bytes_per_s > 0
         """Whether pacing or budgets may hold back what could be sent."""
         self._least_bytes = config.frame_bytes
-        self._control: dict[bytes, Outgoing] = {}
-        self._queue: FairQueue[Outgoing] = FairQueue(config.tenant_bytes_per_s)
+        self._control: dict[bytes, OutgoingState] = {}
+        self._queue: FairQueue[OutgoingState] = FairQueue(config.tenant_bytes_per_s)
         self._pace = TokenBucket(config.pace_bytes_per_s)
 
     @property
@@ -37,7 +37,7 @@ class Dispatch:
         """Whether DATA is waiting to be sent."""
         return len(self._queue) > 0
 
-    def note(self, transfer: Outgoing) -> None:
+    def note(self, transfer: OutgoingState) -> None:
         """Remember, or forget, that it has something to send."""
         spec = transfer.spec
         if transfer.has_control:
@@ -49,11 +49,11 @@ class Dispatch:
         else:
             self._queue.leave(transfer, spec.priority, spec.tenant)
 
-    def with_control(self) -> list[Outgoing]:
+    def with_control(self) -> list[OutgoingState]:
         """Those that have something besides DATA to send."""
         return list(self._control.values()) if self._control else []
 
-    def in_turn(self, now_s: float) -> Iterator[Outgoing]:
+    def in_turn(self, now_s: float) -> Iterator[OutgoingState]:
         """Those that may send DATA now, the one whose turn it is first."""
         if self._pace.ready_at(now_s) <= now_s:
             for transfer, _, _ in self._queue.in_order(now_s):
@@ -70,7 +70,7 @@ class Dispatch:
         return delay_s if delay_s > 0 else None
 
     def take(
-        self, transfer: Outgoing, connection: int, max_frame_bytes: int, now_s: float
+        self, transfer: OutgoingState, connection: int, max_frame_bytes: int, now_s: float
     ) -> Range | None:
         """The next chunk of this transfer, counted as sent."""
         data = transfer.take(
@@ -89,18 +89,18 @@ class Dispatch:
         """So much less of what was taken went over the link: pacing is about bytes on the wire."""
         self._pace.spend(-num_bytes, now_s)
 
-    def expects_more(self, transfer: Outgoing, taken: Range) -> bool:
+    def expects_more(self, transfer: OutgoingState, taken: Range) -> bool:
         """Whether each connection may well get another chunk like this one at once."""
         return not self.has_budgets and transfer.unsent.total >= self.width * (taken[1] - taken[0])
 
-    def check_invariants(self, transfer: Outgoing) -> None:
+    def check_invariants(self, transfer: OutgoingState) -> None:
         """Raise AssertionError unless the lists say of this transfer what is true."""
         spec = transfer.spec
         assert (spec.transfer_id in self._control) == transfer.has_control, "control unseen"
         is_queued = self._queue.has(transfer, spec.priority, spec.tenant)
         assert is_queued == bool(transfer.unsent), "work nobody would find"
 
-    def _frame_bytes_for(self, transfer: Outgoing) -> int:
+    def _frame_bytes_for(self, transfer: OutgoingState) -> int:
         """Large frames cost less CPU. Small ones let others in between, and let the connections end
         together: towards the end of what is ready each takes half of its share of the rest (guided
         self-scheduling, Polychronopoulos and Kuck 1987).

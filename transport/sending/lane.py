@@ -1,7 +1,7 @@
 """A lane: the threads of one connection of a link, made anew whenever the connection is lost.
 
 The writer thread lives as long as the link, a reader thread as long as the connection. They only
-move bytes; what to send and what answers mean is decided by `LinkCore`, behind `Link`'s lock.
+move bytes; what to send and what answers mean is decided by `LinkCore`, behind `SenderLink`'s lock.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from transport.wire.frames import (
     encode_reason,
 )
 from transport.wire.handshake import Feature
-from transport.wire.protocol import Event, SenderSession, Welcomed
+from transport.wire.sender_session import Event, SenderSession, Welcomed
 
 if TYPE_CHECKING:
-    from transport.sending.sender_link import Link
+    from transport.sending.sender_link import SenderLink
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -55,7 +55,7 @@ MAX_TLS_BYTES = 256 * 1024**3
 class Lane:
     """One connection after the other."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: SenderLink) -> None:
         self.connection = 0
         self.error: TransportError | None = None
         self.stream: SocketOwner | None = None
@@ -176,7 +176,7 @@ class Lane:
                 else:
                     num_bytes += coded.wire_bytes
                     if num_bytes > MAX_TLS_BYTES and self._link.tls is not None:
-                        self._link.sent(self, work, coded)
+                        self._link.sent(self, work, coded=coded)
                         raise LinkError("renewed", "the TLS connection has carried enough bytes")
                     work = self._link.next_work(self, work, coded=coded)
         finally:
@@ -211,7 +211,7 @@ class Lane:
         except BaseException as error:
             buffers.clear()
             release_frames(error)
-            self._link.unsent(self, work)
+            self._link.sent(self, work, whole=False)
             raise
 
     def _control(self, work: Work) -> list[Buffer]:

@@ -22,8 +22,8 @@ from transport.errors import LinkError, LocalError, PeerError, TransportError
 from transport.interfaces import OutgoingSpec, TransferState
 from transport.sending.dispatch import Dispatch
 from transport.sending.link_state import Backlog
-from transport.sending.link_work import Abort, Effect, Ended, Work
-from transport.sending.outgoing import RAW_CODED, Coded, Outgoing
+from transport.sending.link_work import AbortConnection, Effect, TransferEnded, Work
+from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
 from transport.wire.handshake import Hello
 from transport.wire.ranges import Range
 
@@ -53,7 +53,7 @@ class LinkCore:
         self.trouble = ""
         """Why no connection stands, once one was lost or could not be made."""
         self._acked_s = -math.inf  # when anything was acknowledged last
-        self._transfers: dict[bytes, Outgoing] = {}
+        self._transfers: dict[bytes, OutgoingState] = {}
         self._connections: dict[int, _Connection] = {}
         self._effects: list[Effect] = []
         self._last_error: TransportError | None = None
@@ -76,23 +76,23 @@ class LinkCore:
         effects, self._effects = self._effects, []
         return effects
 
-    def add(self, spec: OutgoingSpec, nbytes: int, now_s: float) -> Outgoing:
+    def add(self, spec: OutgoingSpec, nbytes: int, now_s: float) -> OutgoingState:
         """A new transfer; ValueError when its id is in use on this link."""
         if spec.transfer_id in self._transfers:
             raise ValueError(f"transfer {spec.transfer_id.hex()} is already open")
-        transfer = Outgoing(spec, nbytes, now_s)
+        transfer = OutgoingState(spec, nbytes, now_s)
         self._transfers[spec.transfer_id] = transfer
         self.dispatch.note(transfer)
         return transfer
 
-    def ready(self, transfer: Outgoing, start: int, end: int, now_s: float) -> int:
+    def ready(self, transfer: OutgoingState, start: int, end: int, now_s: float) -> int:
         """[start, end) may be sent from now on; returns how many bytes are new."""
         gained = transfer.ready(start, end, now_s)
         if gained:
             self.dispatch.note(transfer)
         return gained
 
-    def cancel(self, transfer: Outgoing, error: LocalError, now_s: float) -> None:
+    def cancel(self, transfer: OutgoingState, error: LocalError, now_s: float) -> None:
         """Ask the receiver to end it; it fails with `error` when it says so, or after
         ack_timeout_s.
         """
@@ -136,7 +136,7 @@ class LinkCore:
             self._leave(transfer)
             self.fail(transfer, error, now_s)
 
-    def fail(self, transfer: Outgoing, error: TransportError, now_s: float) -> None:
+    def fail(self, transfer: OutgoingState, error: TransportError, now_s: float) -> None:
         if not transfer.ended:
             self._end(transfer, TransferState.FAILED, error, now_s)
 
@@ -182,7 +182,7 @@ class LinkCore:
                 return Work(transfer, opens, data=data, more=more)
         return None
 
-    def _take_of(self, transfer: Outgoing, connection: int, now_s: float) -> Range | None:
+    def _take_of(self, transfer: OutgoingState, connection: int, now_s: float) -> Range | None:
         state = self._connections[connection]
         data = self.dispatch.take(transfer, connection, state.peer.max_frame_bytes, now_s)
         if data is not None:
@@ -198,13 +198,7 @@ class LinkCore:
         return connection in sorted(self._connections)[: self.dispatch.width]
 
     def sent(
-        self,
-        connection: int,
-        work: Work,
-        now_s: float,
-        *,
-        whole: bool,
-        coded: Coded = RAW_CODED,
+        self, connection: int, work: Work, now_s: float, *, whole: bool, coded: Coded = RAW_CODED
     ) -> None:
         """The connection has let go of `work`; `whole` when the kernel took all of it."""
         if work.data is not None:
@@ -219,8 +213,7 @@ class LinkCore:
 
     def acked(self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float) -> None:
         """ACK; raises PeerError("protocol") for bytes that were never offered."""
-        self._saw_life(connection, now_s)
-        transfer = self._transfers.get(transfer_id)
+        transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None:
             return
         for start, end in ranges:
@@ -239,8 +232,7 @@ class LinkCore:
         self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float
     ) -> None:
         """OPENED with what the receiver has already; PeerError("protocol") if out of range."""
-        self._saw_life(connection, now_s)
-        transfer = self._transfers.get(transfer_id)
+        transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None:
             return
         if any(end > transfer.nbytes for _, end in ranges):
@@ -253,7 +245,7 @@ class LinkCore:
         self.dispatch.note(transfer)
         self._settle(transfer)
 
-    def _is_scattered(self, transfer: Outgoing, ranges: list[Range], now_s: float) -> bool:
+    def _is_scattered(self, transfer: OutgoingState, ranges: list[Range], now_s: float) -> bool:
         """Whether a receiver may not list so many ranges, which cost memory here; then it fails."""
         # Twice a receiver's limit: a list may repeat what is known, and come in another order.
         limit = 2 * self._config.max_ranges_per_transfer
@@ -265,16 +257,14 @@ class LinkCore:
         return True
 
     def completed(self, connection: int, transfer_id: bytes, now_s: float) -> None:
-        self._saw_life(connection, now_s)
-        transfer = self._transfers.get(transfer_id)
+        transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is not None and not transfer.ended:
             self.acked_bytes += transfer.ack([(0, transfer.nbytes)], now_s)
             self._end(transfer, TransferState.COMPLETE, None, now_s)
 
     def refused(self, connection: int, transfer_id: bytes, error: PeerError, now_s: float) -> None:
         """FAIL: the receiver does not take the transfer, or no longer has it."""
-        self._saw_life(connection, now_s)
-        transfer = self._transfers.get(transfer_id)
+        transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None or transfer.ended:
             return
         if transfer.state is TransferState.CANCELLING:
@@ -283,8 +273,7 @@ class LinkCore:
             self.fail(transfer, error, now_s)
 
     def cancel_acked(self, connection: int, transfer_id: bytes, now_s: float) -> None:
-        self._saw_life(connection, now_s)
-        transfer = self._transfers.get(transfer_id)
+        transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is not None and transfer.state is TransferState.CANCELLING:
             self._end(transfer, TransferState.CANCELLED, transfer.error, now_s)
 
@@ -314,7 +303,7 @@ class LinkCore:
             for connection, state in self._connections.items():
                 assert (transfer_id in state.in_flight) == transfer.is_in_flight(connection)
 
-    def _expire_transfer(self, transfer: Outgoing, now_s: float) -> None:
+    def _expire_transfer(self, transfer: OutgoingState, now_s: float) -> None:
         if transfer.ended:
             # Somebody still reads the ByteSpace. A healthy connection finishes its frame within the
             # grace time; a stuck one is not waited for.
@@ -332,7 +321,7 @@ class LinkCore:
             self._leave(transfer)
             self.fail(transfer, self._no_progress(), now_s)
 
-    def _waits_its_turn(self, transfer: Outgoing, now_s: float) -> bool:
+    def _waits_its_turn(self, transfer: OutgoingState, now_s: float) -> bool:
         """Whether only others that go first, or a budget, keep it from being sent."""
         if not transfer.is_only_queued:
             return False
@@ -347,7 +336,7 @@ class LinkCore:
 
     def _end(
         self,
-        transfer: Outgoing,
+        transfer: OutgoingState,
         state: TransferState,
         error: TransportError | None,
         now_s: float,
@@ -357,36 +346,35 @@ class LinkCore:
         self._settle(transfer)
         self._report(transfer)
 
-    def _settle(self, transfer: Outgoing) -> None:
+    def _settle(self, transfer: OutgoingState) -> None:
         """Forget connections that have nothing of this transfer in flight any more."""
         transfer_id = transfer.spec.transfer_id
         for connection, state in self._connections.items():
             if transfer.ended or not transfer.is_in_flight(connection):
                 state.in_flight.discard(transfer_id)
 
-    def _report(self, transfer: Outgoing) -> None:
+    def _report(self, transfer: OutgoingState) -> None:
         if transfer.ended and not transfer.pinned and not transfer.reported:
             transfer.reported = True
             self._transfers.pop(transfer.spec.transfer_id, None)
-            self._effects.append(Ended(transfer))
+            self._effects.append(TransferEnded(transfer))
 
-    def _announce(self, transfer: Outgoing, connection: int) -> bool:
+    def _announce(self, transfer: OutgoingState, connection: int) -> bool:
         """Whether OPEN must be sent on this connection first; marks it as sent."""
-        first = connection not in transfer.announced
-        if first or transfer.needs_open:
-            transfer.announced.add(connection)
-            transfer.needs_open = False
-            transfer.receiver_instance = self._connections[connection].peer.instance
-            return True
-        return False
+        if connection in transfer.announced and not transfer.needs_open:
+            return False
+        transfer.announced.add(connection)
+        transfer.needs_open = False
+        transfer.receiver_instance = self._connections[connection].peer.instance
+        return True
 
     def _abort(self, connection: int, error: TransportError) -> None:
         state = self._connections.get(connection)
         if state is not None and not state.aborted:
             state.aborted = True
-            self._effects.append(Abort(connection, error))
+            self._effects.append(AbortConnection(connection, error))
 
-    def _leave(self, transfer: Outgoing) -> None:
+    def _leave(self, transfer: OutgoingState) -> None:
         """Close the connections that announced a transfer which is about to end without the
         receiver's word: while one of them lives the receiver would keep memory for it.
         """
@@ -403,7 +391,9 @@ class LinkCore:
                 message = "idle since before another connection fell silent"
                 self._abort(connection, LinkError("ack_timeout", message))
 
-    def _saw_life(self, connection: int, now_s: float) -> None:
+    def _heard_of(self, transfer_id: bytes, connection: int, now_s: float) -> OutgoingState | None:
+        """The receiver spoke of this transfer here; None: it is over, and nothing is to be done."""
         state = self._connections.get(connection)
         if state is not None:
             state.progress_s = state.heard_s = now_s
+        return self._transfers.get(transfer_id)

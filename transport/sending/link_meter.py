@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from transport.codec.coder import LinkCoder
 from transport.config import TransportConfig
 from transport.sending.link_state import Backlog, ConnectionState, LinkState
-from transport.sending.tuning import LinkTuner, Measured
+from transport.sending.tuning import LinkTuner, TuningWindow
 from transport.sockets import SocketOwner
 from transport.tcp_info import TcpInfo
 
@@ -27,7 +27,7 @@ class LinkMeter:
         self._tuner = LinkTuner(config)
         self._infos: dict[int, TcpInfo] = {}
         self._acked_wire_bytes = 0  # as the kernel counts: coding must not look like a faster link
-        self._grown_after: Measured | None = None
+        self._grown_after: TuningWindow | None = None
 
     @property
     def width(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from transport.sending.outgoing import Outgoing
-from transport.sending.tuning import Measured
+from transport.sending.outgoing import OutgoingState
+from transport.sending.tuning import TuningWindow
 from transport.tcp_info import TcpInfo
 
 
@@ -40,7 +40,7 @@ class Backlog:
     """
 
     @classmethod
-    def of(cls, transfers: Iterable[Outgoing], now_s: float) -> Backlog:
+    def of(cls, transfers: Iterable[OutgoingState], now_s: float) -> Backlog:
         """Of all transfers of a link that are not over."""
         queued_bytes, num_transfers, since_s = 0, 0, None
         for transfer in transfers:
@@ -62,7 +62,7 @@ class LinkState:
     """Connections that should carry data."""
     frame_bytes: int
     phase: str
-    measured: Measured
+    measured: TuningWindow
     """The last window in which the link was backlogged; all zero before the first."""
     codec: str
     """What the last chunk was to be coded with ("raw" for nothing), and why."""

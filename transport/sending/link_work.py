@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transport.errors import TransportError
-from transport.sending.outgoing import Outgoing
+from transport.sending.outgoing import OutgoingState
 from transport.wire.ranges import Range
 
 
@@ -13,7 +13,7 @@ from transport.wire.ranges import Range
 class Work:
     """What one connection sends next, in this order: OPEN, CANCEL, DIGEST, DATA."""
 
-    transfer: Outgoing
+    transfer: OutgoingState
     opens: bool
     cancels: bool = False
     digests: bool = False
@@ -23,18 +23,18 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class TransferEnded:
     """Tell the listener: nobody reads the ByteSpace of this transfer any more."""
 
-    transfer: Outgoing
+    transfer: OutgoingState
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortConnection:
     """Close this connection now."""
 
     connection: int
     error: TransportError
 
 
-Effect = Ended | Abort
+Effect = TransferEnded | AbortConnection

@@ -48,7 +48,7 @@ class Coded:
 RAW_CODED = Coded()
 
 
-class Outgoing:
+class OutgoingState:
     """See the module docstring. Ranges given to methods lie in [0, nbytes)."""
 
     def __init__(self, spec: OutgoingSpec, nbytes: int, now_s: float) -> None:

@@ -16,8 +16,8 @@ from transport.config import TransportConfig
 from transport.endpoint import Endpoint
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.sending.link_state import LinkState
-from transport.sending.outgoing import Outgoing
-from transport.sending.sender_link import Link
+from transport.sending.outgoing import OutgoingState
+from transport.sending.sender_link import SenderLink
 from transport.sockets import usable_congestion
 from transport.tls import Rotating, client_context
 
@@ -34,7 +34,7 @@ class OutgoingTransfer:
     network.
     """
 
-    def __init__(self, link: Link, transfer: Outgoing) -> None:
+    def __init__(self, link: SenderLink, transfer: OutgoingState) -> None:
         self._link = link
         self._transfer = transfer
 
@@ -85,7 +85,7 @@ class Sender:
         self._instance = os.urandom(16)
         # Of all links, so that one which is closed and opened again uses none twice.
         self._connection_numbers = itertools.count(1)
-        self._links: dict[Endpoint, Link] = {}
+        self._links: dict[Endpoint, SenderLink] = {}
         self._lock = threading.Lock()
         self._stirred = threading.Event()
         self._rests = True  # the watchdog will not look by itself before long
@@ -149,12 +149,12 @@ class Sender:
         self._stirred.set()
         self._watchdog.join(max(0.1, deadline_s - time.monotonic()))
 
-    def _link(self, endpoint: Endpoint) -> Link:
+    def _link(self, endpoint: Endpoint) -> SenderLink:
         if self._closed:
             raise RuntimeError("the sender is closed")
         link = self._links.get(endpoint)
         if link is None:
-            link = self._links[endpoint] = Link(
+            link = self._links[endpoint] = SenderLink(
                 endpoint,
                 self._config,
                 self._tls,
@@ -195,12 +195,12 @@ class Sender:
         if self._rests:
             self._stirred.set()
 
-    def _pause_s(self, links: list[Link], now_s: float) -> float | None:
+    def _pause_s(self, links: list[SenderLink], now_s: float) -> float | None:
         if any(link.is_active or now_s - link.idle_since_s < LINGER_S for link in links):
             return min(self._config.tick_s, TUNE_S)
         return max(self._config.tick_s, self._config.link_idle_timeout_s) if links else None
 
-    def _retire(self, link: Link, now_s: float) -> None:
+    def _retire(self, link: SenderLink, now_s: float) -> None:
         """Close a link that has had no transfer for link_idle_timeout_s."""
         if now_s - link.idle_since_s < self._config.link_idle_timeout_s:
             return

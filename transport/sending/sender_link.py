@@ -12,7 +12,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from transport.codec.coder import LinkCoder
 from transport.config import TransportConfig
@@ -23,18 +22,18 @@ from transport.sending.lane import Lane
 from transport.sending.link import LinkCore
 from transport.sending.link_meter import LinkMeter
 from transport.sending.link_state import LinkState
-from transport.sending.link_work import Abort, Effect, Work
-from transport.sending.outgoing import RAW_CODED, Coded, Outgoing
+from transport.sending.link_work import AbortConnection, Effect, Work
+from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
 from transport.sockets import SocketOwner
 from transport.tls import Rotating
 from transport.wire.handshake import Hello
-from transport.wire.protocol import (
+from transport.wire.sender_session import (
     Acked,
     CancelAcked,
     Completed,
     Event,
-    Failed,
     Opened,
+    TransferFailed,
     Welcomed,
 )
 
@@ -44,13 +43,7 @@ logger = logging.getLogger("prfaas.transport")
 _HOPELESS = frozenset({"version", "tls"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Party:
-    space: ByteSpace
-    listener: TransferListener
-
-
-class Link:
+class SenderLink:
     """All connections and transfers to one endpoint. Public methods are thread-safe."""
 
     def __init__(
@@ -79,7 +72,7 @@ class Link:
         self._wanted = threading.Condition(self._lock)
         self._acked = threading.Condition(self._lock)
         self._num_waiting = 0
-        self._parties: dict[Outgoing, _Party] = {}
+        self._parties: dict[OutgoingState, tuple[ByteSpace, TransferListener]] = {}
         self._lanes: dict[int, Lane] = {}  # by the id of their present connection
         self._numbers = numbers
         self._warm_until_s = 0.0
@@ -90,11 +83,13 @@ class Link:
 
     # Called by the sender and its transfers.
 
-    def open(self, spec: OutgoingSpec, space: ByteSpace, listener: TransferListener) -> Outgoing:
+    def open(
+        self, spec: OutgoingSpec, space: ByteSpace, listener: TransferListener
+    ) -> OutgoingState:
         """Raises ValueError when the id is in use."""
         with self._lock:
             transfer = self._core.add(spec, space.nbytes, time.monotonic())
-            self._parties[transfer] = _Party(space, listener)
+            self._parties[transfer] = space, listener
             self._work.notify()
             self._wanted.notify_all()
         self._stir()
@@ -106,19 +101,19 @@ class Link:
             self._wanted.notify_all()
         self._stir()
 
-    def ready(self, transfer: Outgoing, offset: int, length: int) -> None:
+    def ready(self, transfer: OutgoingState, offset: int, length: int) -> None:
         with self._lock:
             gained = self._core.ready(transfer, offset, offset + length, time.monotonic())
             if gained:
                 self._work.notify(1 + gained // self.config.frame_bytes)
 
-    def cancel(self, transfer: Outgoing, reason: str) -> None:
+    def cancel(self, transfer: OutgoingState, reason: str) -> None:
         with self._lock:
             self._core.cancel(transfer, LocalError("cancelled", reason), time.monotonic())
             self._wake_lanes()
         self._stir()
 
-    def wait_acked(self, transfer: Outgoing, num_bytes: int, timeout_s: float) -> bool:
+    def wait_acked(self, transfer: OutgoingState, num_bytes: int, timeout_s: float) -> bool:
         with self._lock:
             self._num_waiting += 1
             try:
@@ -129,7 +124,7 @@ class Link:
                 self._num_waiting -= 1
             return transfer.acked.total >= num_bytes
 
-    def progress(self, transfer: Outgoing) -> TransferProgress:
+    def progress(self, transfer: OutgoingState) -> TransferProgress:
         with self._lock:
             return transfer.progress(self._core.num_connections)
 
@@ -156,13 +151,11 @@ class Link:
             streams = self._streams()
             is_backlogged = self._core.dispatch.is_backlogged
         self._meter.tell_coder(is_backlogged=is_backlogged, now_s=now_s)
-        infos = {number: stream.tcp_info() for number, stream in streams.items()}
+        read = {number: stream.tcp_info() for number, stream in streams.items()}
+        infos = {number: info for number, info in read.items() if info is not None}
         with self._lock:
-            self._meter.observe(
-                {number: info for number, info in infos.items() if info is not None},
-                is_backlogged=self._core.dispatch.is_backlogged,
-                now_s=now_s,
-            )
+            is_backlogged = self._core.dispatch.is_backlogged
+            self._meter.observe(infos, is_backlogged=is_backlogged, now_s=now_s)
             self._core.dispatch.frame_bytes = self._meter.frame_bytes
             self._grow_to(self._meter.width)
             if self._core.dispatch.width != self._meter.width:
@@ -250,12 +243,10 @@ class Link:
         with self._lock:
             while not self._closing:
                 now_s = time.monotonic()
-                if now_s < earliest_s:
-                    self._wanted.wait(earliest_s - now_s)
-                elif self._core.has_transfers or now_s < self._warm_until_s:
+                is_wanted = self._core.has_transfers or now_s < self._warm_until_s
+                if is_wanted and now_s >= earliest_s:
                     return True
-                else:
-                    self._wanted.wait()
+                self._wanted.wait(earliest_s - now_s if now_s < earliest_s else None)
             return False
 
     def begin(self, lane: Lane) -> int:
@@ -316,15 +307,10 @@ class Link:
             self._someone_paces = False
             self._work.notify()
 
-    def sent(self, lane: Lane, work: Work, coded: Coded) -> None:
-        """The kernel took `work` whole, and the lane wants nothing more."""
+    def sent(self, lane: Lane, work: Work, *, whole: bool = True, coded: Coded = RAW_CODED) -> None:
+        """The lane reads no bytes of `work` any more; `whole`: the kernel took all of it."""
         with self._lock:
-            self._core.sent(lane.connection, work, time.monotonic(), whole=True, coded=coded)
-
-    def unsent(self, lane: Lane, work: Work) -> None:
-        """The lane could not send `work` whole and does not read its bytes any more."""
-        with self._lock:
-            self._core.sent(lane.connection, work, time.monotonic(), whole=False)
+            self._core.sent(lane.connection, work, time.monotonic(), whole=whole, coded=coded)
 
     def unreadable(self, work: Work, error: Exception) -> None:
         """The ByteSpace raised: end the transfer at both ends."""
@@ -333,8 +319,8 @@ class Link:
         with self._lock:
             self._core.cancel(work.transfer, LocalError("space", message), time.monotonic())
 
-    def space(self, transfer: Outgoing) -> ByteSpace:
-        return self._parties[transfer].space
+    def space(self, transfer: OutgoingState) -> ByteSpace:
+        return self._parties[transfer][0]
 
     def ended(self, connection: int, error: TransportError, *, in_handshake: bool) -> None:
         """The lane's connection is closed and forgotten."""
@@ -374,7 +360,7 @@ class Link:
                 self._core.opened(connection, transfer_id, ranges, now_s)
             case Completed(transfer_id):
                 self._core.completed(connection, transfer_id, now_s)
-            case Failed(transfer_id, error):
+            case TransferFailed(transfer_id, error):
                 self._core.refused(connection, transfer_id, error, now_s)
             case CancelAcked(transfer_id):
                 self._core.cancel_acked(connection, transfer_id, now_s)
@@ -393,7 +379,7 @@ class Link:
     def perform(self, effects: list[Effect]) -> None:
         """Do what the core decided; called without the lock."""
         for effect in effects:
-            if isinstance(effect, Abort):
+            if isinstance(effect, AbortConnection):
                 with self._lock:
                     lane = self._lanes.get(effect.connection)
                     if lane is not None:
@@ -402,13 +388,13 @@ class Link:
             else:
                 self._report(effect.transfer)
 
-    def _report(self, transfer: Outgoing) -> None:
+    def _report(self, transfer: OutgoingState) -> None:
         transfer_id = transfer.spec.transfer_id
-        party = self._parties.pop(transfer)
+        _, listener = self._parties.pop(transfer)
         try:
             if transfer.error is None:
-                party.listener.on_complete(transfer_id)
+                listener.on_complete(transfer_id)
             else:
-                party.listener.on_failed(transfer_id, transfer.error)
+                listener.on_failed(transfer_id, transfer.error)
         except Exception:
             logger.exception("listener raised for transfer %s", transfer_id.hex())

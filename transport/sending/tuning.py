@@ -54,7 +54,7 @@ FULL_QUEUE_RTTS = 1.5
 FIRST_LOOK_S, LAST_LOOK_S = 60.0, 960.0
 
 
-class Phase(Enum):
+class TuningPhase(Enum):
     """What the next window is for."""
 
     UP = "trying more connections"
@@ -63,7 +63,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TuningWindow:
     """One window of a backlogged link."""
 
     rate_bytes_per_s: float = 0.0
@@ -89,14 +89,14 @@ class LinkTuner:
     def __init__(self, config: TransportConfig) -> None:
         self.width = config.num_connections
         self.frame_bytes = config.frame_bytes
-        self.phase = Phase.UP
-        self.measured = Measured()
+        self.phase = TuningPhase.UP
+        self.measured = TuningWindow()
         """The last window in which anything was acknowledged."""
         self._config = config
         self._is_near: bool | None = None
         self._begun_width = self.width
         self._best: _Found | None = None
-        self._steady: Measured | None = None  # None until a first search has ended
+        self._steady: TuningWindow | None = None  # None until a first search has ended
         self._num_changed_windows = 0
         self._look_s = FIRST_LOOK_S
         self._since_look_s = 0.0
@@ -106,7 +106,7 @@ class LinkTuner:
 
     @property
     def is_searching(self) -> bool:
-        return self._config.autotune and self.phase is not Phase.HOLD
+        return self._config.autotune and self.phase is not TuningPhase.HOLD
 
     @property
     def send_buffers_limit(self) -> bool:
@@ -160,7 +160,7 @@ class LinkTuner:
     @property
     def _is_hopeless(self) -> bool:
         """Whether a trial of fewer connections can be broken off."""
-        if self.phase is not Phase.DOWN or self._best is None:
+        if self.phase is not TuningPhase.DOWN or self._best is None:
             return False
         window, best_bytes_per_s = self._window, self._best.measured.rate_bytes_per_s
         is_long_enough = (
@@ -187,13 +187,13 @@ class LinkTuner:
         else:
             self.frame_bytes = self._config.frame_bytes
 
-    def _step(self, measured: Measured) -> None:
+    def _step(self, measured: TuningWindow) -> None:
         best = self._best
-        if self.phase is Phase.HOLD:
+        if self.phase is TuningPhase.HOLD:
             self._watch(measured)
         elif best is None:  # the first window of a search, at the width it begins from
             self._grow_or_shrink(measured)
-        elif self.phase is Phase.UP:
+        elif self.phase is TuningPhase.UP:
             if measured.rate_bytes_per_s > UP_GAIN * best.measured.rate_bytes_per_s:
                 self._grow_or_shrink(measured)
             else:
@@ -209,7 +209,7 @@ class LinkTuner:
             self._hold(best)
 
     def _begin(self, width: int) -> None:
-        self.phase = Phase.UP
+        self.phase = TuningPhase.UP
         self._best = None
         self._begun_width = width
         self._num_changed_windows = 0
@@ -217,19 +217,19 @@ class LinkTuner:
         self._window = _Window()
         self._set_width(width)
 
-    def _grow_or_shrink(self, measured: Measured) -> None:
+    def _grow_or_shrink(self, measured: TuningWindow) -> None:
         self._best = _Found(self.width, measured)
-        if not self._try(self.width * 2, Phase.UP):
+        if not self._try(self.width * 2, TuningPhase.UP):
             self._shrink_or_hold(self._best)
 
     def _shrink_or_hold(self, best: _Found) -> None:
         measured = best.measured
         is_clean = measured.loss < SHRINKABLE_LOSS or measured.fills_queue
         may_shrink = is_clean and measured.sndbuf_limited < LIMITED_SHARE
-        if not (may_shrink and self._try(best.width // 2, Phase.DOWN)):
+        if not (may_shrink and self._try(best.width // 2, TuningPhase.DOWN)):
             self._hold(best)
 
-    def _try(self, width: int, phase: Phase) -> bool:
+    def _try(self, width: int, phase: TuningPhase) -> bool:
         """Whether there is such a width to try."""
         width = min(width, max(self._config.max_link_connections, self._config.num_connections))
         if width < 1 or width == self.width:
@@ -241,11 +241,11 @@ class LinkTuner:
     def _hold(self, best: _Found) -> None:
         found_nothing = self._steady is not None and best.width == self._begun_width
         self._look_s = min(LAST_LOOK_S, self._look_s * 2) if found_nothing else FIRST_LOOK_S
-        self.phase = Phase.HOLD
+        self.phase = TuningPhase.HOLD
         self._steady = best.measured
         self._since_look_s = 0.0
 
-    def _watch(self, measured: Measured) -> None:
+    def _watch(self, measured: TuningWindow) -> None:
         has_changed = self._steady is not None and _has_changed(self._steady, measured)
         self._num_changed_windows = self._num_changed_windows + 1 if has_changed else 0
         if self._num_changed_windows >= CHANGED_WINDOWS:
@@ -272,7 +272,7 @@ class LinkTuner:
         return min(wanted_bytes, self._config.max_autotuned_frame_bytes)
 
 
-def _has_changed(steady: Measured, measured: Measured) -> bool:
+def _has_changed(steady: TuningWindow, measured: TuningWindow) -> bool:
     rate_ratio = measured.rate_bytes_per_s / max(1.0, steady.rate_bytes_per_s)
     rtt_moved_s = abs(measured.min_rtt_s - steady.min_rtt_s)
     is_rtt_known = bool(measured.min_rtt_s and steady.min_rtt_s)
@@ -284,7 +284,7 @@ def _has_changed(steady: Measured, measured: Measured) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Found:
     width: int
-    measured: Measured
+    measured: TuningWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,9 +331,9 @@ class _Window:
         if rtts_s:
             self.rtt_s = sum(rtts_s) / len(rtts_s)
 
-    def measured(self) -> Measured:
+    def measured(self) -> TuningWindow:
         busy_s = max(self._busy_s, 1e-9)
-        return Measured(
+        return TuningWindow(
             rate_bytes_per_s=self.rate_bytes_per_s,
             rtt_s=self.rtt_s,
             min_rtt_s=self._min_rtt_s,

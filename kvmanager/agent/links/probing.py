@@ -113,7 +113,7 @@ class _Probe:
     endpoint: Endpoint | None = None
 
 
-class Prober:
+class AgentProbes:
     """The probes of one agent. Errors are those of the transfer table."""
 
     def __init__(self, io: TransferIo, config: TransportConfig, advertised: Endpoint) -> None:

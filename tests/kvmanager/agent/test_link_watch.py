@@ -28,7 +28,7 @@ from netmon.monitor import MonitorConfig
 from netmon.samples import InterfaceSample, ProbeResult
 from transport import Endpoint, LinkState, OutgoingSpec, TransferProgress, TransferState
 from transport.sending.link_state import Backlog, ConnectionState
-from transport.sending.tuning import Measured
+from transport.sending.tuning import TuningWindow
 from transport.tcp_info import TcpInfo
 
 FAR = Endpoint("far", 7100)
@@ -88,7 +88,7 @@ class FakeSender:
             width=1,
             frame_bytes=1,
             phase="",
-            measured=Measured(),
+            measured=TuningWindow(),
             codec="raw",
             codec_reason="",
             acked_bytes=self.acked_bytes,

@@ -12,7 +12,7 @@ from kvmanager.agent.links.probing import (
     KEEP_S,
     MAX_PROBE_BYTES,
     MAX_PROBES,
-    Prober,
+    AgentProbes,
     RingSpace,
     SinkSpace,
 )
@@ -87,15 +87,15 @@ def io() -> FakeIo:
 
 
 @pytest.fixture
-def prober(io: FakeIo) -> Prober:
-    return Prober(cast(TransferIo, io), TransportConfig(), Endpoint("a", 1))
+def prober(io: FakeIo) -> AgentProbes:
+    return AgentProbes(cast(TransferIo, io), TransportConfig(), Endpoint("a", 1))
 
 
-def land(prober: Prober, now_s: float = 0.0, nbytes: int = 1000) -> bytes:
+def land(prober: AgentProbes, now_s: float = 0.0, nbytes: int = 1000) -> bytes:
     return bytes.fromhex(prober.open_landing(ProbeLanding(nbytes, 5.0), now_s).transfer_id)
 
 
-async def send(prober: Prober, now_s: float = 0.0, transfer_id: bytes = TID) -> None:
+async def send(prober: AgentProbes, now_s: float = 0.0, transfer_id: bytes = TID) -> None:
     await prober.open_send(
         transfer_id, keys=KEYS, endpoint=B, nbytes=1000, lease_s=5.0, clock_s=lambda: now_s
     )
@@ -134,7 +134,7 @@ def test_threads_do_not_write_over_each_other_in_a_sink() -> None:
             sink.views(offset, length)
 
 
-def test_a_landing_lives_on_its_lease(prober: Prober, io: FakeIo) -> None:
+def test_a_landing_lives_on_its_lease(prober: AgentProbes, io: FakeIo) -> None:
     transfer_id = land(prober)
     assert io.admitted[transfer_id].nbytes == 1000
     prober.tick(4.9)
@@ -150,7 +150,7 @@ def test_a_landing_lives_on_its_lease(prober: Prober, io: FakeIo) -> None:
         prober.status(transfer_id, "landing", 1.0, 40.0)
 
 
-def test_a_landing_that_the_sender_ends_frees_its_memory(prober: Prober, io: FakeIo) -> None:
+def test_a_landing_that_the_sender_ends_frees_its_memory(prober: AgentProbes, io: FakeIo) -> None:
     transfer_id = land(prober)
     io.landing = progress(TransferState.OPEN)
     prober.tick(0.1)
@@ -165,7 +165,7 @@ def test_a_landing_that_the_sender_ends_frees_its_memory(prober: Prober, io: Fak
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])
-def test_why_a_landing_failed_is_told(prober: Prober, io: FakeIo, is_told_first: bool) -> None:
+def test_why_a_landing_failed_is_told(prober: AgentProbes, io: FakeIo, is_told_first: bool) -> None:
     transfer_id = land(prober)
     io.landing = progress(TransferState.FAILED)
     if is_told_first:
@@ -177,7 +177,7 @@ def test_why_a_landing_failed_is_told(prober: Prober, io: FakeIo, is_told_first:
     assert (status.state, status.error) == ("failed", "idle: no connection")
 
 
-async def test_a_send_is_ready_at_once_and_behind_requests(prober: Prober, io: FakeIo) -> None:
+async def test_a_send_is_ready_at_once_and_behind_requests(prober: AgentProbes, io: FakeIo) -> None:
     await send(prober)
     spec, space, _ = io.opened[0]
     assert (spec.priority, spec.endpoint) == (Priority.REPLICATION, B)
@@ -190,7 +190,7 @@ async def test_a_send_is_ready_at_once_and_behind_requests(prober: Prober, io: F
 
 
 async def test_the_memory_of_a_send_is_free_when_the_sender_has_let_go(
-    prober: Prober, io: FakeIo
+    prober: AgentProbes, io: FakeIo
 ) -> None:
     await send(prober)
     prober.tick(5.0)
@@ -202,7 +202,7 @@ async def test_the_memory_of_a_send_is_free_when_the_sender_has_let_go(
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
-async def test_the_end_of_a_send(prober: Prober, io: FakeIo, succeeds: bool) -> None:
+async def test_the_end_of_a_send(prober: AgentProbes, io: FakeIo, succeeds: bool) -> None:
     await send(prober)
     listener = io.opened[0][2]
     if succeeds:
@@ -215,7 +215,7 @@ async def test_the_end_of_a_send(prober: Prober, io: FakeIo, succeeds: bool) -> 
     assert prober.num_open("send") == 0
 
 
-async def test_a_send_that_cannot_begin_leaves_nothing(prober: Prober, io: FakeIo) -> None:
+async def test_a_send_that_cannot_begin_leaves_nothing(prober: AgentProbes, io: FakeIo) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("the sender is closed")
 
@@ -225,7 +225,7 @@ async def test_a_send_that_cannot_begin_leaves_nothing(prober: Prober, io: FakeI
     assert prober.num_open("send") == 0
 
 
-async def test_limits(prober: Prober) -> None:
+async def test_limits(prober: AgentProbes) -> None:
     for nbytes in (0, -1, MAX_PROBE_BYTES + 1):
         with pytest.raises(BadRequest, match="a probe of"):
             land(prober, nbytes=nbytes)
@@ -243,7 +243,7 @@ async def test_limits(prober: Prober) -> None:
         await send(prober, transfer_id=b"z" * 16)
 
 
-async def test_close_ends_everything(prober: Prober, io: FakeIo) -> None:
+async def test_close_ends_everything(prober: AgentProbes, io: FakeIo) -> None:
     transfer_id = land(prober)
     await send(prober)
     prober.close(1.0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from transport.codec.choice import SAMPLE_BYTES, Choice, ChoiceConfig, CodecChooser
+from transport.codec.choice import SAMPLE_BYTES, CodecChoice, CodecChooser, CodecConfig
 from transport.codec.codecs import Codec
 
 MIB = 1024 * 1024
@@ -34,12 +34,12 @@ class Link:
     num_cores: int = 2
     noise: float = 0.0
     """By how much each step's rate is off at most, either way."""
-    config: ChoiceConfig = field(default_factory=ChoiceConfig)
+    config: CodecConfig = field(default_factory=CodecConfig)
     now_s: float = 100.0
     sample_s: float = 0.0
     num_samples: int = 0
     own_cores: float = 0.0
-    choices: list[tuple[float, Choice]] = field(default_factory=list)
+    choices: list[tuple[float, CodecChoice]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(1)
@@ -240,13 +240,13 @@ def test_padding_is_worth_lz4_even_on_a_fast_link() -> None:
 
 
 def test_no_choice_before_enough_is_known() -> None:
-    chooser = CodecChooser([PLANES], ChoiceConfig(), 0.0)
+    chooser = CodecChooser([PLANES], CodecConfig(), 0.0)
     assert chooser.wants_sample(0.0) is None
     assert "rate is not known" in chooser.choose(0.0).reason
     chooser.observe_sent(Codec.RAW, 20 * MIB, 20 * MIB, 0.2, now_s=0.2)
     assert "idle CPU is not known" in chooser.choose(0.2).reason
     chooser.observe_cpu(1.0, 2, now_s=0.2)
-    for number in range(ChoiceConfig().min_samples):
+    for number in range(CodecConfig().min_samples):
         at_s = 0.3 + number
         assert "too few samples" in chooser.choose(at_s).reason
         assert chooser.wants_sample(at_s) is PLANES
@@ -257,7 +257,7 @@ def test_no_choice_before_enough_is_known() -> None:
 
 
 def test_the_first_sample_does_not_count_for_speed() -> None:
-    chooser = CodecChooser([PLANES], ChoiceConfig(), 0.0)
+    chooser = CodecChooser([PLANES], CodecConfig(), 0.0)
     chooser.observe_sent(Codec.RAW, 20 * MIB, 20 * MIB, 0.2, now_s=0.2)
     chooser.observe_cpu(1.0, 2, now_s=0.2)
     for encode_s in (0.5, 1e-4, 1e-4):
@@ -266,6 +266,6 @@ def test_the_first_sample_does_not_count_for_speed() -> None:
 
 
 def test_without_candidates_it_is_raw() -> None:
-    chooser = CodecChooser([Codec.RAW], ChoiceConfig(), 0.0)
+    chooser = CodecChooser([Codec.RAW], CodecConfig(), 0.0)
     assert chooser.wants_sample(1.0) is None
     assert chooser.choose(1.0).reason == "no codec allowed"

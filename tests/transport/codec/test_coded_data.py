@@ -21,7 +21,7 @@ from transport.wire.handshake import (
     own_features,
     takes_codec,
 )
-from transport.wire.protocol import ReceiverSession
+from transport.wire.receiver_session import ReceiverSession
 
 CONFIG = TransportConfig(max_frame_bytes=4000, drop_grace_s=0)
 SPEC = make_spec(1)
@@ -70,7 +70,7 @@ class Fixture:
             count = self.fill(wire[position : position + 333])
             self.session.received(count, 0.0)
             position += count
-            for landing in self.reception.landings.open_ones():
+            for landing in self.reception.transfers.open_ones():
                 landing.check_invariants()
 
     def fill(self, piece: bytes) -> int:
@@ -81,7 +81,7 @@ class Fixture:
         return count
 
     def verified(self) -> list[tuple[int, int]]:
-        landing = self.reception.landings.find(SPEC.transfer_id)
+        landing = self.reception.transfers.find(SPEC.transfer_id)
         assert landing is not None
         return landing.verified()
 

@@ -13,8 +13,8 @@ from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.interfaces import TransferState
 from transport.receiving.incoming import RAW_LENGTH, Discarded, IncomingData, Verified
-from transport.receiving.landing import Landing
-from transport.receiving.landings import OpenRequest
+from transport.receiving.incoming_transfer import IncomingTransfer
+from transport.receiving.incoming_transfers import OpenRequest
 from transport.receiving.reception import Reception
 from transport.wire.frames import FrameHeader, FrameReader, Step, encode_data_header
 
@@ -61,7 +61,7 @@ class Fixture:
         self.told = Told()
         self.reception = Reception(CONFIG, self.registry, self.told)
         request = OpenRequest(SPEC.transfer_id, SPEC.token, SPEC.fingerprint, nbytes, False)
-        self.landing: Landing = self.reception.open(1, request, 1.0)
+        self.landing: IncomingTransfer = self.reception.open(1, request, 1.0)
         self.incoming = IncomingData(1, CONFIG, self.reception)
         self.reader = FrameReader(CONFIG.max_frame_bytes)
         self.reader.established = True
@@ -127,10 +127,10 @@ def test_a_repeat_is_verified_and_adds_what_was_missing(make: Maker) -> None:
 def test_the_time_of_the_first_byte_is_noted(make: Maker) -> None:
     fixture = Fixture()
     fixture.take(make(0, 10), is_open=False, now_s=3.0)
-    assert fixture.reception.landings.times(SPEC.transfer_id) == (1.0, None, None)
+    assert fixture.reception.transfers.times(SPEC.transfer_id) == (1.0, None, None)
     fixture.take(make(0, 10), now_s=4.0)
     fixture.take(make(10, 20), now_s=5.0)
-    assert fixture.reception.landings.times(SPEC.transfer_id) == (1.0, 4.0, None)
+    assert fixture.reception.transfers.times(SPEC.transfer_id) == (1.0, 4.0, None)
 
 
 @pytest.mark.parametrize("make", [raw, coded])

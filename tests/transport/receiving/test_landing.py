@@ -7,12 +7,12 @@ from transport_doubles import MemorySpace
 
 from transport.errors import PeerError
 from transport.interfaces import TransferState
-from transport.receiving.landing import Landing, Place
+from transport.receiving.incoming_transfer import Destination, IncomingTransfer
 
 
-def make_landing(num_bytes: int = 100, max_ranges: int = 10) -> tuple[Landing, bytearray]:
+def make_landing(num_bytes: int = 100, max_ranges: int = 10) -> tuple[IncomingTransfer, bytearray]:
     memory = bytearray(num_bytes)
-    landing = Landing(
+    landing = IncomingTransfer(
         b"i" * 16,
         token=b"t" * 32,
         fingerprint=b"f" * 32,
@@ -25,7 +25,7 @@ def make_landing(num_bytes: int = 100, max_ranges: int = 10) -> tuple[Landing, b
 def test_fresh_ranges_go_straight_to_their_place() -> None:
     landing, memory = make_landing()
     placement = landing.claim(1, 10, 40)
-    assert placement.place is Place.DIRECT
+    assert placement.place is Destination.DIRECT
     for view in placement.views:
         view[:] = b"x" * view.nbytes
     assert memory == bytes(10) + b"x" * 30 + bytes(60)
@@ -42,7 +42,7 @@ def test_the_last_byte_completes_once() -> None:
     assert landing.commit(2, 60, 100, None) is True
     assert landing.judge()
     assert landing.state is TransferState.COMPLETE
-    assert landing.claim(1, 0, 10).place is Place.DISCARD
+    assert landing.claim(1, 0, 10).place is Destination.DISCARD
 
 
 def test_verified_bytes_are_never_written_again() -> None:
@@ -51,7 +51,7 @@ def test_verified_bytes_are_never_written_again() -> None:
         view[:] = b"a" * view.nbytes
     landing.commit(1, 20, 40, None)
     placement = landing.claim(2, 10, 50)
-    assert placement.place is Place.SCRATCH
+    assert placement.place is Destination.SCRATCH
     assert placement.views == []
     landing.check_invariants()
     landing.commit(2, 10, 50, memoryview(b"b" * 40))
@@ -63,7 +63,7 @@ def test_a_damaged_repeat_leaves_no_trace() -> None:
     landing, memory = make_landing()
     landing.claim(1, 0, 40)
     landing.commit(1, 0, 40, None)
-    assert landing.claim(2, 0, 40).place is Place.SCRATCH
+    assert landing.claim(2, 0, 40).place is Destination.SCRATCH
     landing.abandon(2)
     assert memory == bytes(100)
     assert landing.verified() == [(0, 40)]
@@ -73,12 +73,12 @@ def test_a_range_under_way_elsewhere_is_a_conflict_until_given_back() -> None:
     landing, _ = make_landing()
     landing.claim(1, 0, 40)
     placement = landing.claim(2, 30, 60)
-    assert placement.place is Place.CONFLICT
+    assert placement.place is Destination.CONFLICT
     assert placement.rivals == {1}
     assert not landing.wait_claimable({1}, 0)
     landing.abandon(1)
     assert landing.wait_claimable({1}, 0)
-    assert landing.claim(2, 30, 60).place is Place.DIRECT
+    assert landing.claim(2, 30, 60).place is Destination.DIRECT
 
 
 def test_after_the_end_a_frame_in_flight_counts_for_nothing() -> None:

@@ -9,8 +9,8 @@ from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError
 from transport.interfaces import TransferState
 from transport.sending.link import LinkCore
-from transport.sending.link_work import Abort, Ended, Work
-from transport.sending.outgoing import Outgoing
+from transport.sending.link_work import AbortConnection, TransferEnded, Work
+from transport.sending.outgoing import OutgoingState
 from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(
@@ -26,7 +26,7 @@ def make_link(*connections: int) -> LinkCore:
     return link
 
 
-def begin(link: LinkCore, number: int = 1, nbytes: int = 1000) -> Outgoing:
+def begin(link: LinkCore, number: int = 1, nbytes: int = 1000) -> OutgoingState:
     return link.add(make_spec(number), nbytes, 0.0)
 
 
@@ -39,8 +39,8 @@ def drain(link: LinkCore, connection: int, now_s: float = 0.0) -> list[Work]:
     return works
 
 
-def ended(link: LinkCore) -> list[Outgoing]:
-    return [effect.transfer for effect in link.pop_effects() if isinstance(effect, Ended)]
+def ended(link: LinkCore) -> list[OutgoingState]:
+    return [effect.transfer for effect in link.pop_effects() if isinstance(effect, TransferEnded)]
 
 
 def test_a_new_transfer_is_announced_at_once_and_once() -> None:
@@ -140,7 +140,7 @@ def test_the_end_is_reported_when_nobody_reads_any_more() -> None:
     assert link.pop_effects() == []
     link.expire(1.6)
     aborts = link.pop_effects()
-    assert [effect.connection for effect in aborts if isinstance(effect, Abort)] == [1]
+    assert [effect.connection for effect in aborts if isinstance(effect, AbortConnection)] == [1]
     link.sent(1, work, 0.0, whole=False)
     assert ended(link) == [transfer]
 
@@ -210,7 +210,7 @@ def test_silence_closes_the_connection_then_fails_the_transfer() -> None:
     assert link.pop_effects() == []
     link.expire(10.0)
     (abort,) = link.pop_effects()
-    assert isinstance(abort, Abort)
+    assert isinstance(abort, AbortConnection)
     assert abort.error.code == "ack_timeout"
     link.disconnected(1, abort.error)
     link.expire(29.9)

@@ -13,8 +13,8 @@ from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError
 from transport.interfaces import Priority, TransferState
 from transport.sending.link import LinkCore
-from transport.sending.link_work import Ended, Work
-from transport.sending.outgoing import Outgoing
+from transport.sending.link_work import TransferEnded, Work
+from transport.sending.outgoing import OutgoingState
 from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(frame_bytes=100, idle_timeout_s=1000)
@@ -28,7 +28,7 @@ class RandomUse:
     def __init__(self, seed: int, config: TransportConfig) -> None:
         self.rng = random.Random(seed)
         self.link = LinkCore(config, "test:1")
-        self.transfers: list[Outgoing] = []
+        self.transfers: list[OutgoingState] = []
         self.taken: dict[int, Work] = {}
         self.now_s = 0.0
         self.num_connected = 0
@@ -122,7 +122,7 @@ class RandomUse:
         delay_s = self.link.dispatch.delay_s(self.now_s)
         assert delay_s is None or delay_s > 0
         for effect in self.link.pop_effects():
-            assert isinstance(effect, Ended)
+            assert isinstance(effect, TransferEnded)
             assert not effect.transfer.pinned
 
 

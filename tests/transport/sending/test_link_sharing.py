@@ -13,8 +13,8 @@ from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError
 from transport.interfaces import Priority, TransferState
 from transport.sending.link import LinkCore
-from transport.sending.link_work import Abort, Ended, Work
-from transport.sending.outgoing import Coded, Outgoing
+from transport.sending.link_work import AbortConnection, TransferEnded, Work
+from transport.sending.outgoing import Coded, OutgoingState
 from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(frame_bytes=100, num_connections=2, drop_grace_s=0.5)
@@ -38,7 +38,7 @@ def begin(
     tenant: str = "",
     digest: bool = False,
     ready_bytes: int | None = None,
-) -> Outgoing:
+) -> OutgoingState:
     """A transfer whose OPEN was sent (by the first connection), with all bytes ready."""
     spec = replace(make_spec(number), priority=priority, tenant=tenant, digest=digest)
     transfer = link.add(spec, nbytes, 0.0)
@@ -59,8 +59,8 @@ def send(link: LinkCore, connection: int, now_s: float = 0.0) -> Work | None:
     return work
 
 
-def num_bytes_sent(link: LinkCore, num_frames: int, connection: int = 1) -> Counter[Outgoing]:
-    counted: Counter[Outgoing] = Counter()
+def num_bytes_sent(link: LinkCore, num_frames: int, connection: int = 1) -> Counter[OutgoingState]:
+    counted: Counter[OutgoingState] = Counter()
     for _ in range(num_frames):
         work = send(link, connection)
         assert work is not None
@@ -104,7 +104,7 @@ def test_a_transfer_whose_bytes_become_ready_in_small_pieces_gets_no_more_than_i
     link = make_link(1)
     steady = begin(link, 1)
     pieces = begin(link, 2, ready_bytes=0)
-    sent: Counter[Outgoing] = Counter()
+    sent: Counter[OutgoingState] = Counter()
     for number in range(400):
         if not pieces.unsent:
             offset = 100 * number
@@ -137,7 +137,7 @@ def test_frames_get_smaller_towards_the_end_of_what_is_ready() -> None:
     assert all(size % 100 == 0 for size in sizes)
 
 
-def frame_sizes(link: LinkCore, num_frames: int) -> list[tuple[Outgoing, int]]:
+def frame_sizes(link: LinkCore, num_frames: int) -> list[tuple[OutgoingState, int]]:
     sizes = []
     for _ in range(num_frames):
         ((transfer, num_bytes),) = num_bytes_sent(link, 1).items()
@@ -195,7 +195,7 @@ def test_control_is_not_paced() -> None:
 def test_a_tenant_over_its_budget_waits_and_others_go_on() -> None:
     link = make_link(1, config=replace(CONFIG, tenant_bytes_per_s=1000.0))
     first, second = begin(link, 1, tenant="a"), begin(link, 2, tenant="b")
-    sent: Counter[Outgoing] = Counter()
+    sent: Counter[OutgoingState] = Counter()
     while (work := send(link, 1)) is not None:
         assert work.data is not None
         sent[work.transfer] += 100
@@ -350,10 +350,10 @@ def test_the_end_waits_for_who_computes_the_digest() -> None:
     link.refused(2, transfer.spec.transfer_id, PeerError("dropped", "test"), 1.0)
     assert link.pop_effects() == []
     link.expire(1.6)
-    assert [type(effect) for effect in link.pop_effects()] == [Abort]
+    assert [type(effect) for effect in link.pop_effects()] == [AbortConnection]
     link.sent(1, digest, 0.0, whole=False)
     (end,) = link.pop_effects()
-    assert end == Ended(transfer)
+    assert end == TransferEnded(transfer)
     link.check_invariants()
 
 

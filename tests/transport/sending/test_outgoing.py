@@ -10,7 +10,7 @@ from transport_doubles import make_spec
 from transport.codec.codecs import Codec
 from transport.errors import LinkError
 from transport.interfaces import TransferProgress, TransferState
-from transport.sending.outgoing import Coded, Outgoing
+from transport.sending.outgoing import Coded, OutgoingState
 
 OPEN, CANCELLING, COMPLETE, FAILED, CANCELLED = (
     TransferState.OPEN,
@@ -22,9 +22,9 @@ OPEN, CANCELLING, COMPLETE, FAILED, CANCELLED = (
 ENDS = (COMPLETE, FAILED, CANCELLED)
 
 
-def transfer(nbytes: int = 100, *, digest: bool = False, is_opened: bool = True) -> Outgoing:
+def transfer(nbytes: int = 100, *, digest: bool = False, is_opened: bool = True) -> OutgoingState:
     """Begun at 10 s; opened on connection 1 unless told otherwise."""
-    made = Outgoing(replace(make_spec(1), digest=digest), nbytes, 10.0)
+    made = OutgoingState(replace(make_spec(1), digest=digest), nbytes, 10.0)
     if is_opened:
         made.needs_open = False
         made.opened = True
@@ -32,7 +32,7 @@ def transfer(nbytes: int = 100, *, digest: bool = False, is_opened: bool = True)
     return made
 
 
-def turned(state: TransferState) -> Outgoing:
+def turned(state: TransferState) -> OutgoingState:
     made = transfer()
     if state is not OPEN:
         made.turn(state, None, 11.0)
@@ -347,7 +347,7 @@ def test_only_an_end_that_is_to_come_has_a_cancel_to_send() -> None:
 # ---- the invariants notice what must not be
 
 
-def broken(made: Outgoing, words: str) -> None:
+def broken(made: OutgoingState, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         made.check_invariants()
 

@@ -9,7 +9,7 @@ import pytest
 
 from transport import Endpoint, OutgoingSpec, TransportConfig, TransportError
 from transport.sending import sender_link as module
-from transport.sending.sender_link import Link
+from transport.sending.sender_link import SenderLink
 
 SPEC = OutgoingSpec(b"i" * 16, b"t" * 32, b"f" * 32, Endpoint("192.0.2.1", 1))
 LONG_S = 60.0
@@ -19,7 +19,7 @@ LONG_S = 60.0
 class IdleLane:
     """Stands for a lane that never connects."""
 
-    def __init__(self, link: Link) -> None: ...
+    def __init__(self, link: SenderLink) -> None: ...
 
     def run(self) -> None: ...
 
@@ -60,7 +60,7 @@ def test_waiting_for_acknowledgements_ends_with_the_transfer(
 ) -> None:
     monkeypatch.setattr(module, "Lane", IdleLane)
     config = TransportConfig(num_connections=1)
-    link = Link(
+    link = SenderLink(
         SPEC.endpoint, config, None, instance=b"", numbers=itertools.count(), stir=lambda: None
     )
     sleepers = TellingCondition(link._lock)

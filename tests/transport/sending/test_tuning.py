@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.config import KIB, MIB, TransportConfig
-from transport.sending.tuning import LinkTuner, Phase
+from transport.sending.tuning import LinkTuner, TuningPhase
 from transport.tcp_info import TcpInfo
 
 CONFIG = TransportConfig()
@@ -154,7 +154,7 @@ class SimulatedLink:
 def test_it_finds_a_width_within_seconds_and_keeps_it(path: Path, widths: set[int]) -> None:
     link = SimulatedLink(path)
     link.run(6.0 if path.rtt_s < 0.1 and path is not NARROW else 15.0)
-    assert link.tuner.phase is Phase.HOLD
+    assert link.tuner.phase is TuningPhase.HOLD
     assert link.tuner.width in widths
     link.widths.clear()
     link.run(40.0)
@@ -168,7 +168,7 @@ def test_it_looks_again_and_less_and_less_often() -> None:
     for _ in range(6000):
         before = link.tuner.phase
         link.step()
-        if before is Phase.HOLD and link.tuner.phase is not Phase.HOLD:
+        if before is TuningPhase.HOLD and link.tuner.phase is not TuningPhase.HOLD:
             looks.append(link.now_s)
     gaps_s = [later - earlier for earlier, later in itertools.pairwise(looks)]
     assert gaps_s == pytest.approx([121, 241], abs=5)
@@ -180,7 +180,7 @@ def test_it_looks_again_and_less_and_less_often() -> None:
 def test_noise_does_not_make_it_wander(path: Path, seed: int) -> None:
     link = SimulatedLink(path, noise=0.1, seed=seed)
     link.run(15.0)
-    assert link.tuner.phase is Phase.HOLD
+    assert link.tuner.phase is TuningPhase.HOLD
     # A step in width that brings less than the noise may be missed.
     assert link.loss_of_rate < 0.25
     link.widths.clear()
@@ -213,7 +213,7 @@ def test_it_finds_the_width_again_when_the_path_changes(before: Path, after: Pat
     link.run(10.0)
     link.path = after
     link.run(15.0)
-    assert link.tuner.phase is Phase.HOLD
+    assert link.tuner.phase is TuningPhase.HOLD
     assert link.loss_of_rate < 0.05
 
 
@@ -279,7 +279,7 @@ def test_only_backlogged_time_counts() -> None:
     assert idle.tuner.measured.rate_bytes_per_s == 0.0
     bursts = SimulatedLink(PLAIN, busy=lambda now_s: now_s % 4 < 1)
     bursts.run(40.0)
-    assert bursts.tuner.phase is Phase.HOLD
+    assert bursts.tuner.phase is TuningPhase.HOLD
     assert bursts.tuner.width == 1
     assert bursts.tuner.measured.rate_bytes_per_s == pytest.approx(1 * GBIT, rel=0.1)
 
@@ -330,7 +330,7 @@ def test_nothing_is_known_before_the_first_round_trip() -> None:
     for tick in range(100):
         tuner.observe(infos, acked_bytes=0, is_backlogged=True, now_s=tick * TICK_S)
         infos = {1: NO_INFO} if tick > 50 else {}
-    assert (tuner.width, tuner.phase) == (8, Phase.UP)
+    assert (tuner.width, tuner.phase) == (8, TuningPhase.UP)
 
 
 def test_connections_that_come_and_go_do_not_disturb_a_window() -> None:

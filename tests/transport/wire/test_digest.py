@@ -12,7 +12,7 @@ from transport_doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_s
 from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.interfaces import TransferState
-from transport.receiving.landing import Landing
+from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.wire.digest import PIECE_BYTES, digest_of
 from transport.wire.frames import FrameType, encode_frame
 
@@ -186,9 +186,11 @@ def test_a_digest_of_another_length_is_a_violation(length: int) -> None:
     assert [error.code for error in fixture.network.endings] == ["protocol"]
 
 
-def make_landing(data: bytes) -> tuple[Landing, MemorySpace]:
+def make_landing(data: bytes) -> tuple[IncomingTransfer, MemorySpace]:
     space = MemorySpace(bytearray(data), 16)
-    landing = Landing(ID, token=b"", fingerprint=b"", space=space, max_ranges=10, wants_digest=True)
+    landing = IncomingTransfer(
+        ID, token=b"", fingerprint=b"", space=space, max_ranges=10, wants_digest=True
+    )
     return landing, space
 
 

@@ -34,7 +34,7 @@ from transport.wire.handshake import (
     own_hello,
     takes_codec,
 )
-from transport.wire.protocol import SenderSession, Welcomed
+from transport.wire.sender_session import SenderSession, Welcomed
 
 ID = bytes(range(16))
 NO_ID = bytes(16)

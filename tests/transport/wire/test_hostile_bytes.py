@@ -29,10 +29,10 @@ from transport_doubles import (
 from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.interfaces import TransferState
-from transport.receiving.landing import Landing, Place
+from transport.receiving.incoming_transfer import Destination, IncomingTransfer
 from transport.receiving.reception import Reception
 from transport.wire.frames import FrameType, encode_open, encode_ranges
-from transport.wire.protocol import ReceiverSession
+from transport.wire.receiver_session import ReceiverSession
 
 KIB = 1024
 
@@ -217,7 +217,7 @@ def test_the_end_of_a_scattered_transfer_is_remembered_without_its_ranges() -> N
     for frame in single_bytes(2000):
         session.feed(frame, 0.0)
     session.flush_acks()
-    landing = reception.landings.find(SPEC.transfer_id)
+    landing = reception.transfers.find(SPEC.transfer_id)
     assert landing is not None
     reception.cancel(landing, "test", 0.0)
     assert landing.verified_bytes == 2000
@@ -242,9 +242,9 @@ def test_a_receiver_cannot_scatter_acknowledgements_without_end(kind: FrameType)
     assert len(transfer.acked) <= 2 * CONFIG.max_ranges_per_transfer
 
 
-def scattered_landing(num_ranges: int) -> Landing:
+def scattered_landing(num_ranges: int) -> IncomingTransfer:
     """Of which the first `num_ranges` even bytes are verified."""
-    landing = Landing(
+    landing = IncomingTransfer(
         SPEC.transfer_id,
         token=SPEC.token,
         fingerprint=SPEC.fingerprint,
@@ -260,9 +260,9 @@ def scattered_landing(num_ranges: int) -> Landing:
 def test_claims_over_scattered_ranges_are_compared_in_linear_time() -> None:
     """Two frames that each fill thousands of gaps: their comparison holds the landing's lock."""
     landing = scattered_landing(8192)
-    assert landing.claim(1, 0, 8192).place is Place.SCRATCH
+    assert landing.claim(1, 0, 8192).place is Destination.SCRATCH
     before_s = time.thread_time()
-    assert landing.claim(2, 8192, 16_384).place is Place.SCRATCH
+    assert landing.claim(2, 8192, 16_384).place is Destination.SCRATCH
     assert time.thread_time() - before_s < 0.2
 
 
@@ -277,7 +277,7 @@ def test_a_refused_transfer_costs_a_connection_nothing_but_the_answer() -> None:
         )
         assert 0 < len(session.outgoing()) < 256
     assert held_bytes(session, [space.data]) < 8 * KIB
-    assert len(reception.landings.open_ones()) == 1
+    assert len(reception.transfers.open_ones()) == 1
 
 
 class ForgottenSpace(MemorySpace):
@@ -313,7 +313,7 @@ def test_a_broken_rule_lets_go_of_everything_with_the_connection() -> None:
         session.feed(forge(FrameType.DATA, b"x", transfer_id=SPEC.transfer_id, body_sum=1), 0.0)
     session.outgoing()
     session.close(1.0)
-    landing = reception.landings.find(SPEC.transfer_id)
+    landing = reception.transfers.find(SPEC.transfer_id)
     assert landing is not None
     assert landing.state is TransferState.OPEN
     landing.check_invariants()

@@ -21,15 +21,15 @@ from transport.wire.frames import (
     encode_reason,
 )
 from transport.wire.handshake import Feature, Hello, own_hello
-from transport.wire.protocol import (
+from transport.wire.receiver_session import ReceiverSession
+from transport.wire.sender_session import (
     Acked,
     CancelAcked,
     Completed,
     Event,
-    Failed,
     Opened,
-    ReceiverSession,
     SenderSession,
+    TransferFailed,
     Welcomed,
 )
 
@@ -52,7 +52,7 @@ def plain(events: list[Event]) -> list[object]:
     """Failures as (transfer, code, message), because errors are equal to themselves only."""
     return [
         (event.transfer_id, event.error.code, event.error.message)
-        if isinstance(event, Failed)
+        if isinstance(event, TransferFailed)
         else event
         for event in events
     ]
@@ -443,12 +443,12 @@ def test_a_broken_rule_is_told_before_the_connection_ends() -> None:
 def test_a_connection_that_is_gone_serves_no_transfer_and_holds_no_memory() -> None:
     fixture = Fixture()
     fixture.open()
-    landing = fixture.reception.landings.find(SPEC.transfer_id)
+    landing = fixture.reception.transfers.find(SPEC.transfer_id)
     assert landing is not None
-    assert fixture.reception.landings.attached(landing) == {7}
+    assert fixture.reception.transfers.attached(landing) == {7}
     fixture.session.feed(encode_data_header(SPEC.transfer_id, 0, [DATA[:100]]) + DATA[:40], 0.0)
     fixture.session.close(1.0)
-    assert fixture.reception.landings.attached(landing) == frozenset()
+    assert fixture.reception.transfers.attached(landing) == frozenset()
     assert fixture.session.buffers() == []
     fixture.reception.drop(SPEC.transfer_id, "not needed", 2.0)
     fixture.spaces[0].release()

@@ -16,9 +16,9 @@ from transport_doubles import (
 from transport.config import TransportConfig
 from transport.errors import LinkError, PeerError
 from transport.interfaces import ByteSpace, TransferState
-from transport.sending.outgoing import Outgoing
+from transport.sending.outgoing import OutgoingState
 from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_open
-from transport.wire.protocol import ReceiverSession
+from transport.wire.receiver_session import ReceiverSession
 
 CONFIG = TransportConfig(
     frame_bytes=1000,
@@ -43,7 +43,7 @@ class Fixture:
         self.landed = bytearray(num_bytes)
         self.transfer = self.begin(1, self.data, self.landed)
 
-    def begin(self, number: int, data: bytearray, landed: bytearray) -> Outgoing:
+    def begin(self, number: int, data: bytearray, landed: bytearray) -> OutgoingState:
         self.registry.expect(make_spec(number), MemorySpace(landed, 256))
         transfer = self.network.open(make_spec(number), MemorySpace(data, 300))
         self.network.ready(transfer, 0, len(data))
@@ -205,7 +205,7 @@ def test_an_end_is_remembered_then_forgotten() -> None:
     fixture = Fixture()
     network = fixture.network
     network.run()
-    landings = network.reception.landings
+    landings = network.reception.transfers
     network.now_s = 59.0
     network.expire()
     assert landings.find(fixture.id) is not None

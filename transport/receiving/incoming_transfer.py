@@ -32,7 +32,7 @@ from transport.wire.digest import digest_of
 from transport.wire.ranges import IntervalSet, Range, overlap
 
 
-class Place(Enum):
+class Destination(Enum):
     """Where the body of a DATA frame has to go."""
 
     DIRECT = "direct"
@@ -42,15 +42,15 @@ class Place(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ClaimAnswer:
     """The answer to a claim. `views` is set for DIRECT, `rivals` (connection ids) for CONFLICT."""
 
-    place: Place
+    place: Destination
     views: list[memoryview] = field(default_factory=list)
     rivals: frozenset[int] = frozenset()
 
 
-class Landing:
+class IncomingTransfer:
     """See the module docstring."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Landing:
         self.failure: tuple[str, str] = ("", "")
         """(code, message) told to the sender once the state is FAILED or CANCELLED."""
         self.attached: set[int] = set()
-        """Connections that opened this transfer; guarded by the table that owns this landing."""
+        """Connections that opened this transfer; guarded by the table that owns this transfer."""
         self._space: ByteSpace | None = space
         self._max_ranges = max_ranges
         self._verified = IntervalSet()
@@ -97,7 +97,7 @@ class Landing:
     def received_again_bytes(self) -> int:
         return self._received_again_bytes
 
-    def claim(self, connection: int, start: int, end: int) -> Placement:
+    def claim(self, connection: int, start: int, end: int) -> ClaimAnswer:
         """Ask to write [start, end). Every DIRECT or SCRATCH must end in `commit` or `abandon`.
 
         Raises PeerError("protocol") for a range outside the transfer, and what the ByteSpace
@@ -109,15 +109,15 @@ class Landing:
             )
         with self._changed:
             if self.state is not TransferState.OPEN or self._space is None:
-                return Placement(Place.DISCARD)
+                return ClaimAnswer(Destination.DISCARD)
             missing = self._verified.gaps(start, end)
             rivals = self._rivals(connection, missing)
             if rivals:
-                return Placement(Place.CONFLICT, rivals=rivals)
+                return ClaimAnswer(Destination.CONFLICT, rivals=rivals)
             if missing != [(start, end)]:
                 self._claims[connection] = missing
-                return Placement(Place.SCRATCH)
-            placement = Placement(Place.DIRECT, self._space.views(start, end - start))
+                return ClaimAnswer(Destination.SCRATCH)
+            placement = ClaimAnswer(Destination.DIRECT, self._space.views(start, end - start))
             self._claims[connection] = missing
             return placement
 

@@ -1,12 +1,12 @@
 """All incoming transfers of one receiver: opened once however many connections ask, remembered
 after the end.
 
-A transfer id is unknown -> pending (one connection asks the registry, others wait) -> a `Landing`,
-which stays for `tombstone_s` after its end, so that a sender that missed the answer gets the same
-one again. A `drop` while the registry is being asked wins: the landing is born ended and its memory
-never touched.
+An id is unknown -> pending (one connection asks the registry, others wait) -> known. The
+`IncomingTransfer` stays for `tombstone_s` after its end, so that a sender that missed the answer
+gets the same one again. A `drop` while the registry is being asked wins: the transfer is born ended
+and its memory never touched.
 
-A monitor like `Landing`; time is an argument. Knows no frame and no socket.
+A monitor like `IncomingTransfer`; time is an argument. Knows no frame and no socket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from transport.config import TransportConfig
 from transport.errors import PeerError, Refused
 from transport.interfaces import ByteSpace, TransferState
-from transport.receiving.landing import Landing
+from transport.receiving.incoming_transfer import IncomingTransfer
 
 MAX_TOMBSTONES = 4096
 
@@ -43,19 +43,19 @@ class _Times:
     ended_s: float | None = None
 
 
-class Landings:
+class IncomingTransfers:
     """See the module docstring."""
 
     def __init__(self, config: TransportConfig) -> None:
         self._config = config
-        self._landings: dict[bytes, Landing] = {}
+        self._transfers: dict[bytes, IncomingTransfer] = {}
         self._times: dict[bytes, _Times] = {}
         self._pending: dict[bytes, bool] = {}  # id -> dropped meanwhile
         self._changed = threading.Condition()
 
-    def find(self, transfer_id: bytes) -> Landing | None:
+    def find(self, transfer_id: bytes) -> IncomingTransfer | None:
         with self._changed:
-            return self._landings.get(transfer_id)
+            return self._transfers.get(transfer_id)
 
     def times(self, transfer_id: bytes) -> tuple[float, float | None, float | None] | None:
         """(opened, first byte, end) in seconds of the caller's clock."""
@@ -63,16 +63,16 @@ class Landings:
             times = self._times.get(transfer_id)
             return (times.opened_s, times.first_byte_s, times.ended_s) if times else None
 
-    def open_ones(self) -> list[Landing]:
+    def open_ones(self) -> list[IncomingTransfer]:
         with self._changed:
-            landings = list(self._landings.values())
-        return [landing for landing in landings if landing.state is TransferState.OPEN]
+            transfers = list(self._transfers.values())
+        return [transfer for transfer in transfers if transfer.state is TransferState.OPEN]
 
-    def begin_open(self, request: OpenRequest) -> Landing | None:
-        """The known landing for this request, or None: the caller must ask the registry and then
+    def begin_open(self, request: OpenRequest) -> IncomingTransfer | None:
+        """The known transfer for this request, or None: the caller must ask the registry and then
         call `admit` or `reject`. Waits while another thread does so.
 
-        Raises Refused("bad_token" | "mismatch") when the request contradicts the known landing.
+        Raises Refused("bad_token" | "mismatch") when the request contradicts the known transfer.
         """
         with self._changed:
             self._changed.wait_for(
@@ -80,18 +80,18 @@ class Landings:
             )
             if request.transfer_id in self._pending:
                 raise Refused("busy", "another connection is still opening this transfer")
-            landing = self._landings.get(request.transfer_id)
-            if landing is None:
+            transfer = self._transfers.get(request.transfer_id)
+            if transfer is None:
                 self._pending[request.transfer_id] = False
                 return None
-        if not hmac.compare_digest(landing.token, request.token):
+        if not hmac.compare_digest(transfer.token, request.token):
             raise Refused("bad_token", "wrong token for this transfer")
-        if landing.fingerprint != request.fingerprint or landing.nbytes != request.nbytes:
+        if transfer.fingerprint != request.fingerprint or transfer.nbytes != request.nbytes:
             raise Refused("mismatch", "this transfer was opened with another layout or size")
-        return landing
+        return transfer
 
-    def admit(self, request: OpenRequest, space: ByteSpace, now_s: float) -> Landing:
-        """The registry gave `space`; after a drop in between the landing is already ended.
+    def admit(self, request: OpenRequest, space: ByteSpace, now_s: float) -> IncomingTransfer:
+        """The registry gave `space`; after a drop in between the transfer is already ended.
 
         Raises PeerError("mismatch") when the space has another size than the request.
         """
@@ -100,7 +100,7 @@ class Landings:
             raise PeerError(
                 "mismatch", f"{request.nbytes} bytes offered, {space.nbytes} bytes reserved"
             )
-        landing = Landing(
+        transfer = IncomingTransfer(
             request.transfer_id,
             token=request.token,
             fingerprint=request.fingerprint,
@@ -110,14 +110,14 @@ class Landings:
         )
         with self._changed:
             dropped = self._pending.pop(request.transfer_id, False)
-            self._landings[request.transfer_id] = landing
+            self._transfers[request.transfer_id] = transfer
             self._times[request.transfer_id] = _Times(now_s, orphaned_s=now_s)
             self._changed.notify_all()
         if dropped:
-            landing.end(TransferState.FAILED, "dropped", "dropped by the receiver")
-            landing.settle()
+            transfer.end(TransferState.FAILED, "dropped", "dropped by the receiver")
+            transfer.settle()
             self.ended(request.transfer_id, now_s)
-        return landing
+        return transfer
 
     def reject(self, transfer_id: bytes) -> None:
         """The registry refused: the id is unknown again."""
@@ -125,35 +125,35 @@ class Landings:
             self._pending.pop(transfer_id, None)
             self._changed.notify_all()
 
-    def mark_dropped(self, transfer_id: bytes) -> Landing | None:
-        """The landing to end, or None; a transfer just being opened is remembered as dropped."""
+    def mark_dropped(self, transfer_id: bytes) -> IncomingTransfer | None:
+        """The transfer to end, or None; a transfer just being opened is remembered as dropped."""
         with self._changed:
             if transfer_id in self._pending:
                 self._pending[transfer_id] = True
-            return self._landings.get(transfer_id)
+            return self._transfers.get(transfer_id)
 
-    def attach(self, landing: Landing, connection: int) -> None:
+    def attach(self, transfer: IncomingTransfer, connection: int) -> None:
         """This connection opened the transfer and is told how it ends."""
         with self._changed:
-            landing.attached.add(connection)
-            times = self._times.get(landing.transfer_id)
+            transfer.attached.add(connection)
+            times = self._times.get(transfer.transfer_id)
             if times is not None:
                 times.orphaned_s = None
 
     def detach(self, connection: int, now_s: float) -> None:
         """The connection is gone: its claims are given back, transfers without one begin to age."""
         with self._changed:
-            landings = [item for item in self._landings.values() if connection in item.attached]
-            for landing in landings:
-                landing.attached.discard(connection)
-                if not landing.attached:
-                    self._times[landing.transfer_id].orphaned_s = now_s
-        for landing in landings:
-            landing.abandon(connection)
+            transfers = [item for item in self._transfers.values() if connection in item.attached]
+            for transfer in transfers:
+                transfer.attached.discard(connection)
+                if not transfer.attached:
+                    self._times[transfer.transfer_id].orphaned_s = now_s
+        for transfer in transfers:
+            transfer.abandon(connection)
 
-    def attached(self, landing: Landing) -> frozenset[int]:
+    def attached(self, transfer: IncomingTransfer) -> frozenset[int]:
         with self._changed:
-            return frozenset(landing.attached)
+            return frozenset(transfer.attached)
 
     def first_byte(self, transfer_id: bytes, now_s: float) -> None:
         with self._changed:
@@ -173,11 +173,11 @@ class Landings:
             for key in dead[: max(0, len(dead) - MAX_TOMBSTONES)]:
                 self._forget(key)
 
-    def expire(self, now_s: float) -> list[Landing]:
-        """Forget old tombstones; returns open landings that no connection served for
+    def expire(self, now_s: float) -> list[IncomingTransfer]:
+        """Forget old tombstones; returns open transfers that no connection served for
         idle_timeout_s.
         """
-        idle: list[Landing] = []
+        idle: list[IncomingTransfer] = []
         with self._changed:
             for key, times in list(self._times.items()):
                 if times.ended_s is not None:
@@ -187,9 +187,9 @@ class Landings:
                     times.orphaned_s is not None
                     and now_s - times.orphaned_s >= self._config.idle_timeout_s
                 ):
-                    idle.append(self._landings[key])
+                    idle.append(self._transfers[key])
         return idle
 
     def _forget(self, transfer_id: bytes) -> None:
-        self._landings.pop(transfer_id, None)
+        self._transfers.pop(transfer_id, None)
         self._times.pop(transfer_id, None)

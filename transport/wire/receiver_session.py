@@ -1,13 +1,10 @@
-"""The two ends of one connection, sans-IO: bytes in, bytes and events out, time as an argument.
+"""The receiver's end of one connection, sans-IO: bytes in, bytes out, time as an argument.
 
-Receiver: GREETING (only HELLO, at most 304 bytes, within handshake_timeout_s) -> ESTABLISHED (OPEN,
+GREETING (only HELLO, at most 304 bytes, within handshake_timeout_s) -> ESTABLISHED (OPEN,
 DATA, CANCEL in any order) -> closed. A rule broken by the peer raises PeerError; an ERROR frame
 that says so is then in the outgoing bytes and the connection must be closed after sending it. What
 concerns one transfer only (a refused OPEN, DATA for a transfer that ended) is answered with FAIL
 and leaves the connection alone.
-
-Sender: `SenderSession` turns what the receiver answers into events; what to send is decided by
-`link.LinkCore`.
 
 This file does not know sockets, threads, or which connection sends what. Acknowledgements are
 collected until the shell says that no more data is waiting (`flush_acks`), or until ack_batch_bytes
@@ -16,16 +13,14 @@ are due.
 
 from __future__ import annotations
 
-import logging
 import math
-from dataclasses import dataclass
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.interfaces import TransferState
 from transport.receiving.incoming import Discarded, IncomingData, Verified
-from transport.receiving.landing import Landing
-from transport.receiving.landings import OpenRequest
+from transport.receiving.incoming_transfer import IncomingTransfer
+from transport.receiving.incoming_transfers import OpenRequest
 from transport.receiving.reception import Reception
 from transport.wire.frames import (
     MAX_CONTROL_BYTES,
@@ -37,16 +32,13 @@ from transport.wire.frames import (
     Step,
     decode_digest,
     decode_open,
-    decode_ranges,
     decode_reason,
     encode_frame,
     encode_ranges,
     encode_reason,
 )
-from transport.wire.handshake import Hello, check_version, decode_hello, own_features, own_hello
+from transport.wire.handshake import check_version, decode_hello, own_features, own_hello
 from transport.wire.ranges import IntervalSet, Range
-
-logger = logging.getLogger("prfaas.transport")
 
 MAX_WAITING_ANSWERS = 64
 
@@ -78,7 +70,7 @@ class ReceiverSession:
         self._reader = FrameReader(config.max_frame_bytes)
         self._reader.data_flags = 0 if config.checksum else DataFlags.NO_SUM
         self._outgoing: list[bytes] = []
-        self._opened: dict[bytes, Landing] = {}
+        self._opened: dict[bytes, IncomingTransfer] = {}
         self._data = IncomingData(connection, config, reception)
         self._acks: dict[bytes, IntervalSet] = {}
         self._unacked_bytes = 0
@@ -186,7 +178,7 @@ class ReceiverSession:
         self._reader.forget()
         self._data.forget()
         self._opened.clear()
-        self._reception.landings.detach(self.connection, now_s)
+        self._reception.transfers.detach(self.connection, now_s)
 
     def _on_control(self, header: FrameHeader, body: bytes, now_s: float) -> None:
         kind = header.kind
@@ -215,35 +207,35 @@ class ReceiverSession:
         transfer_id = request.transfer_id
         try:
             self._make_room()
-            landing = self._reception.open(self.connection, request, now_s)
+            transfer = self._reception.open(self.connection, request, now_s)
         except PeerError as error:
             self._outgoing.append(
                 encode_reason(FrameType.FAIL, error.code, error.message, transfer_id)
             )
             return
-        self._opened[transfer_id] = landing
+        self._opened[transfer_id] = transfer
         self.has_opened = True
-        if landing.state is TransferState.OPEN:
-            self._outgoing.append(encode_ranges(FrameType.OPENED, transfer_id, landing.verified()))
+        if transfer.state is TransferState.OPEN:
+            self._outgoing.append(encode_ranges(FrameType.OPENED, transfer_id, transfer.verified()))
         else:
-            self._outgoing.append(self._reception.outcome(landing))
+            self._outgoing.append(self._reception.outcome(transfer))
 
     def _make_room(self) -> None:
         limit = self._config.max_transfers_per_connection
         if len(self._opened) < limit:
             return
-        for transfer_id, landing in list(self._opened.items()):
-            if landing.state is not TransferState.OPEN:
+        for transfer_id, transfer in list(self._opened.items()):
+            if transfer.state is not TransferState.OPEN:
                 del self._opened[transfer_id]
         if len(self._opened) >= limit:
             raise PeerError("busy", f"more than {limit} open transfers on one connection")
 
     def _on_cancel(self, transfer_id: bytes, reason: str, now_s: float) -> None:
-        landing = self._opened.pop(transfer_id, None)
-        if landing is not None:
-            self._reception.cancel(landing, reason, now_s)
-            outcome = self._reception.outcome(landing)
-            if landing.state is TransferState.COMPLETE:
+        transfer = self._opened.pop(transfer_id, None)
+        if transfer is not None:
+            self._reception.cancel(transfer, reason, now_s)
+            outcome = self._reception.outcome(transfer)
+            if transfer.state is TransferState.COMPLETE:
                 self._outgoing.append(outcome)
                 return
         self._acks.pop(transfer_id, None)
@@ -251,17 +243,17 @@ class ReceiverSession:
 
     def _on_data(self, step: Step, header: FrameHeader, now_s: float) -> None:
         if step is Step.HEADER:
-            landing = self._opened.get(header.transfer_id)
+            transfer = self._opened.get(header.transfer_id)
             self._expects_more = bool(header.flags & DataFlags.MORE)
-            self._data.begin(self._reader, header, landing, now_s)
+            self._data.begin(self._reader, header, transfer, now_s)
             return
         match self._data.finish(self._reader, header, now_s):
-            case Discarded(landing):
-                self._answer_discarded(header.transfer_id, landing)
-            case Verified(landing, verified, completed):
+            case Discarded(transfer):
+                self._answer_discarded(header.transfer_id, transfer)
+            case Verified(transfer, verified, completed):
                 self._acknowledge(header.transfer_id, verified)
                 if completed:
-                    self._all_verified(landing, now_s)
+                    self._all_verified(transfer, now_s)
 
     def _acknowledge(self, transfer_id: bytes, verified: Range) -> None:
         pending = self._acks.get(transfer_id)
@@ -273,129 +265,28 @@ class ReceiverSession:
         self._unacked_bytes += verified[1] - verified[0]
         self._num_unacked += 1
 
-    def _all_verified(self, landing: Landing, now_s: float) -> None:
-        """Every byte is there: the landing is complete, or failed by its digest."""
-        if self._reception.conclude(self.connection, landing, now_s):
-            self._opened.pop(landing.transfer_id, None)
+    def _all_verified(self, transfer: IncomingTransfer, now_s: float) -> None:
+        """Every byte is there: the transfer is complete, or failed by its digest."""
+        if self._reception.conclude(self.connection, transfer, now_s):
+            self._opened.pop(transfer.transfer_id, None)
             self.flush_acks()
-            self._outgoing.append(self._reception.outcome(landing))
+            self._outgoing.append(self._reception.outcome(transfer))
             self._is_urgent = True
 
-    def _answer_discarded(self, transfer_id: bytes, landing: Landing | None) -> None:
-        if landing is None:
+    def _answer_discarded(self, transfer_id: bytes, transfer: IncomingTransfer | None) -> None:
+        if transfer is None:
             self._answer_not_open(FrameType.DATA, transfer_id)
         else:
             self._opened.pop(transfer_id, None)
-            self._outgoing.append(self._reception.outcome(landing))
+            self._outgoing.append(self._reception.outcome(transfer))
 
     def _on_digest(self, transfer_id: bytes, digest: bytes, now_s: float) -> None:
-        landing = self._opened.get(transfer_id)
-        if landing is None:
+        transfer = self._opened.get(transfer_id)
+        if transfer is None:
             self._answer_not_open(FrameType.DIGEST, transfer_id)
-        elif landing.expect_digest(digest):
-            self._all_verified(landing, now_s)
+        elif transfer.expect_digest(digest):
+            self._all_verified(transfer, now_s)
 
     def _answer_not_open(self, kind: FrameType, transfer_id: bytes) -> None:
         message = f"{kind.name} for a transfer that was not opened on this connection"
         self._outgoing.append(encode_reason(FrameType.FAIL, "not_open", message, transfer_id))
-
-
-@dataclass(frozen=True, slots=True)
-class Welcomed:
-    """The handshake is done."""
-
-    peer: Hello
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The receiver takes the transfer and already has these ranges."""
-
-    transfer_id: bytes
-    ranges: list[Range]
-
-
-@dataclass(frozen=True, slots=True)
-class Acked:
-    """These ranges are in place and verified."""
-
-    transfer_id: bytes
-    ranges: list[Range]
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """The whole transfer is in place and verified."""
-
-    transfer_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The receiver refuses the transfer or no longer has it."""
-
-    transfer_id: bytes
-    error: PeerError
-
-
-@dataclass(frozen=True, slots=True)
-class CancelAcked:
-    """The receiver has ended the transfer as asked."""
-
-    transfer_id: bytes
-
-
-Event = Welcomed | Opened | Acked | Completed | Failed | CancelAcked
-
-
-class SenderSession:
-    """The sender's end of one connection: what the receiver says, as events."""
-
-    def __init__(self, config: TransportConfig, instance: bytes) -> None:
-        self._reader = FrameReader(max_data_bytes=0)
-        self._hello = own_hello(instance, config.max_frame_bytes, own_features(config))
-
-    def hello(self) -> bytes:
-        """The first bytes of the connection."""
-        return self._hello.encode(FrameType.HELLO)
-
-    @property
-    def established(self) -> bool:
-        return self._reader.established
-
-    def feed(self, data: bytes | memoryview) -> list[Event]:
-        """Take bytes from the receiver; raises PeerError when the connection must end."""
-        events: list[Event] = []
-        position = 0
-        while position < len(data):
-            (target,) = self._reader.buffers()  # only DATA is read into several
-            count = min(target.nbytes, len(data) - position)
-            target[:count] = data[position : position + count]
-            position += count
-            header = None
-            if self._reader.advance(count) is Step.FRAME:
-                header = self._reader.header
-            if header is not None:
-                events.append(self._event(header, self._reader.control_body()))
-        return events
-
-    def _event(self, header: FrameHeader, body: bytes) -> Event:
-        kind, transfer_id = header.kind, header.transfer_id
-        if kind is FrameType.ERROR:
-            raise PeerError(*decode_reason(body))
-        if kind is FrameType.WELCOME and not self.established:
-            peer = decode_hello(body)
-            check_version(peer, "receiver")
-            self._reader.established = True
-            return Welcomed(peer)
-        if kind is FrameType.ACK:
-            return Acked(transfer_id, decode_ranges(body))
-        if kind is FrameType.OPENED:
-            return Opened(transfer_id, decode_ranges(body))
-        if kind is FrameType.COMPLETE:
-            return Completed(transfer_id)
-        if kind is FrameType.FAIL:
-            return Failed(transfer_id, PeerError(*decode_reason(body)))
-        if kind is FrameType.CANCELLED:
-            return CancelAcked(transfer_id)
-        raise PeerError("protocol", f"unexpected {kind.name} from a receiver")
