@@ -1,6 +1,7 @@
 """What the demo says while engines start and when one does not, with its engines left out."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from deploy.lab.demo import run
 from deploy.lab.demo.run import DemoOptions, run_demo, status_line
+from deploy.lab.demo.verdict import Row
 from deploy.region.launch.launcher import RegionStartFailed
 from prfaas.engines.errors import EngineStartFailed
 
@@ -47,6 +49,24 @@ def test_a_failed_start_is_shown_with_where_its_log_is_kept(
     assert said[2] == f"logs are in {tmp_path / 'logs'}"
     assert max(map(len, said[1:2])) < 220
     assert len(said) == 3
+
+
+def test_the_report_can_go_to_stdout_in_place_of_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Row("tiny", "long", 3000, "local", "local_sooner", None, None, None, 0.5, {}, True)
+
+    async def passes(_options: DemoOptions, _run_dir: Path, _console: Console) -> list[Row]:
+        return [row]
+
+    monkeypatch.setattr(run, "_run", passes)
+    monkeypatch.setattr(run, "leftovers", lambda *_: [])
+    shown = console(terminal=False)
+    assert run_demo(DemoOptions(tmp_path, as_json=True), shown) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["passed"], report["requests"][0]["request"]) == (True, "long")
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert "requests through the region" not in " ".join(lines(shown))
 
 
 @pytest.mark.parametrize("width", [60, 100])

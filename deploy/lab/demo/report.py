@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -74,8 +75,8 @@ def _times(rows: Sequence[Row]) -> Table:
     return table
 
 
-def write_json(path: Path, rows: Sequence[Row], leftovers: Sequence[str]) -> None:
-    """The rows, what was left behind, and whether every check held."""
+def write_json(path: Path, rows: Sequence[Row], leftovers: Sequence[str]) -> dict[str, Any]:
+    """Writes and returns the rows, what was left behind, and whether every check held."""
     path.parent.mkdir(parents=True, exist_ok=True)
     passed = not leftovers and all(not row.failed_checks for row in rows)
     report = {
@@ -84,6 +85,7 @@ def write_json(path: Path, rows: Sequence[Row], leftovers: Sequence[str]) -> Non
         "requests": [asdict(row) for row in rows],
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
+    return report
 
 
 def _percent(share: float | None) -> str:

@@ -17,6 +17,7 @@ import aiohttp
 from rich.console import Console
 from rich.markup import escape
 
+from deploy.command_line import print_json
 from deploy.lab.demo.answers import Answer, ask_all
 from deploy.lab.demo.leftovers import arenas, leftovers
 from deploy.lab.demo.reference import decided_answers, plain_engine
@@ -42,6 +43,8 @@ class DemoOptions:
     work_dir: Path = Path(".demo")
     models: Sequence[str] = DEFAULT_MODELS
     report: Path | None = None
+    as_json: bool = False
+    """The report goes to stdout too, in place of the tables."""
 
     @property
     def report_path(self) -> Path:
@@ -82,9 +85,12 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         return 130
     if failure:
         return 1
-    for model in dict.fromkeys(row.model for row in rows):
-        print_tables(console, model, [row for row in rows if row.model == model])
-    write_json(options.report_path, rows, left)
+    report = write_json(options.report_path, rows, left)
+    if options.as_json:
+        print_json(report)
+    else:
+        for model in dict.fromkeys(row.model for row in rows):
+            print_tables(console, model, [row for row in rows if row.model == model])
     num_failed = sum(bool(row.failed_checks) for row in rows)
     console.print(
         f"{len(rows) - num_failed} of {len(rows)} requests passed every check; "
@@ -164,7 +170,7 @@ async def _settled_records(url: str, answers: dict[str, Answer]) -> dict[str, di
 
 @contextlib.asynccontextmanager
 async def status_line(console: Console, what: str) -> AsyncIterator[Any]:
-    """Says `what`, on a terminal with the newest line of a log beside it, all in one line."""
+    """Says `what`; on a terminal the newest line of a log follows it on the same line."""
     if not console.is_terminal:
         console.print(what)
         yield lambda line: None
