@@ -1,4 +1,4 @@
-"""`prfaas cache`: what a region has cached where, and how a prompt would fare.
+"""`prfaas cache`: what a region has cached where, and what a prompt would find.
 
 Asks the gateway and prints its answers. Their types are imported when a command runs, so that
 its help appears at once.
@@ -67,8 +67,9 @@ def ls_command(
 ) -> None:
     """Show what every node has cached: bytes by kind and tier, hits, age of the directory's view.
 
-    Hits are the share of the tokens that engines looked up in their node's cache. The directory,
-    which routing asks, follows the nodes by their events; age is how long ago it heard of each.
+    Engines look up the tokens of prompts in their node's cache; hits is the share that was found.
+    Routing asks the directory, which follows the nodes by their events; age says how long ago a
+    node last sent it one.
 
     \b
     prfaas cache ls
@@ -92,8 +93,8 @@ def top_command(
 ) -> None:
     """Show the hottest prefixes of the region, and which nodes hold them.
 
-    A prefix is named by the key of its last block. Resumable is how far a prompt that begins with
-    it need not be computed, branch where it parts from other prompts.
+    A prefix is named by the key of its last block. Resumable: this many tokens of a prompt that
+    begins with the prefix need not be computed. Branch: other prompts differ after this many.
 
     \b
     prfaas cache top
@@ -114,16 +115,16 @@ def explain_command(
     ],
     model: Annotated[str, typer.Option(help="not needed if only one is served")] = "",
     chat: Annotated[
-        bool, typer.Option("--chat", help="the text is a user's message, not a bare prompt")
+        bool, typer.Option("--chat", help="the text is a user's message, not a plain prompt")
     ] = False,
     gateway: GatewayOption = "",
     run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Say how a prompt would fare now: what is cached of it where, what each route would take.
+    """Show what is cached of a prompt now, and what each route would compute and send.
 
-    An engine turns the prompt into tokens; nothing is computed and nothing moves.
+    An engine turns the prompt into tokens. It computes nothing, and no KVCache moves.
 
     \b
     prfaas cache explain prompt.txt

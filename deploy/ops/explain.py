@@ -30,10 +30,10 @@ def explain_command(
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Say why a request went where it did, and how it went beside what was predicted.
+    """Say why a request took its route, and compare its times with the predicted ones.
 
-    The columns local and remote hold what was predicted of both sides when the request came,
-    measured what became of the one that was taken, error predicted over measured less 1.
+    The columns local and remote show what was predicted for each side when the request came. The
+    column measured shows the side that was taken; error is predicted / measured - 1.
 
     \b
     prfaas explain 8f14e45fceea167a5a36dedd4bea2543
@@ -72,4 +72,4 @@ def _known(newest: list[RequestRecord]) -> str:
     if not newest:
         return "it has served no request yet"
     ids = "".join(f"\n  {record.request_id}" for record in newest)
-    return f"it keeps the latest only. The id is the answer's x-request-id; the newest are:{ids}"
+    return f"it keeps only the latest. The id is the answer's x-request-id; the newest are:{ids}"

@@ -68,7 +68,7 @@ REASONS: Final[dict[Reason, str]] = {
         "the link is not clear now, which raises the threshold above its uncached tokens"
     ),
     Reason.LINK_DOWN: "the link from the prefill cluster is down",
-    Reason.LINK_STALE: "nothing was heard lately of the link from the prefill cluster",
+    Reason.LINK_STALE: "no agent has reported lately about the link from the prefill cluster",
     Reason.RESERVE_FAILED: "the PD cluster did not reserve a landing",
     Reason.PREFILL_FAILED: "the prefill elsewhere failed",
     Reason.DECODE_FAILED: "the engine that was to decode failed",
@@ -107,13 +107,13 @@ def print_records(console: Console, records: Sequence[RequestRecord], now_s: flo
 
 
 def went_as_routed(record: RequestRecord) -> bool:
-    """Whether it took the route of its predictions, at the first try."""
+    """Whether the first try took the route that was predicted, and succeeded."""
     first = record.first_route, record.first_target, record.first_reason
     return first == (record.route, record.target, record.reason) and not record.num_retries
 
 
 def ttft_error(record: RequestRecord) -> float | None:
-    """Predicted over measured TTFT less 1; None where they are not of the same thing."""
+    """Predicted / measured TTFT - 1; None if the two cannot be compared."""
     if record.predicted_ttft_s is None or not record.ttft_s:
         return None
     if not (record.is_stream and record.status == 200 and went_as_routed(record)):
@@ -252,7 +252,7 @@ def _parts_table(record: RequestRecord) -> Table:
 
 
 def _rest(record: RequestRecord) -> tuple[str, float] | None:
-    """What the known parts leave of the time, and what it holds."""
+    """The part of the TTFT that no other part explains: its name and its seconds."""
     parts = record.parts
     first_s, decode_s = parts.load_and_first_step_s, parts.load_and_decode_s
     word = "engine" if parts.prefill_s is None else "load"
@@ -273,10 +273,10 @@ def _notes(record: RequestRecord) -> Iterator[str]:
     if record.ttft_s is not None and not record.is_stream:
         yield (
             f"not streamed: the whole answer was there after {_seconds(record.ttft_s)} s, "
-            "its first token is not seen"
+            "so its first token was not seen"
         )
     if not record.is_settled:
-        yield "it is not over yet; numbers may still change"
+        yield "it is not over yet; numbers may change"
 
 
 def _error(predicted_s: float | None, measured_s: float | None) -> str:

@@ -49,25 +49,25 @@ link_app = command_group("What the links between clusters carry.")
 
 @link_app.command("top")
 def top_command(
-    once: Annotated[bool, typer.Option("--once", help="show it once and end")] = False,
+    once: Annotated[bool, typer.Option("--once", help="show the links once and end")] = False,
     interval_s: Annotated[
-        float, typer.Option("--interval", min=0.1, help="seconds between two looks")
+        float, typer.Option("--interval", min=0.1, help="seconds between two refreshes")
     ] = 1.0,
     paths: Annotated[
-        bool, typer.Option("--paths", help="every agent's own connections as well")
+        bool, typer.Option("--paths", help="also the connections of every agent")
     ] = False,
     gateway: GatewayOption = "",
     run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show the links of the region, again and again until Ctrl-C.
+    """Show the links of the region, refreshed until Ctrl-C.
 
-    Now is what transfers get, available what they would get together as it was seen last: ">="
-    where the link carried that much without being full. A round trip of 20ms+10ms has 10 ms of
-    queues in the network. The bars are what was carried lately.
+    The column now is the rate that transfers get; available is the rate that all transfers together
+    would get, as last measured. ">=" means that the link carried that much and was not full. In a
+    round trip of 20ms+10ms, 10 ms are queues in the network. The bars show the recent rate.
 
-    With --json a line for every look. Without a terminal it is shown once.
+    With --json it prints a line at each refresh. Without a terminal it shows the links once.
 
     \b
     prfaas link top
@@ -108,7 +108,7 @@ def _show(
                 shown = overview(look(), with_paths=with_paths)
                 live.update(shown, refresh=True)
             except client.CannotAsk as error:
-                live.update(Group(shown, Text(f"no news: {error}", style="red")), refresh=True)
+                live.update(Group(shown, Text(f"no answer: {error}", style="red")), refresh=True)
 
 
 def _print_lines(look: Callable[[], LinksOverview], interval_s: float, *, once: bool) -> None:
@@ -219,7 +219,7 @@ def _ms(seconds: float) -> str:
 
 
 def _notes(link: LinkNow) -> Iterator[str]:
-    """What does not fit the link's line."""
+    """The notes below the table: why a link is not clear, and what waits to be sent."""
     if link.condition is not LinkCondition.CLEAR:
         yield f"{link.condition} for {format_age(link.condition_s)}: {link.reason}"
     if link.backlog_bytes:

@@ -33,15 +33,15 @@ def live_command(
     run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     num_decisions: Annotated[
-        int, typer.Option("--decisions", min=0, help="how many of the last decisions")
+        int, typer.Option("--decisions", min=0, help="how many of the last decisions to show")
     ] = 10,
     as_json: JsonOption = False,
 ) -> None:
     """Show the plan in force: threshold and division, what was measured, the last decisions.
 
-    Times of prefill are learnt from prefills, error is by how much the last ones were off. The best
-    division is that for the traffic that was measured. Every decision says what was done, or why
-    nothing was.
+    Prefill times are learnt from prefills; error says how far off the last ones were. The best
+    division is the best for the measured traffic. Each decision says what was done, or why nothing
+    was done.
 
     \b
     prfaas plan live
@@ -89,7 +89,7 @@ def _mode(found: PlanOverview) -> str:
 
 
 def _settings_table(found: PlanOverview) -> Table:
-    """What the region is set to, beside the best that was found last."""
+    """What the region is set to, next to the best plan that was found last."""
     goal = next((item.goal for item in found.decisions if item.goal is not None), None)
     table = new_table("setting", numbers=("now", "best"))
     for cluster, tokens in found.thresholds.items():

@@ -37,7 +37,7 @@ role_app = command_group("Which instances of the PD cluster prefill and which de
 
 
 class NewRole(StrEnum):
-    """What an instance can be made."""
+    """The roles that an operator can give."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -65,22 +65,22 @@ def ls_command(
 @role_app.command("set")
 def set_command(
     instance: Annotated[str, typer.Argument(help="as `prfaas role ls` calls it")],
-    role: Annotated[NewRole, typer.Argument(help="what it shall do")],
+    role: Annotated[NewRole, typer.Argument(help="its new role")],
     epoch: Annotated[
         int | None, typer.Option(min=0, help="only if this is still the instance's epoch")
     ] = None,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="until it has the role, or keeps the old one")
+        bool, typer.Option("--wait/--no-wait", help="wait until the change is over")
     ] = True,
     gateway: GatewayOption = "",
     run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make an instance prefill or decode: it is drained and given work of the other kind.
+    """Change an instance's role: drain it, then give it work of the other kind.
 
-    Requests that it serves end there. The last usable instance of a role keeps it. One instance
-    changes at a time, and for some minutes after a change there is no other.
+    The instance finishes the requests that it serves. The last usable instance of a role keeps its
+    role. One instance changes at a time, and for some minutes after a change no other may.
 
     \b
     prfaas role set d1 prefill
@@ -118,10 +118,10 @@ def _waited(url: str, api_key: str, now: InstanceRole, wanted: NewRole) -> Insta
 
 
 def _is_over(overview: RolesOverview, now: InstanceRole) -> bool:
-    """Whether nothing more comes of the instance's change."""
+    """Whether the instance's change has ended, one way or the other."""
     change = overview.conversion
     if change is None:
-        return not overview.busy_with  # else it is being given back
+        return not overview.busy_with  # an undo is still under way
     if change.instance != now.instance:
         return True
     return change.phase == "dwelling" and now.phase == "ready"

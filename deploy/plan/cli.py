@@ -39,7 +39,7 @@ plan_app.command("profile")(profile_command)
 plan_app.command("live")(live_command)
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="FILE", help="plan file, YAML")]
-SeedOption = Annotated[int, typer.Option(help="of the simulated requests")]
+SeedOption = Annotated[int, typer.Option(help="seed of the simulated requests")]
 RequestsOption = Annotated[
     int, typer.Option("--requests", min=1000, help="simulated requests at each load")
 ]
@@ -53,7 +53,7 @@ def example_command() -> None:
 
 @plan_app.command("case-study")
 def case_study_command(as_json: JsonOption = False) -> None:
-    """The paper's three deployments (its Table 6), worked out here, beside its own numbers."""
+    """Work out the paper's three deployments (its Table 6) and compare with its numbers."""
     from deploy.plan.solve.case_study import case_study, deployments
     from scheduler.planning.throughput import Mode
 
@@ -78,7 +78,7 @@ def solve_command(
     file: PlanArgument,
     as_json: JsonOption = False,
     search: Annotated[
-        bool, typer.Option("--search", help="also the best threshold of every division")
+        bool, typer.Option("--search", help="also show the best threshold of every division")
     ] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="pictures; .png, .svg or .html")
@@ -86,7 +86,7 @@ def solve_command(
     num_requests: RequestsOption = 100_000,
     seed: SeedOption = 1,
 ) -> None:
-    """The plan with the highest throughput: who prefills what, what binds, TTFT, cost.
+    """Find the plan with the highest throughput: who prefills what, what binds, TTFT, cost.
 
     \b
     Exit status 0: a plan was found, 1: a goal of the file (rate_rps, slo.ttft_p90) is not met,
@@ -154,7 +154,7 @@ def sweep_command(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Re-solve while something changes, and the loss if today's plan stayed as it is.
+    """Solve again for other values of a setting; show what keeping today's plan would lose.
 
     \b
     NAME is one of
@@ -164,7 +164,7 @@ def sweep_command(
       output_tokens      mean output length
       prefill_instances  instances of every prefill cluster
       pd_instances       instances of every PD cluster
-    With several --over, every combination.
+    Several --over give every combination.
     """
     from deploy.plan.values import parse_over
 

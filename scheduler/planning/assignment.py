@@ -112,8 +112,8 @@ class Assignment:
 
     @property
     def fractions(self) -> Floats:
-        """Of each class, the part that takes each route; a class of no weight does as its
-        neighbour of shorter prompts.
+        """The part of each class that takes each route. A class without weight is routed like the
+        next one with shorter prompts.
         """
         total = self.flow.sum(axis=0)
         weighty = np.flatnonzero(total > 0)

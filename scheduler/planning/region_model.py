@@ -51,7 +51,7 @@ class Link:
     bytes_per_s: float
     rtt_s: float = 0.0
     price_per_gb: float = 0.0
-    """Of 10^9 bytes."""
+    """For 10^9 bytes."""
 
     @property
     def name(self) -> str:

@@ -149,7 +149,7 @@ def test_live_it_outlives_a_gateway_that_is_away(monkeypatch: pytest.MonkeyPatch
     result = run(app, ["link", "top", "--gateway", "http://g"])
     assert result.exit_code == 0
     assert away.num_looks == 3
-    assert "no news: http://g is gone" in result.output
+    assert "no answer: http://g is gone" in result.output
 
 
 def test_a_gateway_that_is_not_there_is_named() -> None:

@@ -12,7 +12,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def arenas() -> set[Path]:
-    """Arena files, and what lies beside those that are kept, of any region on this machine."""
+    """Arena files of all regions on this machine, and the files that kept arenas have with them."""
     return {*SHARED_MEMORY.glob("prfaas-*.arena"), *SHARED_MEMORY.glob("prfaas-kept-*")}
 
 

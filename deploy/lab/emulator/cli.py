@@ -81,11 +81,11 @@ def fault_command(
     socket: Annotated[Path, typer.Argument(help="the link's control socket")],
     action: Annotated[Action, typer.Argument(help="what to do to it")] = Action.REPORT,
     direction: Annotated[Way, typer.Option(help="forward: from client to target")] = Way.BOTH,
-    after_bytes: Annotated[int, typer.Option(help="strike after so many more bytes")] = 0,
-    for_: Annotated[str, typer.Option("--for", help="heal after: 3s; 0: stay")] = "0",
-    rate: Annotated[str | None, typer.Option(help="with `set`")] = None,
-    rtt: Annotated[str | None, typer.Option(help="with `set`")] = None,
-    jitter: Annotated[str | None, typer.Option(help="with `set`")] = None,
+    after_bytes: Annotated[int, typer.Option(help="begin after this many more bytes")] = 0,
+    for_: Annotated[str, typer.Option("--for", help="heal after: 3s; 0: never")] = "0",
+    rate: Annotated[str | None, typer.Option(help="the new value, with `set`")] = None,
+    rtt: Annotated[str | None, typer.Option(help="the new value, with `set`")] = None,
+    jitter: Annotated[str | None, typer.Option(help="the new value, with `set`")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Break, heal or change a running link, and show its counters.
@@ -137,7 +137,7 @@ def _table(report: LinkReport) -> Table:
         states += ["swallowing"] * (name in report.swallowing)
         counts = (way.in_bytes, way.out_bytes, way.held_bytes, way.swallowed_bytes)
         table.add_row(
-            name, *(f"{n:,}" for n in counts), str(way.flipped_bytes), ", ".join(states) or "well"
+            name, *(f"{n:,}" for n in counts), str(way.flipped_bytes), ", ".join(states) or "fine"
         )
     shape = f"{format_rate(report.rate_bytes_per_s)}, {format_duration(report.rtt_s)} round trip"
     table.caption = f"{shape}, {report.open_connections} connections"

@@ -68,7 +68,7 @@ def profile_command(
     """Measure prefill times and decode steps of a running engine, for `prfaas plan solve`.
 
     Sends prompts of random tokens, one at a time, then streams that decode together. The engine
-    must be idle and serve nobody else meanwhile. Ctrl-C stops at once and writes nothing, unless
+    must serve no other client meanwhile. Ctrl-C stops at once and writes nothing, unless
     --keep-partial is given.
 
     \b

@@ -51,7 +51,7 @@ _SETTLE_S: Final = 5.0
 _POLL_S: Final = 0.02
 _WARM_UP_TOKENS: Final = 8
 _STEP_WORK_TOKENS: Final = 200
-"""A decode step takes about as long as a prefill of so many tokens; only progress depends on it."""
+"""A decode step takes about as long as a prefill of this many tokens; for the progress bar only."""
 _FEWEST_TOKEN_IDS: Final = 16
 _SMALL_IDS: Final = tuple(range(256))
 

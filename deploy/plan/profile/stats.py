@@ -22,7 +22,7 @@ from deploy.plan.profile.file import (
 )
 
 MIN_STEPS = 8
-"""Steps are timed over so many tokens at least; fewer with all streams decoding are no measurement.
+"""Steps are timed over at least this many tokens; fewer with all streams decoding say nothing.
 
 A busy client reads tokens in bursts. From one token to the next it would then see either nothing or
 a multiple of the step; over eight tokens the burst hardly matters."""

@@ -48,23 +48,23 @@ def link_command(
     A and B are nodes, clusters (their first node) or instances of the region that runs here, or
     host:port of an agent's control port anywhere.
 
-    A sends real bytes to B the way KVCache goes: same ports, connections, tuning, TLS and
-    checksums, behind the KVCache that requests wait for. They take no landing memory at B and are
-    thrown away. It ends after --seconds or --mib, or with Ctrl-C, at both ends.
+    A sends real bytes to B the way KVCache goes: the same ports, connections, tuning, TLS and
+    checksums, at a lower priority than the KVCache that requests wait for. B throws the bytes away
+    and gives them no landing memory. The probe ends at both ends after --seconds, after --mib, or
+    with Ctrl-C.
 
-    How to read it: every connection may have a window on its way for one round trip, so the
-    kernels allow connections x window / round trip; with --rate-gbps the link allows that much.
-    The least of these is what to expect. The limit that is named is where the rate ended:
+    How to read it: a connection sends at most one window in a round trip, so the kernels allow
+    connections x window / round trip. With --rate-gbps the link is believed to allow that much.
+    Expect the smaller of the two. The limit that is named is what held the rate back:
 
     \b
     sender CPU, receiver CPU   that host is full: give the agent more CPUs
-    send, receive window       buffers are small for the round trip: set the sysctl that is shown
+    send, receive window       buffers are too small for the round trip: set the sysctl shown
     link                       loss, or the path carries no more
-    receiver's memory          TCP memory of B's kernel is used up
+    receiver's memory          the TCP memory of B's kernel is used up
 
-    Exit status 0 if all is well, 1 if there is something to mend or nothing could be measured,
-    2 for wrong arguments. Without --rate-gbps nobody knows whether a
-    full CPU or link is too slow, so these do not count.
+    Exit status 0: nothing needs fixing; 1: something does, or nothing could be measured; 2: wrong
+    arguments. Without --rate-gbps the expected rate is unknown, so a full CPU or link is no fault.
 
     \b
     prfaas doctor link prefill-a pd-b

@@ -29,14 +29,14 @@ from transport.sending.tuning import FULL_QUEUE_RTTS, LIMITED_SHARE
 
 MOSTLY = 0.5
 FULL_CPU = 0.85
-"""Of the CPUs that an agent may use."""
+"""An agent that uses this share of its CPUs is held up by them."""
 FULL_HOST = 0.95
 WANTS_CPU = 0.2
-"""Of its CPUs: an agent that uses more on a full host is held up there."""
+"""On a full host, an agent that uses this share of its CPUs is held up too."""
 NOTHING_TO_SEND = 0.5
 """Sockets that are busy for less of the time wait for their own process."""
 HEALTHY_SHARE = 0.8
-"""Of the expected rate."""
+"""A link that reaches this share of the expected rate is healthy."""
 LOSS_NOTED, LOSS_BAD = 5e-4, 1e-2
 FREE_LANDING_SHARE = 0.05
 
@@ -237,7 +237,7 @@ def _link_fix(measured: Measurement) -> str:
 
 
 def _side_findings(measured: Measurement, stage: Stage) -> list[Finding]:
-    """What is worth saying beside the limit."""
+    """Findings other than the limit."""
     findings = []
     path, memory = measured.path, measured.landing_memory
     if stage is not Stage.LINK and path.loss >= LOSS_NOTED and _is_far(measured):

@@ -13,7 +13,7 @@ from transport import LinkState
 
 MIN_PLATEAU_S = 0.4
 SETTLING_SHARE = 1 / 3
-"""Of the probe's time, left out of the plateau: slow start and the first steps of tuning."""
+"""This share of the probe's time is left out: slow start and the first steps of tuning."""
 RISING = 1.3
 
 
@@ -44,9 +44,9 @@ class PathNumbers:
     min_rtt_s: float
     loss: float
     busy: float
-    """Of the time of connections in use: something was waiting to be sent or acknowledged."""
+    """Share of the connections' time in which bytes waited to be sent or acknowledged."""
     rwnd_limited: float
-    """Of that busy time: the receiver's window was the limit."""
+    """Share of the busy time in which the receiver's window was the limit."""
     sndbuf_limited: float
     congestion: tuple[str, ...]
     """What the sockets really use."""
@@ -65,7 +65,7 @@ class Measurement:
     is_rising: bool
     """The last third of the plateau was clearly faster than the first."""
     other_bytes_per_s: float
-    """Of that rate, transfers of others."""
+    """The part of that rate that other transfers had."""
     width: int
     max_connections: int
     frame_bytes: int
@@ -119,7 +119,7 @@ def summarise(run: ProbeRun) -> Measurement:
 
 
 def _plateau(samples: Sequence[Sample]) -> list[Sample]:
-    """Those after the settling; all of them had a link with something to send."""
+    """The samples after the settling; in each of them the link had something to send."""
     going = [s for s in samples if s.sender.state == "open" and s.sender.link is not None]
     if going:
         begin_s, end_s = going[0].sender.load.now_s, going[-1].sender.load.now_s

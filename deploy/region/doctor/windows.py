@@ -55,6 +55,8 @@ def send_buffer_bytes(kernel: KernelTcp) -> int:
 
 
 def path_rtt_s(measured: Measurement) -> float:
-    """Of the empty path where it is long; of the loaded one where only CPUs are in between."""
+    """The round trip that windows are held against, s: of the empty path if that is long, of the
+    loaded one if only CPUs are in between.
+    """
     path = measured.path
     return path.min_rtt_s if path.min_rtt_s >= NEAR_RTT_S else path.rtt_s

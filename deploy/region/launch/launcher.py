@@ -2,7 +2,7 @@
 
 A library (`async with RunningRegion(...) as region`) as much as the heart of `prfaas up`. Whatever
 ends it, an error, a signal, even SIGKILL, none of its processes outlives it. Does not know what the
-processes do beyond when they are well.
+processes do, only whether they are healthy.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LaunchConfig:
 class Progress:
     """How one process is doing; `line` is the newest of its log while it starts, at any length.
 
-    `state`: a `ProcessState`, or "waiting" while the gateway is well and not yet what it fronts.
+    `state`: a `ProcessState`, or "waiting" while the gateway is healthy and its engines are not.
     """
 
     name: str

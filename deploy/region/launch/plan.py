@@ -1,7 +1,7 @@
 """Which processes a region on one machine consists of, and the command line of each.
 
 Pure: takes a resolved region, paths and an environment, and returns process descriptions. Does not
-know when they are started or whether they are well.
+know when they are started or whether they are healthy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether the processes of a region are well: one cheap question to each, by its kind.
+"""Whether the processes of a region are healthy: one cheap question to each, by its kind.
 
 Knows the ports and protocols of our processes; does not know what to do about an answer.
 """

@@ -83,11 +83,11 @@ class RunningProcess:
     async def wait_healthy(
         self, timeout_s: float = 600.0, progress: Callable[[str], None] | None = None
     ) -> None:
-        """Wait until it is well; EngineStartFailed with its last log lines otherwise."""
+        """Wait until it is healthy; EngineStartFailed with its last log lines otherwise."""
         await self._supervisor.wait_healthy(timeout_s, progress)
 
     async def wait_restarted(self, timeout_s: float = 600.0) -> None:
-        """After `kill`: wait until it is well again. EngineStartFailed when time is over."""
+        """After `kill`: wait until it is healthy again. EngineStartFailed when time is over."""
         await self._supervisor.wait_healthy(timeout_s, patient=True)
 
     async def stop(self) -> None:
