@@ -11,7 +11,7 @@ import msgspec
 from kvmanager.agent.messages import OpenOutboxReply, ReserveReply
 
 
-class Landing(msgspec.Struct, frozen=True, kw_only=True):
+class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     """Memory reserved on a receiving node for exactly one transfer.
 
     Ids, tokens, fingerprints and digests are lower-case hex. `num_tokens` is the number of tokens
@@ -31,9 +31,9 @@ class Landing(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) -> Landing:
+def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) -> ReservedLanding:
     """The landing that an agent granted for these tokens."""
-    return Landing(
+    return ReservedLanding(
         transfer_id=reply.transfer_id,
         token=reply.token,
         nbytes=reply.nbytes,
@@ -46,7 +46,7 @@ def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) ->
     )
 
 
-def producer_params(landing: Landing, outbox: OpenOutboxReply) -> dict[str, Any]:
+def producer_params(landing: ReservedLanding, outbox: OpenOutboxReply) -> dict[str, Any]:
     """The `kv_transfer_params` that make an engine fill the outbox its agent opened."""
     return {
         "prfaas": {
@@ -63,7 +63,7 @@ def producer_params(landing: Landing, outbox: OpenOutboxReply) -> dict[str, Any]
 
 
 def consumer_params(
-    landing: Landing,
+    landing: ReservedLanding,
     *,
     arena_epoch: str,
     runs: Sequence[tuple[int, int]],

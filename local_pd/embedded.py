@@ -333,8 +333,8 @@ class EmbeddedPdCluster:
         self, instance: Instance, transfer_id: str, timeout_s: float
     ) -> LandingReport:
         try:
-            report = await instance.agent.wait_landing(
-                transfer_id, timeout_s, self._config.rpc_timeout_s
+            report = await instance.agent.wait(
+                transfer_id, "landing", wait_s=timeout_s, timeout_s=self._config.rpc_timeout_s
             )
         except RpcError as error:
             logger.warning("%s: landing %s not awaited: %s", instance.name, transfer_id, error)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvmanager.agent.messages import TransferReport
-from kvmanager.landing import Landing
+from kvmanager.landing import ReservedLanding
 from scheduler.live.conversion import RoleChange, RoleStatus
 
 
@@ -21,7 +21,7 @@ class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
     unrenewed.
     """
 
-    landing: Landing
+    landing: ReservedLanding
     instance: str
     engine_url: str
     kv_transfer_params: dict[str, Any]

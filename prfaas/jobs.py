@@ -6,7 +6,7 @@ do not know who runs the job.
 
 import msgspec
 
-from kvmanager.landing import Landing
+from kvmanager.landing import ReservedLanding
 from kvmanager.token_ids import TokenIds
 
 
@@ -21,7 +21,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     prompt_token_ids: TokenIds
-    landing: Landing
+    landing: ReservedLanding
     cache_salt: str | None = None
     priority: int = 0
     traceparent: str = ""

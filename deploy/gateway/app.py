@@ -205,7 +205,7 @@ class Gateway:
     def _build_placement(self, caches: RegionCaches) -> PrefixPlacement:
         moves = CacheMoves(
             lambda: caches.targets,
-            caches.open_control,
+            caches.open_agent,
             self._background,
             MoveMetrics(self.metrics.registry),
         )

@@ -20,6 +20,7 @@ import uvloop
 from deploy.gateway.app import Gateway
 from deploy.gateway.file import (
     GatewayFile,
+    agent_clients,
     build_caches,
     build_clusters,
     build_links,
@@ -66,7 +67,8 @@ async def run(file: GatewayFile) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    caches = build_caches(file)
+    agents = agent_clients(file)
+    caches = build_caches(file, agents)
     clusters = build_clusters(file)
     try:
         await clusters.start()
@@ -76,7 +78,7 @@ async def run(file: GatewayFile) -> None:
             clusters.prefill,
             clusters.links,
             caches,
-            region_links=build_links(file),
+            region_links=build_links(file, agents),
         )
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from deploy.gateway.cache.region_caches import Follow, RegionCaches
+from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import (
     ApiKey,
     GatewayConfig,
@@ -24,9 +24,7 @@ from deploy.gateway.config import (
 )
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
-from kvmanager.agent.clients.cache import CacheControl
-from kvmanager.agent.clients.control import AgentControl
-from kvmanager.agent.clients.links import LinkClient
+from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.fields import Address, Seconds, Section, TlsSection, tls_files
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import read_settings
@@ -158,31 +156,27 @@ def build_clusters(file: GatewayFile) -> Clusters:
     )
 
 
-def build_caches(file: GatewayFile) -> RegionCaches:
+def agent_clients(file: GatewayFile) -> AgentClients:
+    """The gateway's ways to node agents, shared by its caches and links."""
+    return AgentClients(tls_files(file.tls))
+
+
+def build_caches(file: GatewayFile, agents: AgentClients) -> RegionCaches:
     """The gateway's view of what is cached, as `file` says. Raises `FileError`."""
-    tls, directory = tls_files(file.tls), file.gateway.directory
-
-    def caches(reader: DirectoryReader, follow: Follow | None = None) -> RegionCaches:
-        return RegionCaches(
-            reader,
-            lambda target: AgentControl(target, tls),
-            follow,
-            open_control=lambda target: CacheControl(target, tls),
-        )
-
+    directory = file.gateway.directory
     if directory.target is not None:
-        return caches(RemoteDirectory(directory.target, tls))
+        remote = RemoteDirectory(directory.target, tls_files(file.tls))
+        return RegionCaches(remote, agents.open)
     if directory.kind == "redis":
-        return caches(_redis_directory(directory.url))
-    embedded = EmbeddedDirectory(tls=tls)
-    return caches(embedded, embedded.follow)
+        return RegionCaches(_redis_directory(directory.url), agents.open)
+    embedded = EmbeddedDirectory(agents.open)
+    return RegionCaches(embedded, agents.open, embedded.follow)
 
 
-def build_links(file: GatewayFile) -> RegionLinks:
+def build_links(file: GatewayFile, agents: AgentClients) -> RegionLinks:
     """The gateway's view of the links between the clusters of `file`."""
-    tls = tls_files(file.tls)
     return RegionLinks(
-        lambda target: LinkClient(target, tls),
+        agents.open,
         names={(source.name, file.pd.name): source.link for source in file.prefill},
         detours={source.name: source.endpoints for source in file.prefill},
     )

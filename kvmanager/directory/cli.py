@@ -18,6 +18,7 @@ import typer
 import uvloop
 from prometheus_client import start_http_server
 
+from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.directory.config import DirectoryConfig, load
@@ -89,7 +90,8 @@ async def serve(config: DirectoryConfig) -> None:
 
 async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
     tls = tls_files(config.tls)
-    directory = EmbeddedDirectory(tls=tls, timing=FollowTiming(forget_s=config.forget_s))
+    timing = FollowTiming(forget_s=config.forget_s)
+    directory = EmbeddedDirectory(AgentClients(tls).open, timing=timing)
     server = RpcServer(config.listen, {SERVICE: DirectoryService(directory).methods()}, tls)
     host = Endpoint.parse(config.listen).host
     metrics = _Metrics(config, directory.follower)
@@ -115,7 +117,7 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
     settings = RedisSettings(forget_s=config.forget_s)
     redis = connect(url, timeout_s=_REDIS_TIMEOUT_S)
     timing = FollowTiming(forget_s=config.forget_s)
-    follower = DirectoryFollower(RedisSink(redis, settings), tls=tls, timing=timing)
+    follower = DirectoryFollower(RedisSink(redis, settings), AgentClients(tls).open, timing=timing)
     reader = RedisDirectory(redis, settings)
     metrics = _Metrics(config, follower)
     try:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from kvmanager.agent.client import AgentClient
 from kvmanager.directory.directory import Directory
 from kvmanager.directory.feed_client import DirectoryFollower, DirectorySink, FollowTiming
 from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
 from kvmanager.directory.table import Keys
-from transport import TlsFiles
 
 
 class EmbeddedDirectory:
     """A `DirectoryReader`. `follow` says which agents there are, again whenever they change."""
 
-    def __init__(self, *, tls: TlsFiles | None = None, timing: FollowTiming | None = None) -> None:
+    def __init__(
+        self, connect: Callable[[str], AgentClient], *, timing: FollowTiming | None = None
+    ) -> None:
+        """`connect` makes a client of the agent at a control address, to be closed here."""
         self.core = Directory()
-        self.follower = DirectoryFollower(DirectorySink(self.core), tls=tls, timing=timing)
+        self.follower = DirectoryFollower(DirectorySink(self.core), connect, timing=timing)
 
     async def follow(self, agents: Mapping[NodeName, str]) -> None:
         """Follow exactly the agents with these control addresses."""

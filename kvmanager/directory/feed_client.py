@@ -15,24 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvmanager.agent.clients.control import AgentControl
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheFeed
 from kvmanager.directory.directory import Directory, Position
 from kvmanager.directory.errors import DirectoryError, FeedError
 from kvmanager.directory.messages import NodeName
-from transport import TlsFiles
 from transport.backoff import Backoff
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
-
-
-class FeedSource(Protocol):
-    """The agent that is followed; `AgentControl` is one. Methods raise RpcError."""
-
-    async def watch_cache(self, epoch: str, after_seq: int, timeout_s: float) -> CacheFeed: ...
-
-    async def close(self) -> None: ...
 
 
 class FeedSink(Protocol):
@@ -100,14 +91,14 @@ class DirectoryFollower:
     def __init__(
         self,
         sink: FeedSink,
+        connect: Callable[[str], AgentClient],
         *,
-        tls: TlsFiles | None = None,
         timing: FollowTiming | None = None,
-        connect: Callable[[str], FeedSource] | None = None,
     ) -> None:
+        """`connect` makes a client of the agent at a control address, to be closed here."""
         self._sink = sink
         self._timing = timing or FollowTiming()
-        self._connect = connect or (lambda target: AgentControl(target, tls))
+        self._connect = connect
         self._followed: dict[NodeName, tuple[str, asyncio.Task[None]]] = {}
         self.counts = FollowCounts()
 
@@ -134,11 +125,11 @@ class DirectoryFollower:
         await asyncio.gather(task, return_exceptions=True)
 
     async def _run(self, node: NodeName, target: str) -> None:
-        source = self._connect(target)
+        agent = self._connect(target)
         try:
-            await _Following(node, source, self._sink, self._timing, self.counts).run()
+            await _Following(node, agent, self._sink, self._timing, self.counts).run()
         finally:
-            await source.close()
+            await agent.close()
 
     async def _forget(self, node: NodeName) -> None:
         try:
@@ -153,13 +144,13 @@ class _Following:
     def __init__(
         self,
         node: NodeName,
-        source: FeedSource,
+        agent: AgentClient,
         sink: FeedSink,
         timing: FollowTiming,
         counts: FollowCounts,
     ) -> None:
         self._node = node
-        self._source = source
+        self._agent = agent
         self._sink = sink
         self._timing = timing
         self._counts = counts
@@ -204,7 +195,7 @@ class _Following:
         position = await self._sink.position(self._node)
         if position is None:
             return None
-        feed = await self._source.watch_cache(*position, self._timing.poll_s)
+        feed = await self._agent.watch_cache(*position, self._timing.poll_s)
         if not await self._sink.apply(self._node, feed):
             self._counts.gaps += 1
             logger.info("%s: a gap after %s; a snapshot is asked for", self._node, position)

@@ -15,7 +15,7 @@ from typing import Final
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvmanager.agent.clients.control import AgentControl
+from kvmanager.agent.client import AgentClient, AgentClients
 from kvmanager.agent.messages import CacheModel
 from prfaas.engines.client import EngineHttp, EngineLoad, open_session
 from prfaas.engines.command import EngineSpec
@@ -104,7 +104,7 @@ class Instance:
     """One instance: clients, health and load. Mutated by `Instances` only."""
 
     def __init__(
-        self, spec: InstanceSpec, http: EngineHttp, agent: AgentControl, config: InstancesConfig
+        self, spec: InstanceSpec, http: EngineHttp, agent: AgentClient, config: InstancesConfig
     ) -> None:
         self.spec = spec
         self.role: Role = spec.role
@@ -208,7 +208,7 @@ class Instances:
         self._config = config
         self._on_change = on_change
         self._session: aiohttp.ClientSession | None = None
-        self._agents: dict[str, AgentControl] = {}
+        self._agents = AgentClients(config.tls)
         self._instances: dict[str, Instance] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._holds: dict[str, asyncio.TimerHandle] = {}
@@ -223,11 +223,8 @@ class Instances:
         """Start supervised engines, probe everything once, go on probing in the background."""
         self._session = open_session()
         for spec in self._specs:
-            agent = self._agents.get(spec.agent)
-            if agent is None:
-                agent = self._agents[spec.agent] = AgentControl(spec.agent, self._config.tls)
             http = EngineHttp(spec.engine_url, self._session)
-            instance = Instance(spec, http, agent, self._config)
+            instance = Instance(spec, http, self._agents.open(spec.agent), self._config)
             if spec.engine is not None:
                 instance.supervisor = self._supervise(instance, spec.engine)
             self._instances[spec.name] = instance
@@ -312,7 +309,7 @@ class Instances:
         await asyncio.gather(*tasks, return_exceptions=True)
         supervisors = [item.supervisor for item in self._instances.values() if item.supervisor]
         await asyncio.gather(*(item.stop() for item in supervisors))
-        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
+        await asyncio.gather(*(item.agent.close() for item in self._instances.values()))
         if self._session is not None:
             await self._session.close()
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from kvmanager.agent.clients.control import AgentControl
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import OpenOutboxReply, TransferReport
 from kvmanager.hashing import token_digest
 from kvmanager.landing import producer_params
@@ -75,7 +75,7 @@ class Place:
 
     instance: str
     http: EngineHttp
-    agent: AgentControl
+    agent: AgentClient
     gone: asyncio.Event
     model: str = ""
 
@@ -253,8 +253,11 @@ class PrefillRunner:
         acked_bytes, progress_s = -1, time.monotonic()
         while True:
             try:
-                report = await place.agent.wait_outbox(
-                    job.landing.transfer_id, config.await_slice_s, config.rpc_timeout_s
+                report = await place.agent.wait(
+                    job.landing.transfer_id,
+                    "outbox",
+                    wait_s=config.await_slice_s,
+                    timeout_s=config.rpc_timeout_s,
                 )
             except RpcError as error:
                 _agent_trouble("lost sight of the transfer", error)

@@ -25,6 +25,7 @@ import psutil
 from redis_server import RedisServer
 from smoke import add_smoke
 
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheFeed
 from kvmanager.directory.directory import Directory
 from kvmanager.directory.embedded import EmbeddedDirectory
@@ -201,7 +202,7 @@ def serve_region(num_blocks: int, pipe: Connection) -> None:
     """A directory behind gRPC, in a process of its own, until the other end says so."""
 
     async def run() -> None:
-        directory = EmbeddedDirectory()
+        directory = EmbeddedDirectory(AgentClient)
         for node, feed in Region(num_blocks).messages():
             directory.core.apply(node, feed, time.monotonic())
         server = RpcServer("127.0.0.1:0", {SERVICE: DirectoryService(directory).methods()})
@@ -260,7 +261,7 @@ async def measure_redis(num_blocks: int, count: int) -> Row:
 
 
 async def measure_embedded(num_blocks: int, count: int) -> Row:
-    directory = EmbeddedDirectory()
+    directory = EmbeddedDirectory(AgentClient)
     region = Region(num_blocks)
     for node, feed in region.messages():
         directory.core.apply(node, feed, time.monotonic())

@@ -31,6 +31,7 @@ from smoke import add_smoke
 
 from kvmanager.agent.cache.feed import CacheFeed
 from kvmanager.agent.cache.store import PartStore
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.kept_arena import open_arena
 from kvmanager.directory.embedded import EmbeddedDirectory
@@ -75,7 +76,7 @@ def watched(name: str, work: Callable[[], Awaitable[None]]) -> Row:
 
 def measure_directory(num_blocks: int) -> list[Row]:
     """Filled by the messages of eight nodes, while it is asked; then a node is forgotten."""
-    region, directory = Region(num_blocks), EmbeddedDirectory()
+    region, directory = Region(num_blocks), EmbeddedDirectory(AgentClient)
 
     async def fill() -> None:
         prompts = random.Random(3)

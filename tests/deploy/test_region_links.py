@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
-from kvmanager.landing import Landing
+from kvmanager.landing import ReservedLanding
 from kvmanager.token_ids import TokenIds
 from prfaas.jobs import PrefillJob
 
@@ -24,7 +24,7 @@ class Recorder:
 
 
 def job(host: str, port: int) -> PrefillJob:
-    landing = Landing(
+    landing = ReservedLanding(
         transfer_id="00",
         token="11",
         nbytes=1,

@@ -12,7 +12,7 @@ import pytest
 from agent_process import SMALL_LAYOUT
 
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
-from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder, move_cache
+from kvmanager.agent.client import AgentClient, CacheMoveOrder, move_cache
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.control import ControlService
 from kvmanager.agent.engines.protocol import Hello
@@ -51,7 +51,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @dataclass
 class Node:
     agent: NodeAgent
-    control: CacheControl
+    control: AgentClient
 
     @property
     def pool(self) -> HybridPool:
@@ -104,7 +104,7 @@ async def node(directory: Path, name: str, *, num_blocks: int = 256) -> AsyncIte
     hello = Hello("engine", "worker", os.getpid(), SMALL_LAYOUT.encode())
     agent.book.join(0, hello)
     rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()})
-    control = CacheControl(f"127.0.0.1:{await rpc.start()}")
+    control = AgentClient(f"127.0.0.1:{await rpc.start()}")
     try:
         yield Node(agent, control)
     finally:
@@ -191,38 +191,40 @@ async def test_while_it_is_sent_it_stays_and_an_end_lets_it_go(
     nowhere = ReserveCacheMoveReply(
         list(RESUME), "11" * 16, "22" * 32, NBYTES, "127.0.0.1", 9, lease_s=5.0
     )
-    await source.control.send(order(), nowhere, 5.0)
+    await source.control.send_cache_move(order(), nowhere, 5.0)
     assert not source.pool.make_room(source.agent.allocator.num_blocks)
     assert source.pool.match(SHAPE, KEYS).num_blocks == 8
-    assert await source.control.end_move("11" * 16, "enough")
+    assert await source.control.end_cache_move("11" * 16, "enough")
     await until(source.holds_nothing_for_moves)
     assert source.pool.make_room(source.agent.allocator.num_blocks)
-    seen = await source.control.move_status("11" * 16, "send", lease_s=1, wait_s=1)
+    seen = await source.control.cache_move_status("11" * 16, "send", lease_s=1, wait_s=1)
     assert (seen.state, seen.error) == ("cancelled", "enough")
-    assert not await source.control.end_move("11" * 16, "enough")
+    assert not await source.control.end_cache_move("11" * 16, "enough")
 
 
 async def test_a_landing_nobody_fills_gives_its_memory_back(destination: Node) -> None:
-    ended = await destination.control.reserve(order(), 30.0)
+    ended = await destination.control.reserve_cache_move(order(), 30.0)
     assert destination.num_used > 0
-    await destination.control.end_move(ended.transfer_id, "no more")
+    await destination.control.end_cache_move(ended.transfer_id, "no more")
     await until(lambda: destination.num_used == 0)
-    late = await destination.control.reserve(order(), 0.2)
+    late = await destination.control.reserve_cache_move(order(), 0.2)
     await until(lambda: destination.num_used == 0)
-    seen = await destination.control.move_status(late.transfer_id, "landing", lease_s=1, wait_s=0)
+    seen = await destination.control.cache_move_status(
+        late.transfer_id, "landing", lease_s=1, wait_s=0
+    )
     assert (seen.state, seen.error) == ("cancelled", "its caller has gone away")
 
 
 async def test_a_sender_without_the_token_is_not_let_in(source: Node, destination: Node) -> None:
-    landing = await destination.control.reserve(order(), 30.0)
+    landing = await destination.control.reserve_cache_move(order(), 30.0)
     forged = ReserveCacheMoveReply(
         landing.parts, landing.transfer_id, "00" * 32, landing.nbytes, landing.host, landing.port
     )
-    await source.control.send(order(), forged, 30.0)
-    seen = await source.control.move_status(landing.transfer_id, "send", lease_s=30, wait_s=5)
+    await source.control.send_cache_move(order(), forged, 30.0)
+    seen = await source.control.cache_move_status(landing.transfer_id, "send", lease_s=30, wait_s=5)
     assert seen.state == "failed"
     assert "bad_token" in seen.error
-    await destination.control.end_move(landing.transfer_id, "forged")
+    await destination.control.end_cache_move(landing.transfer_id, "forged")
     await until(lambda: destination.num_used == 0)
 
 
@@ -230,7 +232,7 @@ async def test_giving_a_move_up_ends_both_ends(
     source: Node, destination: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing arrives: the sender is told to go where nobody listens.
-    reserve = destination.control.reserve
+    reserve = destination.control.reserve_cache_move
 
     async def elsewhere(what: CacheMoveOrder, lease_s: float) -> ReserveCacheMoveReply:
         real = await reserve(what, lease_s)
@@ -238,7 +240,7 @@ async def test_giving_a_move_up_ends_both_ends(
             real.parts, real.transfer_id, real.token, real.nbytes, real.host, 9, real.lease_s
         )
 
-    monkeypatch.setattr(destination.control, "reserve", elsewhere)
+    monkeypatch.setattr(destination.control, "reserve_cache_move", elsewhere)
     moving = asyncio.create_task(move_cache(source.control, destination.control, order()))
     await until(lambda: not source.holds_nothing_for_moves())
     moving.cancel()
@@ -250,10 +252,10 @@ async def test_giving_a_move_up_ends_both_ends(
 
 async def test_a_destination_that_stops_fails_the_move(tmp_path: Path, source: Node) -> None:
     async with node(tmp_path, "stopping") as stopping:
-        landing = await stopping.control.reserve(order(), 30.0)
-    await source.control.send(order(), landing, 2.0)
+        landing = await stopping.control.reserve_cache_move(order(), 30.0)
+    await source.control.send_cache_move(order(), landing, 2.0)
     await until(source.holds_nothing_for_moves)
-    seen = await source.control.move_status(landing.transfer_id, "send", lease_s=1, wait_s=0)
+    seen = await source.control.cache_move_status(landing.transfer_id, "send", lease_s=1, wait_s=0)
     assert seen.state in ("failed", "cancelled")
 
 
@@ -261,10 +263,10 @@ async def test_what_a_prefix_stands_on_stays_while_the_rest_is_on_its_way(
     source: Node, destination: Node
 ) -> None:
     destination.store([(index, 0) for index in range(4)])
-    landing = await destination.control.reserve(order(), 30.0)
+    landing = await destination.control.reserve_cache_move(order(), 30.0)
     destination.pool.make_room(destination.agent.allocator.num_blocks)
-    await source.control.send(order(), landing, 30.0)
-    seen = await destination.control.move_status(
+    await source.control.send_cache_move(order(), landing, 30.0)
+    seen = await destination.control.cache_move_status(
         landing.transfer_id, "landing", lease_s=30, wait_s=5
     )
     assert (seen.state, seen.kept_parts) == ("complete", 5)
@@ -272,11 +274,11 @@ async def test_what_a_prefix_stands_on_stays_while_the_rest_is_on_its_way(
 
 
 async def test_a_prefix_is_dropped_back_to_where_others_need_it(source: Node) -> None:
-    dropped = await source.control.drop(FINGERPRINT, BLOCK_KEYS, 6)
+    dropped = await source.control.drop_cached(FINGERPRINT, BLOCK_KEYS, 6)
     assert dropped == 3  # the KV of two blocks and the state behind them
     assert source.pool.match(SHAPE, KEYS).kv_blocks == 6
     pin = source.pool.pin(SHAPE, KEYS, [(3, 0)], now_s())
-    assert await source.control.drop(FINGERPRINT, BLOCK_KEYS, 0) == 2
+    assert await source.control.drop_cached(FINGERPRINT, BLOCK_KEYS, 0) == 2
     assert source.pool.match(SHAPE, KEYS).kv_blocks == 4
     source.pool.unpin(pin.pin_id)
 
@@ -298,13 +300,13 @@ async def test_what_cannot_be_is_refused(
     destination: Node, wrong: CacheMoveOrder, match: str
 ) -> None:
     with pytest.raises(RpcError, match=match) as caught:
-        await destination.control.reserve(wrong, 30.0)
+        await destination.control.reserve_cache_move(wrong, 30.0)
     assert caught.value.code == "INVALID"
     assert destination.num_used == 0
 
 
 async def test_an_unknown_move_is_not_found(source: Node) -> None:
     with pytest.raises(RpcError, match="no move") as caught:
-        await source.control.move_status("00" * 16, "send", lease_s=1, wait_s=0)
+        await source.control.cache_move_status("00" * 16, "send", lease_s=1, wait_s=0)
     assert caught.value.code == "NOT_FOUND"
-    assert not await source.control.end_move("00" * 16, "")
+    assert not await source.control.end_cache_move("00" * 16, "")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvmanager.agent.cache.feed import CacheFeed
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import SERVICE as AGENT_SERVICE
 from kvmanager.agent.messages import CacheFeed as FeedReply
 from kvmanager.agent.messages import WatchCache
@@ -84,7 +85,7 @@ async def until(directory: DirectoryReader, num_blocks: int) -> None:
 
 async def test_follows_changes_pages_and_a_restart(agent: FollowedAgent) -> None:
     agent.holds(0, 100)
-    directory = EmbeddedDirectory(timing=TIMING)
+    directory = EmbeddedDirectory(AgentClient, timing=TIMING)
     await directory.follow({NODE: f"127.0.0.1:{agent.port}"})
     await until(directory, 100)
     agent.holds(60, 100, kinds=0)
@@ -101,7 +102,7 @@ async def test_an_agent_that_dies_is_forgotten_and_known_again_when_it_is_back()
     fake = FollowedAgent()
     server = await fake.start()
     fake.holds(0, 50)
-    directory = EmbeddedDirectory(timing=TIMING)
+    directory = EmbeddedDirectory(AgentClient, timing=TIMING)
     await directory.follow({NODE: f"127.0.0.1:{fake.port}"})
     await until(directory, 50)
     await server.stop(grace_s=0)
@@ -115,7 +116,7 @@ async def test_an_agent_that_dies_is_forgotten_and_known_again_when_it_is_back()
 
 async def test_the_service_answers_as_the_directory_does(agent: FollowedAgent) -> None:
     agent.holds(0, 33)
-    directory = EmbeddedDirectory(timing=TIMING)
+    directory = EmbeddedDirectory(AgentClient, timing=TIMING)
     await directory.follow({NODE: f"127.0.0.1:{agent.port}"})
     server = RpcServer("127.0.0.1:0", {SERVICE: DirectoryService(directory).methods()})
     target = f"127.0.0.1:{await server.start()}"

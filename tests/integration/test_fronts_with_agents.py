@@ -80,7 +80,9 @@ class Region:
         agent = self.prefill._instances.by_name["p0"].agent
         acked_bytes = 0
         while not acked_bytes:
-            report = await agent.wait_outbox(slot.landing.transfer_id, 0.02, 5.0)
+            report = await agent.wait(
+                slot.landing.transfer_id, "outbox", wait_s=0.02, timeout_s=5.0
+            )
             acked_bytes = report.acked_bytes
 
     async def memory_is_back(self, timeout_s: float = 15.0) -> None:

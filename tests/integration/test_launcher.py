@@ -24,7 +24,7 @@ from deploy.region.launch.launcher import LaunchConfig, Progress, RegionStartFai
 from deploy.region.launch.rundir import RunDirectoryError, read_state
 from deploy.region.launch.status import region_status
 from deploy.region.spec.region import RegionSpec
-from kvmanager.agent.clients.control import AgentControl
+from kvmanager.agent.client import AgentClient
 from kvmanager.config_files.problems import FileError
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig
@@ -264,7 +264,7 @@ async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(
             assert not await asyncio.to_thread(is_welcome, address, None)
             assert not await asyncio.to_thread(is_welcome, address, without)
             assert await asyncio.to_thread(is_welcome, address, ours)
-        stranger = AgentControl(state.agents["b1"])
+        stranger = AgentClient(state.agents["b1"])
         with pytest.raises(RpcError) as refused:
             await stranger.status(5.0)
         assert refused.value.code == "UNAVAILABLE"

@@ -14,12 +14,12 @@ import pytest
 from agent_process import AgentProcess, wait_until
 
 from deploy.gateway.app import Gateway
-from deploy.gateway.file import GatewayFile, build_clusters, build_links
+from deploy.gateway.file import GatewayFile, agent_clients, build_clusters, build_links
 from deploy.gateway.links.region_links import LinksOverview
 from deploy.gateway.server import start_server
 from deploy.lab.emulator import RelayProcess
 from deploy.ops.client import ask
-from kvmanager.agent.clients.links import LinkClient, probe_link
+from kvmanager.agent.client import AgentClient, probe_link
 from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.agent.messages import (
     ProbeEnd,
@@ -171,7 +171,7 @@ def test_a_probe_measures_an_idle_link(agents: tuple[AgentProcess, AgentProcess]
     sender, receiver = agents
 
     async def probe(link: RelayProcess, via: AgentProcess, nbytes: int) -> float:
-        clients = [LinkClient(agent.ready["control"]) for agent in (via, receiver)]
+        clients = [AgentClient(agent.ready["control"]) for agent in (via, receiver)]
         try:
             reply = await probe_link(*clients, nbytes, link.host, link.port)
         finally:
@@ -233,7 +233,10 @@ async def test_a_gateway_shows_the_link_and_has_it_probed(
         clusters = build_clusters(file)
         await clusters.start()
         gateway = Gateway(
-            file.gateway, clusters.pd, clusters.prefill, region_links=build_links(file)
+            file.gateway,
+            clusters.pd,
+            clusters.prefill,
+            region_links=build_links(file, agent_clients(file)),
         )
         runner = await start_server(gateway)
         url = "http://{}:{}".format(*runner.addresses[0][:2])

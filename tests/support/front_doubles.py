@@ -30,7 +30,7 @@ from kvmanager.agent.messages import (
     TransferReport,
 )
 from kvmanager.hashing import token_digest
-from kvmanager.landing import Landing
+from kvmanager.landing import ReservedLanding
 from kvmanager.token_ids import TokenIds
 from prfaas.jobs import PrefillJob
 from transport.rpc import Method, RpcError, RpcServer
@@ -51,7 +51,7 @@ def prefill_job(
 ) -> PrefillJob:
     """A job whose landing is where nobody listens; the fakes never connect."""
     token_ids = TokenIds.of([number % 256] * num_tokens)
-    landing = Landing(
+    landing = ReservedLanding(
         transfer_id=f"{number:032x}",
         token="cd" * 32,
         nbytes=num_tokens * BYTES_PER_TOKEN,

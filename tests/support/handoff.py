@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 
 from deploy.region.launch.launcher import RunningRegion
-from kvmanager.agent.clients.control import AgentControl
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import ReserveReply
 from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
-from kvmanager.landing import Landing, consumer_params, reserved_landing
+from kvmanager.landing import ReservedLanding, consumer_params, reserved_landing
 from kvmanager.token_ids import TokenIds
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.prefill_run import Place, PrefillRunner
@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 class Landed:
     """KVCache in the receiving agent's arena. `data`: all of its bytes, in transfer order."""
 
-    landing: Landing
+    landing: ReservedLanding
     reply: ReserveReply
     result: PrefillResult
     data: bytes
@@ -46,7 +46,7 @@ class Handoff:
         self._region = region
         self._model = model
         self._session = session
-        self._receiver = AgentControl(region.agent_control("b1"))
+        self._receiver = AgentClient(region.agent_control("b1"))
         self._runner = PrefillRunner()
 
     async def close(self) -> None:
@@ -58,7 +58,7 @@ class Handoff:
         digest = token_digest(token_ids).hex()
         reply = await self._receiver.reserve(len(token_ids), digest, 60.0, timeout_s=TIMEOUT_S)
         landing = reserved_landing(reply, len(token_ids), digest)
-        agent = AgentControl(self._region.agent_control(node))
+        agent = AgentClient(self._region.agent_control(node))
         try:
             place = Place(instance, self._http(instance), agent, asyncio.Event(), self._model)
             job = PrefillJob(

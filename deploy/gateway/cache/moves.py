@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, PromptKeys
 from deploy.gateway.serving.background import Background
-from kvmanager.agent.clients.cache import (
-    CacheControl,
+from kvmanager.agent.client import (
+    AgentClient,
     CacheMoveOrder,
     CacheMoveResult,
     move_cache,
@@ -98,23 +98,23 @@ class CacheMoves:
     def __init__(
         self,
         targets: Callable[[], Mapping[NodeName, str]],
-        open_control: Callable[[str], CacheControl],
+        open_agent: Callable[[str], AgentClient],
         background: Background,
         metrics: MoveMetrics,
         *,
         settings: MoveSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`targets` gives the control address of each node's agent as it is now. `open_control`
+        """`targets` gives the control address of each node's agent as it is now. `open_agent`
         makes a client of the agent at such an address, to be closed here.
         """
         self.metrics = metrics
         self.settings = settings or MoveSettings()
         self._targets = targets
-        self._open_control = open_control
+        self._open_agent = open_agent
         self._background = background
         self._clock = clock
-        self._controls: dict[str, CacheControl] = {}
+        self._agents: dict[str, AgentClient] = {}
         self._moving: dict[MoveName, asyncio.Task[CacheMoveResult]] = {}
         self._fingerprints: dict[tuple[str, str], str] = {}
         self._prefill_rates: defaultdict[str, RateMeter] = defaultdict(RateMeter)
@@ -211,9 +211,9 @@ class CacheMoves:
         """Drop a node's copy of `prefix` but for its first `keep_blocks`; returns the number of
         dropped parts. Raises `RpcError`.
         """
-        control = self._control(node)
+        agent = self._agent(node)
         fingerprint = await self._fingerprint(node, prefix.model)
-        num_parts = await control.drop(fingerprint, prefix.joined, keep_blocks)
+        num_parts = await agent.drop_cached(fingerprint, prefix.joined, keep_blocks)
         self.metrics.dropped_parts.inc(num_parts)
         return num_parts
 
@@ -223,9 +223,9 @@ class CacheMoves:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        controls = list(self._controls.values())
-        self._controls.clear()
-        await asyncio.gather(*(control.close() for control in controls))
+        agents = list(self._agents.values())
+        self._agents.clear()
+        await asyncio.gather(*(agent.close() for agent in agents))
 
     def begin(
         self,
@@ -266,7 +266,7 @@ class CacheMoves:
         try:
             fingerprint = await self._fingerprint(source, prefix.model)
             order = CacheMoveOrder(fingerprint, prefix.joined, parts, kind)
-            result = await move_cache(self._control(source), self._control(destination), order)
+            result = await move_cache(self._agent(source), self._agent(destination), order)
             outcome = "complete"
         except RpcError as error:
             outcome = error.code.lower()
@@ -289,7 +289,7 @@ class CacheMoves:
         target = self._target(node)
         known = self._fingerprints.get((target, model.namespace))
         if known is None:
-            status = await self._control(node).status(STATUS_TIMEOUT_S)
+            status = await self._agent(node).status(STATUS_TIMEOUT_S)
             for engine in status.engines:
                 if engine.cache is not None:
                     found = target, engine.cache.namespace
@@ -299,11 +299,11 @@ class CacheMoves:
             raise RpcError("INVALID", f"no engine of {node} caches this model")
         return known
 
-    def _control(self, node: NodeName) -> CacheControl:
+    def _agent(self, node: NodeName) -> AgentClient:
         target = self._target(node)
-        if target not in self._controls:
-            self._controls[target] = self._open_control(target)
-        return self._controls[target]
+        if target not in self._agents:
+            self._agents[target] = self._open_agent(target)
+        return self._agents[target]
 
     def _target(self, node: NodeName) -> str:
         target = self._targets().get(node)

@@ -16,7 +16,7 @@ from typing import Final
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, PromptKeys
 from deploy.gateway.cache.moves import CacheMoves, cache_shape
-from kvmanager.agent.clients.cache import CacheMoveResult
+from kvmanager.agent.client import CacheMoveResult
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, TypeVar
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, prompt_keys
-from kvmanager.agent.clients.cache import CacheControl
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import ListCacheReply, StatusReply
 from kvmanager.directory.messages import NodeName, NodeState, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
@@ -29,16 +29,6 @@ _AGENT_TIMEOUT_S: Final = 3.0
 T = TypeVar("T")
 
 
-class CacheAgent(Protocol):
-    """What is asked of a node agent; `kvmanager.agent.clients.control.AgentControl` is one."""
-
-    async def status(self, timeout_s: float) -> StatusReply: ...
-
-    async def list_cache(self, limit: int, order: Order, timeout_s: float) -> ListCacheReply: ...
-
-    async def close(self) -> None: ...
-
-
 Follow = Callable[[Mapping[NodeName, str]], Awaitable[None]]
 """Makes a directory follow the agents at these control addresses, and no others any more."""
 
@@ -49,21 +39,17 @@ class RegionCaches:
     def __init__(
         self,
         directory: DirectoryReader,
-        open_agent: Callable[[str], CacheAgent],
+        open_agent: Callable[[str], AgentClient],
         follow: Follow | None = None,
-        *,
-        open_control: Callable[[str], CacheControl] = CacheControl,
     ) -> None:
-        """`open_agent` makes a client of the agent at a control address, to be closed here, and
-        `open_control` one that moves what it has cached, for others. `follow` is given by a
-        directory that has to be told whom to ask.
+        """`open_agent` makes a client of the agent at a control address, to be closed by whoever
+        opened it. `follow` is given by a directory that has to be told whom to ask.
         """
         self.directory = directory
-        self.open_control = open_control
-        self._open_agent = open_agent
+        self.open_agent = open_agent
         self._follow = follow
         self._targets: Mapping[NodeName, str] = {}
-        self._agents: dict[str, CacheAgent] = {}
+        self._agents: dict[str, AgentClient] = {}
         self._watching = asyncio.Lock()
 
     @property
@@ -122,11 +108,11 @@ class RegionCaches:
         self._agents.clear()
         await asyncio.gather(*(agent.close() for agent in agents))
 
-    async def _ask_all(self, ask: Callable[[CacheAgent], Awaitable[T]]) -> dict[NodeName, T | str]:
+    async def _ask_all(self, ask: Callable[[AgentClient], Awaitable[T]]) -> dict[NodeName, T | str]:
         async def one(target: str) -> T | str:
             agent = self._agents.get(target)
             if agent is None:
-                agent = self._agents[target] = self._open_agent(target)
+                agent = self._agents[target] = self.open_agent(target)
             try:
                 return await ask(agent)
             except RpcError as error:

@@ -16,13 +16,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
-from kvmanager.agent.clients.links import probe_link
-from kvmanager.agent.links.messages import LinkFeed, SendLinkProbeReply, WatchLinks
-from kvmanager.agent.messages import ProbeLandingReply
+from kvmanager.agent.client import AgentClient, probe_link
+from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.directory.messages import NodeName
 from netmon.estimate import LinkReport
 from netmon.region_link import LinkNow, LinkPath, RegionLink
@@ -46,22 +45,6 @@ PROBE_PAUSE_S: Final = 2.0
 """After a probe: two at a time through one link would each see a part of it."""
 
 
-class LinkAgent(Protocol):
-    """What is asked of a node agent; `kvmanager.agent.clients.links.LinkClient` is one. Methods
-    raise RpcError.
-    """
-
-    async def watch(self, request: WatchLinks) -> LinkFeed: ...
-
-    async def open_landing(self, nbytes: int) -> ProbeLandingReply: ...
-
-    async def send(
-        self, landing: ProbeLandingReply, nbytes: int, host: str, port: int
-    ) -> SendLinkProbeReply: ...
-
-    async def end_landing(self, transfer_id: str) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class LinksOverview(msgspec.Struct, frozen=True):
@@ -90,7 +73,7 @@ class RegionLinks:
 
     def __init__(
         self,
-        connect: Callable[[str], LinkAgent],
+        connect: Callable[[str], AgentClient],
         *,
         names: Mapping[tuple[str, str], str] | None = None,
         detours: Mapping[str, Mapping[str, str]] | None = None,
@@ -200,7 +183,7 @@ class RegionLinks:
                 seq = 0 if agent.feed is None or agent.error else agent.feed.seq
                 request = WatchLinks(after_seq=seq, timeout_s=POLL_S, sends_probes=True)
                 try:
-                    self._take(name, agent, await client.watch(request))
+                    self._take(name, agent, await client.watch_links(request))
                 except RpcError as error:
                     if not agent.error:
                         logger.warning("%s: its links are not known now: %s", name, error)

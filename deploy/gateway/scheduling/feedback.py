@@ -12,7 +12,7 @@ import msgspec
 
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.records import RequestRecord
-from kvmanager.landing import Landing
+from kvmanager.landing import ReservedLanding
 from prfaas.engines.service_time import LEAST_SERVICE_S
 from prfaas.jobs import PrefillResult
 from scheduler.live.feedback import (
@@ -78,7 +78,7 @@ class Feedback:
     def leg_begun(
         self,
         model: str,
-        landing: Landing,
+        landing: ReservedLanding,
         shape: RequestShape,
         place: str,
         predicted: Prediction,
@@ -114,7 +114,7 @@ class Feedback:
         """The request that a leg was for is answered or given up."""
         self.scheduler.tell(LegAnswered(transfer_id))
 
-    def leg_over(self, landing: Landing) -> None:
+    def leg_over(self, landing: ReservedLanding) -> None:
         """It landed, failed, or is not wanted any more."""
         self.scheduler.tell(LegOver(landing.transfer_id))
 

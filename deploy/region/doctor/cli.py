@@ -99,13 +99,13 @@ async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRu
     from rich.progress import BarColumn, Progress, TextColumn
 
     from deploy.region.doctor.probe import NamedAgent, run_probe
-    from kvmanager.agent.clients.control import AgentControl
+    from kvmanager.agent.client import AgentClient
     from kvmanager.config_files.units import format_rate
     from transport import TlsFiles
 
     tls = pair.tls if tls_dir is None else TlsFiles.in_directory(tls_dir)
     agents = [
-        NamedAgent(place.name, AgentControl(place.control, tls))
+        NamedAgent(place.name, AgentClient(place.control, tls))
         for place in (pair.sender, pair.receiver)
     ]
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[seen]}"))

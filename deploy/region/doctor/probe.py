@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvmanager.agent.clients.control import AgentControl
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import ProbeLandingReply, ProbeSend, ProbeStatusReply, StatusReply
 from transport import Endpoint
 from transport.rpc import RpcError
@@ -61,7 +61,7 @@ class NamedAgent:
     """An agent and what the user calls it."""
 
     name: str
-    control: AgentControl
+    control: AgentClient
 
     @property
     def where(self) -> str:

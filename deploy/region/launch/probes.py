@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from deploy.region.launch.plan import PlannedProcess
-from kvmanager.agent.clients.control import AgentControl
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.fields import TlsSection
 from prfaas.engines.supervisor import Probe
@@ -32,7 +32,7 @@ class Prober:
     def __init__(self, session: aiohttp.ClientSession, tls: TlsSection | None) -> None:
         self._session = session
         self._tls = None if tls is None else TlsFiles(cert=tls.cert, key=tls.key, ca=tls.ca)
-        self._agents: dict[str, AgentControl] = {}
+        self._agents: dict[str, AgentClient] = {}
 
     def probe(self, planned: PlannedProcess) -> Probe:
         """The question that tells whether this process serves."""
@@ -45,7 +45,7 @@ class Prober:
     async def agent_status(self, control: str) -> StatusReply:
         """What a node agent holds. RpcError."""
         if control not in self._agents:
-            self._agents[control] = AgentControl(control, self._tls)
+            self._agents[control] = AgentClient(control, self._tls)
         return await self._agents[control].status(_TIMEOUT_S)
 
     async def region_trouble(self, gateway_url: str) -> str | None:

@@ -21,7 +21,7 @@ from deploy.lab.emulator.faults import LinkReport
 from deploy.region.launch.rundir import RegionState
 from deploy.region.spec.region import RegionSpec
 from deploy.table_style import new_table
-from kvmanager.agent.clients.control import AgentControl
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
 from prfaas.engines.guard import live_session_members
@@ -170,7 +170,7 @@ def _link_table(status: RegionStatus) -> Table:
 
 
 async def _agent(control: str, tls: TlsFiles | None) -> StatusReply | None:
-    client = AgentControl(control, tls)
+    client = AgentClient(control, tls)
     try:
         return await client.status(_TIMEOUT_S)
     except RpcError:

@@ -11,6 +11,7 @@ from pydantic import SecretStr, ValidationError
 from deploy.gateway.config import ApiKey, GatewayConfig
 from deploy.gateway.file import (
     GatewayFile,
+    agent_clients,
     build_caches,
     build_clusters,
     load_gateway_file,
@@ -165,7 +166,7 @@ async def test_a_directory_of_every_kind_is_made_as_told(directory: dict[str, st
     file = GatewayFile.model_validate(
         minimal(gateway={"models": [{"name": "tiny"}], "directory": directory})
     )
-    caches = build_caches(file)
+    caches = build_caches(file, agent_clients(file))
     assert caches.targets == {}
     await caches.close()
 
@@ -176,4 +177,4 @@ def test_a_wrong_url_of_a_directory_is_named() -> None:
         minimal(gateway={"models": [{"name": "tiny"}], "directory": directory})
     )
     with pytest.raises(FileError, match=r"gateway\.directory\.url"):
-        build_caches(file)
+        build_caches(file, agent_clients(file))

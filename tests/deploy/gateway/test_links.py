@@ -26,24 +26,26 @@ class LinkSpeaker:
         self.sent: list[tuple[int, str, int]] = []
         self.num_closed = 0
 
-    async def watch(self, request: WatchLinks) -> LinkFeed:
+    async def watch_links(self, request: WatchLinks) -> LinkFeed:
         self.asked.append(request.after_seq)
         answer = await self.answers.get()
         if isinstance(answer, Exception):
             raise answer
         return LinkFeed(len(self.asked), self.data_endpoint, answer)
 
-    async def open_landing(self, nbytes: int) -> ProbeLandingReply:
+    async def probe_landing(
+        self, nbytes: int, lease_s: float, timeout_s: float
+    ) -> ProbeLandingReply:
         return ProbeLandingReply(f"probe of {nbytes}", "", "", "b1", 7100, 5.0)
 
-    async def send(
+    async def send_link_probe(
         self, landing: ProbeLandingReply, nbytes: int, host: str, port: int
     ) -> SendLinkProbeReply:
         assert landing.transfer_id == f"probe of {nbytes}"
         self.sent.append((nbytes, host, port))
         return SendLinkProbeReply(nbytes, 0.1)
 
-    async def end_landing(self, transfer_id: str) -> None: ...
+    async def probe_end(self, transfer_id: str, reason: str, timeout_s: float) -> None: ...
 
     async def close(self) -> None:
         self.num_closed += 1

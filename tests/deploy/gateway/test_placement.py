@@ -11,7 +11,7 @@ from deploy.gateway.cache.moves import CacheMoves, MoveMetrics, MoveSettings
 from deploy.gateway.cache.placement import PlacementSettings, PrefixPlacement, node_loads
 from deploy.gateway.serving.background import Background
 from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
-from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
+from kvmanager.agent.client import AgentClient, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
 from scheduler.reports import ClusterReport, InstanceReport
@@ -43,7 +43,7 @@ class World:
         return self.now_s
 
 
-class FakeControl(CacheControl):
+class FakeControl(AgentClient):
     def __init__(self, target: str, world: World) -> None:
         self.target = target
         self._world = world
@@ -53,17 +53,19 @@ class FakeControl(CacheControl):
         engine = EngineStatus("engine", 1, 1, "layout", "f0" * 32, MODEL)
         return StatusReply("e", 1, 1, 1, 0, 1, 0, {}, {}, [engine], [], 0, 1.0, 1, "")
 
-    async def reserve(self, order: CacheMoveOrder, lease_s: float) -> ReserveCacheMoveReply:
+    async def reserve_cache_move(
+        self, order: CacheMoveOrder, lease_s: float
+    ) -> ReserveCacheMoveReply:
         if self._world.failing is not None:
             raise self._world.failing
         return ReserveCacheMoveReply(list(order.parts), "id", "token", 10_000_000, self.target, 1)
 
-    async def send(
+    async def send_cache_move(
         self, order: CacheMoveOrder, landing: ReserveCacheMoveReply, lease_s: float
     ) -> None:
         self._world.sent.append((f"{self.target} -> {landing.host}", order))
 
-    async def move_status(
+    async def cache_move_status(
         self, transfer_id: str, role: Any, *, lease_s: float, wait_s: float
     ) -> CacheMoveStatusReply:
         while self._world.stalled and wait_s:
@@ -71,10 +73,12 @@ class FakeControl(CacheControl):
         transfer_s = self._world.transfer_s
         return CacheMoveStatusReply("complete", "", 10_000_000, 10_000_000, 11, transfer_s, 0.001)
 
-    async def end_move(self, transfer_id: str, reason: str) -> bool:
+    async def end_cache_move(self, transfer_id: str, reason: str) -> bool:
         return True
 
-    async def drop(self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int) -> int:
+    async def drop_cached(
+        self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int
+    ) -> int:
         self._world.dropped.append((self.target, keep_blocks))
         return 3
 

@@ -14,7 +14,7 @@ from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
 from deploy.gateway.intake.inbound import InboundRequest, parsing_request
 from deploy.gateway.scheduling.feedback import Feedback, Usage, usage_of
 from deploy.gateway.serving.records import RequestRecord
-from kvmanager.landing import Landing
+from kvmanager.landing import ReservedLanding
 from kvmanager.token_ids import at_once
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
@@ -35,8 +35,8 @@ class Case:
         self.feedback = Feedback(self.scheduler)
         self.known = self.scheduler.knowledge(MODEL)
 
-    def begin(self, transfer_id: str = "t", **shape: Any) -> Landing:
-        landing = Landing(
+    def begin(self, transfer_id: str = "t", **shape: Any) -> ReservedLanding:
+        landing = ReservedLanding(
             transfer_id=transfer_id,
             token="",
             nbytes=512_000,

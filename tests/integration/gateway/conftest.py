@@ -20,7 +20,7 @@ from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
 from deploy.gateway.server import start_server
 from kvmanager.agent.messages import CacheModel
-from kvmanager.landing import Landing, consumer_params
+from kvmanager.landing import ReservedLanding, consumer_params
 from local_pd.errors import NoInstance, NoRoom, RoleRefused
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from prfaas.engines.errors import PrefillFailed
@@ -237,7 +237,7 @@ class FakePd:
         transfer_id = f"{self.num_reserved:032x}"
         self.held[transfer_id] = engine.name
         self.landings[transfer_id] = asyncio.get_running_loop().create_future()
-        landing = Landing(
+        landing = ReservedLanding(
             transfer_id=transfer_id,
             token="ab" * 32,
             nbytes=(num_tokens - self.cached_tokens) * 512,

@@ -11,7 +11,7 @@ from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.cache.placement import PrefixPlacement
 from deploy.gateway.cache.region_caches import RegionCaches
 from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
-from kvmanager.agent.clients.cache import CacheControl, CacheMoveOrder
+from kvmanager.agent.client import AgentClient, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeState, ResumeRule
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -34,7 +34,7 @@ class HomeDirectory:
     async def close(self) -> None: ...
 
 
-class FakeControl(CacheControl):
+class FakeControl(AgentClient):
     """An agent that moves everything in 10 ms."""
 
     sent: list[tuple[str, str, str]]
@@ -45,20 +45,22 @@ class FakeControl(CacheControl):
     async def status(self, timeout_s: float) -> Any:
         return SimpleNamespace(engines=[EngineStatus("e", 1, 1, "layout", "f0" * 32, MODEL)])
 
-    async def reserve(self, order: CacheMoveOrder, lease_s: float) -> ReserveCacheMoveReply:
+    async def reserve_cache_move(
+        self, order: CacheMoveOrder, lease_s: float
+    ) -> ReserveCacheMoveReply:
         return ReserveCacheMoveReply(list(order.parts), "id", "token", NBYTES, self._at, 1)
 
-    async def send(
+    async def send_cache_move(
         self, order: CacheMoveOrder, landing: ReserveCacheMoveReply, lease_s: float
     ) -> None:
         self.sent.append((self._at, landing.host, order.priority))
 
-    async def move_status(
+    async def cache_move_status(
         self, transfer_id: str, role: Any, *, lease_s: float, wait_s: float
     ) -> CacheMoveStatusReply:
         return CacheMoveStatusReply("complete", "", NBYTES, NBYTES, NUM_HELD, 0.01, 0.001)
 
-    async def end_move(self, transfer_id: str, reason: str) -> bool:
+    async def end_cache_move(self, transfer_id: str, reason: str) -> bool:
         return True
 
     async def close(self) -> None: ...
@@ -71,10 +73,7 @@ async def test_requests_teach_when_a_prefix_is_moved_to_where_they_are_computed(
     monkeypatch.setattr(PrefixPlacement, "looked_up", lambda _, cached: routed.append(cached))
     monkeypatch.setattr(FakeControl, "sent", sent := [], raising=False)
 
-    def no_agent(target: str) -> Any:
-        raise AssertionError(f"{target} is asked for nothing but moves")
-
-    caches = RegionCaches(HomeDirectory(), no_agent, open_control=FakeControl)
+    caches = RegionCaches(HomeDirectory(), FakeControl)
     async with open_region(caches=caches, cache_model=MODEL) as region:
         submit = region.far.submit
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheFeed
 from kvmanager.config_files.problems import FileError
 from kvmanager.directory.config import load
@@ -61,7 +62,7 @@ async def followed(
     """A directory after the agent has given all its answers."""
     directory = Directory()
     sink = DirectorySink(directory, clock=lambda: 100.0)
-    follower = DirectoryFollower(sink, timing=timing, connect=lambda _: agent)
+    follower = DirectoryFollower(sink, lambda _: agent, timing=timing)
     await follower.follow({NODE: "agent:1"})
     await asyncio.wait_for(agent.done.wait(), 5)
     await follower.stop()
@@ -148,7 +149,7 @@ async def test_agents_come_and_go() -> None:
         return agents[target]
 
     directory = Directory()
-    follower = DirectoryFollower(DirectorySink(directory), timing=TIMING, connect=connect)
+    follower = DirectoryFollower(DirectorySink(directory), connect, timing=TIMING)
 
     async def known(targets: dict[NodeName, str]) -> list[str]:
         await follower.follow(targets)
@@ -190,7 +191,7 @@ async def test_a_store_may_be_another_writers_or_fail() -> None:
     sink = Sink([None, StoreError("gone"), FROM_THE_BEGINNING])
     agent = Agent([feed(1, KEYS[0], snapshot=True)])
     timing = replace(TIMING, forget_s=-1)
-    follower = DirectoryFollower(sink, timing=timing, connect=lambda _: agent)
+    follower = DirectoryFollower(sink, lambda _: agent, timing=timing)
     await follower.follow({NODE: "agent:1"})
     await asyncio.wait_for(agent.done.wait(), 5)
     assert len(sink.applied) == 1
@@ -232,7 +233,7 @@ def test_metrics_show_what_they_were_told_last() -> None:
     for node in (NODE, OTHER):
         assert directory.apply(node, feed(1, *KEYS[:3], snapshot=True), 1.0)
     metrics = DirectoryMetrics()
-    follower = DirectoryFollower(DirectorySink(directory))
+    follower = DirectoryFollower(DirectorySink(directory), AgentClient)
     metrics.update(directory.nodes(3.0), follower.counts, directory.nbytes)
     value = metrics.registry.get_sample_value
     labels = {"cluster": "c", "node": "n1"}

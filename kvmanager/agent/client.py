@@ -1,0 +1,388 @@
+"""Typed client of a node agent's control port, and what takes two agents: cache moves, link probes.
+
+It does not know instances, jobs or why anything is moved, and never retries a call. Every method
+raises RpcError, whose codes are in `kvmanager.agent.messages`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+from kvmanager.agent.cache.move_messages import (
+    CacheMoveStatus,
+    CacheMoveStatusReply,
+    DropCached,
+    DropCachedReply,
+    EndCacheMove,
+    EndCacheMoveReply,
+    MoveRole,
+    ReserveCacheMove,
+    ReserveCacheMoveReply,
+    SendCacheMove,
+    SendCacheMoveReply,
+)
+from kvmanager.agent.links.messages import LinkFeed, SendLinkProbe, SendLinkProbeReply, WatchLinks
+from kvmanager.agent.messages import (
+    SERVICE,
+    Await,
+    CacheFeed,
+    Cancel,
+    CancelReply,
+    ListCache,
+    ListCacheReply,
+    OpenOutbox,
+    OpenOutboxReply,
+    ProbeEnd,
+    ProbeEndReply,
+    ProbeLanding,
+    ProbeLandingReply,
+    ProbeRole,
+    ProbeSend,
+    ProbeSendReply,
+    ProbeStatus,
+    ProbeStatusReply,
+    Renew,
+    RenewReply,
+    Reserve,
+    ReserveReply,
+    Status,
+    StatusReply,
+    TransferReport,
+    WatchCache,
+)
+from kvmanager.landing import ReservedLanding
+from transport import TlsFiles
+from transport.rpc import RpcClient, RpcError
+
+CALL_S: Final = 5.0
+"""What a call without a timeout of its own may take beyond what it waits for."""
+MOVE_LEASE_S: Final = 15.0
+MOVE_POLL_S: Final = 5.0
+"""A cache move is asked for its end this long at a time; each question renews its lease."""
+LINK_CALL_S: Final = 3.0
+"""`CALL_S` of the calls about links, whose answers are soon out of date."""
+LINK_PROBE_LEASE_S: Final = 5.0
+
+ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMoveOrder:
+    """Which parts of a prefix to move, and how urgently. `block_keys`: the root key first."""
+
+    layout_fingerprint: str
+    block_keys: bytes
+    parts: Sequence[tuple[int, int]]
+    priority: Literal["request", "replication"] = "replication"
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMoveResult:
+    """What was moved; 0 bytes when the destination already had all of it."""
+
+    nbytes: int
+    num_parts: int
+    kept_parts: int
+    transfer_s: float = 0.0
+    rtt_s: float = 0.0
+
+
+class AgentClient:
+    """The agent at `target` ("host:port"), over one channel for everything that is asked of it."""
+
+    def __init__(self, target: str, tls: TlsFiles | None = None) -> None:
+        self.target = target
+        self._rpc = RpcClient(target, SERVICE, tls)
+
+    async def close(self) -> None:
+        """Close the channel. Idempotent."""
+        await self._rpc.close()
+
+    async def status(self, timeout_s: float) -> StatusReply:
+        """Memory, transfers, engines with their layouts, links."""
+        return await self._call(Status(), StatusReply, timeout_s)
+
+    # ---- transfers
+
+    async def reserve(
+        self,
+        num_tokens: int,
+        token_digest: str,
+        lease_s: float,
+        *,
+        timeout_s: float,
+        block_keys: bytes = b"",
+    ) -> ReserveReply:
+        """Hold memory for the KVCache of `num_tokens` of the only layout there. NO_ROOM, INVALID.
+
+        With `block_keys` (see `Reserve`) the agent leaves out what its prefix cache has.
+        """
+        request = Reserve(num_tokens, lease_s, token_digest=token_digest, block_keys=block_keys)
+        return await self._call(request, ReserveReply, timeout_s)
+
+    async def open_outbox(
+        self, landing: ReservedLanding, lease_s: float, timeout_s: float, *, tenant: str = ""
+    ) -> OpenOutboxReply:
+        """Hold memory for an engine to fill, sent to `landing` as it fills. NO_ROOM, INVALID."""
+        request = OpenOutbox(
+            transfer_id=landing.transfer_id,
+            token=landing.token,
+            nbytes=landing.nbytes,
+            num_tokens=landing.num_tokens,
+            layout_fingerprint=landing.layout_fingerprint,
+            host=landing.host,
+            port=landing.port,
+            lease_s=lease_s,
+            tenant=tenant,
+            cached_tokens=landing.cached_tokens,
+        )
+        return await self._call(request, OpenOutboxReply, timeout_s)
+
+    async def renew(self, transfer_id: str, lease_s: float, timeout_s: float) -> None:
+        """Prolong what the agent holds of a transfer. NOT_FOUND: nothing live."""
+        await self._call(Renew(transfer_id, lease_s), RenewReply, timeout_s)
+
+    async def cancel(self, transfer_id: str, reason: str, timeout_s: float) -> None:
+        """End what the agent holds of a transfer. Idempotent."""
+        await self._call(Cancel(transfer_id, reason), CancelReply, timeout_s)
+
+    async def wait(
+        self,
+        transfer_id: str,
+        kind: Literal["landing", "outbox"],
+        *,
+        wait_s: float,
+        timeout_s: float,
+    ) -> TransferReport:
+        """How one end of a transfer ended, or its state after `wait_s`. NOT_FOUND.
+
+        A landing is "complete" from the moment it has landed. `timeout_s` is what the call may take
+        beyond `wait_s`.
+        """
+        return await self._call(
+            Await(transfer_id, wait_s, kind), TransferReport, wait_s + timeout_s
+        )
+
+    # ---- the prefix cache
+
+    async def watch_cache(self, epoch: str, after_seq: int, timeout_s: float) -> CacheFeed:
+        """What changed in the prefix cache after this event, as soon as anything has, at most
+        `timeout_s` later. INVALID: no cache there.
+        """
+        request = WatchCache(epoch, after_seq, timeout_s)
+        return await self._call(request, CacheFeed, timeout_s + CALL_S)
+
+    async def list_cache(
+        self, limit: int, order: Literal["hits", "size", "recent"], timeout_s: float
+    ) -> ListCacheReply:
+        """The first `limit` of its longest cached prefixes. INVALID: no cache there."""
+        return await self._call(ListCache(limit, order), ListCacheReply, timeout_s)
+
+    async def drop_cached(
+        self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int
+    ) -> int:
+        """Drop what only this prefix needs, behind `keep_blocks`; how many parts. INVALID."""
+        request = DropCached(layout_fingerprint, block_keys, keep_blocks)
+        return (await self._call(request, DropCachedReply)).num_parts
+
+    async def reserve_cache_move(
+        self, order: CacheMoveOrder, lease_s: float
+    ) -> ReserveCacheMoveReply:
+        """Hold memory for those parts of `order` that this agent lacks. NO_ROOM, INVALID."""
+        request = ReserveCacheMove(
+            order.layout_fingerprint, order.block_keys, list(order.parts), lease_s
+        )
+        return await self._call(request, ReserveCacheMoveReply)
+
+    async def send_cache_move(
+        self, order: CacheMoveOrder, landing: ReserveCacheMoveReply, lease_s: float
+    ) -> None:
+        """Begin to send what the landing lacks. NO_ROOM, NOT_FOUND, INVALID."""
+        request = SendCacheMove(
+            transfer_id=landing.transfer_id,
+            token=landing.token,
+            nbytes=landing.nbytes,
+            host=landing.host,
+            port=landing.port,
+            lease_s=lease_s,
+            layout_fingerprint=order.layout_fingerprint,
+            block_keys=order.block_keys,
+            parts=landing.parts,
+            priority=order.priority,
+            tenant=order.tenant,
+        )
+        # The source may have to read from SSD first.
+        await self._call(request, SendCacheMoveReply, MOVE_LEASE_S)
+
+    async def cache_move_status(
+        self, transfer_id: str, role: MoveRole, *, lease_s: float, wait_s: float
+    ) -> CacheMoveStatusReply:
+        """How one end of a move ended, or its state after `wait_s`; prolongs it. NOT_FOUND."""
+        request = CacheMoveStatus(transfer_id, role, lease_s, wait_s)
+        return await self._call(request, CacheMoveStatusReply, wait_s + CALL_S)
+
+    async def end_cache_move(self, transfer_id: str, reason: str) -> bool:
+        """End a move's ends there; whether one was alive. Idempotent."""
+        return (await self._call(EndCacheMove(transfer_id, reason), EndCacheMoveReply)).ended
+
+    # ---- probes of the doctor
+
+    async def probe_landing(
+        self, nbytes: int, lease_s: float, timeout_s: float
+    ) -> ProbeLandingReply:
+        """A landing for one probe, which takes no arena memory. NO_ROOM, INVALID."""
+        return await self._call(ProbeLanding(nbytes, lease_s), ProbeLandingReply, timeout_s)
+
+    async def probe_send(self, request: ProbeSend, timeout_s: float) -> None:
+        """Begin to send a probe to a landing. NO_ROOM, INVALID, NOT_FOUND (ended already)."""
+        await self._call(request, ProbeSendReply, timeout_s)
+
+    async def probe_status(
+        self, transfer_id: str, role: ProbeRole, lease_s: float, timeout_s: float
+    ) -> ProbeStatusReply:
+        """How one end of a probe is doing; prolongs it. NOT_FOUND."""
+        request = ProbeStatus(transfer_id, role, lease_s)
+        return await self._call(request, ProbeStatusReply, timeout_s)
+
+    async def probe_end(self, transfer_id: str, reason: str, timeout_s: float) -> None:
+        """End a probe's ends at this agent. Idempotent."""
+        await self._call(ProbeEnd(transfer_id, reason), ProbeEndReply, timeout_s)
+
+    # ---- links
+
+    async def watch_links(self, request: WatchLinks) -> LinkFeed:
+        """All links of the agent, when there is news. INVALID."""
+        return await self._call(request, LinkFeed, request.timeout_s + LINK_CALL_S)
+
+    async def send_link_probe(
+        self, landing: ProbeLandingReply, nbytes: int, host: str, port: int
+    ) -> SendLinkProbeReply:
+        """Send a probe to `landing` by way of `host`:`port`; how it went. NO_ROOM, INVALID."""
+        request = SendLinkProbe(
+            transfer_id=landing.transfer_id,
+            token=landing.token,
+            fingerprint=landing.fingerprint,
+            nbytes=nbytes,
+            host=host,
+            port=port,
+            lease_s=LINK_PROBE_LEASE_S,
+        )
+        return await self._call(request, SendLinkProbeReply, LINK_PROBE_LEASE_S + LINK_CALL_S)
+
+    async def _call(
+        self, request: msgspec.Struct, reply_type: type[ReplyT], timeout_s: float = CALL_S
+    ) -> ReplyT:
+        """Call the method, which has its request's name."""
+        return await self._rpc.call(type(request).__name__, request, reply_type, timeout_s)
+
+
+class AgentClients:
+    """Opens clients that share one channel to each agent; it closes with the last of them."""
+
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        self._tls = tls
+        self._shared: dict[str, tuple[RpcClient, set[AgentClient]]] = {}
+
+    def open(self, target: str) -> AgentClient:
+        """A client of the agent with this control address, to be closed by the caller."""
+        if target not in self._shared:
+            self._shared[target] = RpcClient(target, SERVICE, self._tls), set()
+        channel, users = self._shared[target]
+        client = _SharingClient(target, channel, self._left)
+        users.add(client)
+        return client
+
+    async def _left(self, client: AgentClient) -> None:
+        channel, users = self._shared.get(client.target, (None, set()))
+        users.discard(client)
+        # A client that is closed twice may find its agent's channel in the hands of later ones.
+        if channel is not None and not users:
+            del self._shared[client.target]
+            await channel.close()
+
+
+class _SharingClient(AgentClient):
+    """A client whose channel others use as well."""
+
+    def __init__(
+        self, target: str, channel: RpcClient, left: Callable[[AgentClient], Awaitable[None]]
+    ) -> None:
+        self.target = target
+        self._rpc = channel
+        self._left = left
+
+    async def close(self) -> None:
+        await self._left(self)
+
+
+async def probe_link(
+    sender: AgentClient, receiver: AgentClient, nbytes: int, host: str, port: int
+) -> SendLinkProbeReply:
+    """One probe from agent to agent by way of `host`:`port`. Raises RpcError."""
+    lease_s = LINK_PROBE_LEASE_S + LINK_CALL_S
+    landing = await receiver.probe_landing(nbytes, lease_s, LINK_CALL_S)
+    try:
+        return await sender.send_link_probe(landing, nbytes, host, port)
+    finally:
+        with contextlib.suppress(RpcError):  # its lease ends it
+            await receiver.probe_end(landing.transfer_id, "the probe is over", LINK_CALL_S)
+
+
+async def move_cache(
+    source: AgentClient, destination: AgentClient, order: CacheMoveOrder
+) -> CacheMoveResult:
+    """Move what `destination` lacks, and wait until it is cached there.
+
+    Raises RpcError: NO_ROOM, NOT_FOUND, INVALID as above, UNAVAILABLE when the transfer failed.
+    Whatever happens, cancellation included, neither agent is left with a move that nobody wants.
+    """
+    landing = await destination.reserve_cache_move(order, MOVE_LEASE_S)
+    if not landing.parts:
+        return CacheMoveResult(0, 0, 0)
+    transfer_id = landing.transfer_id
+    try:
+        await source.send_cache_move(order, landing, MOVE_LEASE_S)
+        landed = await _wait_end(destination, transfer_id, "landing", source)
+        sent = await _wait_end(source, transfer_id, "send", destination)
+    except BaseException as error:
+        ending = asyncio.gather(
+            *(_give_up(agent, transfer_id, error) for agent in (source, destination))
+        )
+        await asyncio.shield(ending)
+        raise
+    return CacheMoveResult(
+        landing.nbytes, len(landing.parts), landed.kept_parts, sent.transfer_s, sent.rtt_s
+    )
+
+
+async def _wait_end(
+    agent: AgentClient, transfer_id: str, role: MoveRole, other: AgentClient
+) -> CacheMoveStatusReply:
+    """Wait for one end of a move while the other's lease is renewed."""
+    other_role: MoveRole = "send" if role == "landing" else "landing"
+    while True:
+        seen = await agent.cache_move_status(
+            transfer_id, role, lease_s=MOVE_LEASE_S, wait_s=MOVE_POLL_S
+        )
+        if seen.state == "complete":
+            return seen
+        if seen.state != "open":
+            raise RpcError("UNAVAILABLE", f"the {role} of a cache move {seen.state}: {seen.error}")
+        behind = await other.cache_move_status(
+            transfer_id, other_role, lease_s=MOVE_LEASE_S, wait_s=0
+        )
+        if behind.state not in ("open", "complete"):
+            message = f"the {other_role} of a cache move {behind.state}: {behind.error}"
+            raise RpcError("UNAVAILABLE", message)
+
+
+async def _give_up(agent: AgentClient, transfer_id: str, error: BaseException) -> None:
+    with contextlib.suppress(RpcError):  # its lease ends it
+        await agent.end_cache_move(transfer_id, f"given up: {type(error).__name__}: {error}")

@@ -1,1 +1,0 @@
-"""Typed clients of a node agent's control port."""
