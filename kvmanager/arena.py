@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvmanager.transfers.blocks import BlockTable
+from kvmanager.transfers.blocks import BlockExtents
 
 DEFAULT_BLOCK_BYTES: Final = 64 << 10
 
@@ -186,7 +186,7 @@ class ArenaSpace:
     """A transfer's logical bytes resolved to arena memory (implements `transport.ByteSpace`)."""
 
     def __init__(self, arena: Arena, runs: Sequence[tuple[int, int]], nbytes: int) -> None:
-        self._table = BlockTable(runs, arena.block_bytes, nbytes)
+        self._table = BlockExtents(runs, arena.block_bytes, nbytes)
         if self._table.end_block > arena.num_blocks:
             raise ValueError(f"runs {list(runs)} leave the arena's {arena.num_blocks} blocks")
         self._memory = arena.memory

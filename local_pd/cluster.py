@@ -41,7 +41,7 @@ class PdCluster(Protocol):
         `block_keys` (see `kvmanager.agent.messages.Reserve`) let the node leave out of the transfer
         what it has cached. `prefer_nodes` are control addresses of node agents, asked first in this
         order unless their instances have much more to do than others.
-        The slot's lease is kept alive until `release`. Raises NoRoom, NoInstance,
+        The slot's lease is kept alive until `release`. Raises NoLandingRoom, NoInstance,
         FrontUnreachable. When cancelled, nothing stays reserved.
         """
         ...

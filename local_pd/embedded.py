@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from kvmanager.agent.messages import ReserveReply
 from kvmanager.landing import consumer_params, reserved_landing
-from local_pd.errors import FrontUnreachable, NoInstance, NoRoom, RoleRefused, UnknownInstance
+from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
 from local_pd.handoff import LocalHandoff
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport, landing_report
@@ -20,12 +20,12 @@ from local_pd.metrics import PdMetrics, pd_metrics
 from local_pd.placement import (
     DEFAULT_AFFINITY_SLACK,
     Affinity,
-    InstanceView,
+    PdInstance,
     choose_direct,
     decode_order,
 )
 from local_pd.slots import HeldSlots
-from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
@@ -135,7 +135,9 @@ class EmbeddedPdCluster:
             return slot
         self._metrics.reservations.labels(self._name, "no_room" if full else "failed").inc()
         if full:
-            raise NoRoom(f"{self._name}: no room for the landing ({'; '.join(full + broken)})")
+            raise NoLandingRoom(
+                f"{self._name}: no room for the landing ({'; '.join(full + broken)})"
+            )
         raise FrontUnreachable(f"{self._name}: no landing reserved ({'; '.join(broken)})")
 
     async def renew(self, transfer_id: str, instance: str) -> None:
@@ -374,9 +376,9 @@ class EmbeddedPdCluster:
         num_held = self._slots.num_held(name, time.monotonic())
         return bool(self._num_requests(instance) or num_held or self._handoff.given(name).num_jobs)
 
-    def _views(self) -> list[InstanceView]:
+    def _views(self) -> list[PdInstance]:
         return [
-            InstanceView(
+            PdInstance(
                 name=item.name,
                 node=item.spec.agent,
                 role=item.role,

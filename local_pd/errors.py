@@ -1,27 +1,13 @@
 """What a local PD cluster front reports to its callers.
 
     PdError
-      NoRoom             no node has memory for the landing: serve the request without a transfer
+      NoLandingRoom      no node has memory for the landing: serve the request without a transfer
       NoInstance         no healthy instance that may serve this
       FrontUnreachable   the remote front, or the node agents, do not answer
       RoleRefused        the order to change a role is too old, or the role never changes
-    PrefillFailed        a local prefill ended without KVCache at its landing
-    UnknownInstance      drain, resume or role of an instance the cluster does not have
 
-`PrefillFailed` belongs to the engines package because both fronts raise it.
+Both fronts raise `PrefillFailed` and `UnknownInstance` of `prfaas.engines.errors` as well.
 """
-
-from prfaas.engines.errors import PrefillFailed
-
-__all__ = [
-    "FrontUnreachable",
-    "NoInstance",
-    "NoRoom",
-    "PdError",
-    "PrefillFailed",
-    "RoleRefused",
-    "UnknownInstance",
-]
 
 
 class PdError(Exception):
@@ -32,7 +18,7 @@ class PdError(Exception):
         self.message = message
 
 
-class NoRoom(PdError):
+class NoLandingRoom(PdError):
     """Every node that may take the landing is full."""
 
 
@@ -46,10 +32,3 @@ class FrontUnreachable(PdError):
 
 class RoleRefused(PdError):
     """The instance keeps its role: a later order gave it, or it has the role `both`."""
-
-
-class UnknownInstance(LookupError):
-    """The cluster has no instance of this name."""
-
-    def __init__(self, cluster: str, instance: str) -> None:
-        super().__init__(f"cluster {cluster} has no instance {instance}")

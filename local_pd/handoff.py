@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from local_pd.placement import Choice, InstanceView, PrefillWish, choose_prefill
+from local_pd.placement import InstanceChoice, PdInstance, PrefillWish, choose_prefill
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instances import Instances
 from prfaas.engines.ownership import cancel_requested
@@ -56,7 +56,7 @@ class LocalHandoff:
         cluster: str,
         instances: Instances,
         runner: PrefillRunner,
-        views: Callable[[], Sequence[InstanceView]],
+        views: Callable[[], Sequence[PdInstance]],
         max_attempts: int,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -130,7 +130,9 @@ class LocalHandoff:
         assert failure is not None
         raise failure
 
-    async def _try(self, job: PrefillJob, name: str, choice: Choice, attempt: int) -> PrefillResult:
+    async def _try(
+        self, job: PrefillJob, name: str, choice: InstanceChoice, attempt: int
+    ) -> PrefillResult:
         instance = self._instances.by_name[name]
         place = instance.place()
         tries = self.given(name).tries

@@ -28,7 +28,7 @@ DEFAULT_AFFINITY_SLACK: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceView:
+class PdInstance:
     """One instance now.
 
     `serves`: the engine is healthy; `transfers`: its node agent is, too. `num_requests` is all the
@@ -56,7 +56,7 @@ class Affinity:
     nodes: tuple[str, ...] = ()
     slack: int = DEFAULT_AFFINITY_SLACK
 
-    def rank(self, view: InstanceView, least_requests: int) -> int:
+    def rank(self, view: PdInstance, least_requests: int) -> int:
         """Lower is better; the same for all that are not preferred."""
         is_preferred = view.node in self.nodes and view.num_requests - least_requests <= self.slack
         return self.nodes.index(view.node) if is_preferred else len(self.nodes)
@@ -66,7 +66,7 @@ NO_AFFINITY: Final = Affinity()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class InstanceChoice:
     """An instance, or None; `reason` says why in either case. `uncached_tokens` are what it has to
     compute, if it was chosen to prefill.
     """
@@ -97,7 +97,7 @@ class Candidates:
 
 
 def decode_order(
-    views: Sequence[InstanceView], model: str, affinity: Affinity = NO_AFFINITY
+    views: Sequence[PdInstance], model: str, affinity: Affinity = NO_AFFINITY
 ) -> Candidates:
     """Instances that may decode, best first."""
     usable = [
@@ -116,13 +116,13 @@ def decode_order(
 
 
 def choose_direct(
-    views: Sequence[InstanceView], model: str, affinity: Affinity = NO_AFFINITY
-) -> Choice:
+    views: Sequence[PdInstance], model: str, affinity: Affinity = NO_AFFINITY
+) -> InstanceChoice:
     """One instance that serves a request from its first to its last token."""
     usable = [view for view in _available(views, model) if view.serves]
     usable = usable or [view for view in _of_model(views, model) if view.serves]
     if not usable:
-        return Choice(None, _explain(views, model, "serve"))
+        return InstanceChoice(None, _explain(views, model, "serve"))
     decoding = [view for view in usable if view.role != "prefill"] or usable
     least = min(view.num_requests for view in decoding)
     best = min(
@@ -130,11 +130,11 @@ def choose_direct(
     )
     if affinity.nodes:
         said = _affinity_said(best, least, affinity)
-        return Choice(best.name, f"{best.num_requests} requests, {said}")
-    return Choice(best.name, f"{best.num_requests} requests, fewest of {len(usable)}")
+        return InstanceChoice(best.name, f"{best.num_requests} requests, {said}")
+    return InstanceChoice(best.name, f"{best.num_requests} requests, fewest of {len(usable)}")
 
 
-def choose_prefill(views: Sequence[InstanceView], wish: PrefillWish) -> Choice:
+def choose_prefill(views: Sequence[PdInstance], wish: PrefillWish) -> InstanceChoice:
     """One instance that prefills for another."""
     usable = [
         view
@@ -142,20 +142,20 @@ def choose_prefill(views: Sequence[InstanceView], wish: PrefillWish) -> Choice:
         if view.role == "prefill" and view.transfers and view.name not in wish.tried
     ]
     if not usable:
-        return Choice(None, _explain(views, wish.model, "prefill"))
+        return InstanceChoice(None, _explain(views, wish.model, "prefill"))
     with_room = [view for view in usable if view.num_prefills < view.max_concurrent]
     if not with_room:
         bounds = ", ".join(f"{view.name} {view.num_prefills}" for view in usable)
-        return Choice(None, f"prefill instances are full (jobs: {bounds})")
+        return InstanceChoice(None, f"prefill instances are full (jobs: {bounds})")
     loads = [
         TokenLoad(view.name, view.node, view.prefill_tokens, num_jobs=view.num_requests)
         for view in with_room
     ]
     placement = place_prefill(loads, wish.num_tokens, wish.cached_tokens)
-    return Choice(placement.instance, placement.reason, placement.uncached_tokens)
+    return InstanceChoice(placement.instance, placement.reason, placement.uncached_tokens)
 
 
-def _affinity_said(best: InstanceView, least_requests: int, affinity: Affinity) -> str:
+def _affinity_said(best: PdInstance, least_requests: int, affinity: Affinity) -> str:
     if affinity.rank(best, least_requests) < len(affinity.nodes):
         return f"part of the prompt is cached at {best.node}"
     return (
@@ -163,20 +163,20 @@ def _affinity_said(best: InstanceView, least_requests: int, affinity: Affinity) 
     )
 
 
-def _available(views: Sequence[InstanceView], model: str) -> list[InstanceView]:
+def _available(views: Sequence[PdInstance], model: str) -> list[PdInstance]:
     return [view for view in _of_model(views, model) if not view.draining]
 
 
-def _of_model(views: Sequence[InstanceView], model: str) -> list[InstanceView]:
+def _of_model(views: Sequence[PdInstance], model: str) -> list[PdInstance]:
     return [view for view in views if not model or not view.model or view.model == model]
 
 
-def _explain(views: Sequence[InstanceView], model: str, purpose: str) -> str:
+def _explain(views: Sequence[PdInstance], model: str, purpose: str) -> str:
     states = ", ".join(f"{view.name} ({view.role}) {_state(view, model)}" for view in views)
     return f"no instance can {purpose}: {states or 'none configured'}"
 
 
-def _state(view: InstanceView, model: str) -> str:
+def _state(view: PdInstance, model: str) -> str:
     if model and view.model and view.model != model:
         return f"serves {view.model}, not {model}"
     if not view.serves:

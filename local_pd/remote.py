@@ -10,14 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from local_pd.errors import (
-    FrontUnreachable,
-    NoInstance,
-    NoRoom,
-    PdError,
-    RoleRefused,
-    UnknownInstance,
-)
+from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import (
     AwaitLandingRequest,
@@ -31,7 +24,7 @@ from local_pd.messages import (
     SlotRequest,
 )
 from local_pd.server import SERVICE
-from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -44,7 +37,7 @@ logger = logging.getLogger("prfaas.local_pd")
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteConfig:
+class RemotePdConfig:
     """Deadlines. `job_timeout_s` covers one local prefill with its transfer. Whoever drains has a
     limit of its own, which must end first: it says what happened.
     """
@@ -65,11 +58,11 @@ class RemotePdCluster:
         *,
         has_prefill_instances: bool,
         tls: TlsFiles | None = None,
-        config: RemoteConfig | None = None,
+        config: RemotePdConfig | None = None,
     ) -> None:
         self._name = name
         self._has_prefill_instances = has_prefill_instances
-        self._config = config or RemoteConfig()
+        self._config = config or RemotePdConfig()
         self._client = RpcClient(target, SERVICE, tls)
         self._leases = LeaseKeeper()
         self._cleanups = Cleanups()
@@ -261,7 +254,7 @@ class RemotePdCluster:
 
     def _explain(self, error: RpcError) -> PdError:
         if error.code == "NO_ROOM":
-            return NoRoom(error.message)
+            return NoLandingRoom(error.message)
         if error.code == "REFUSED":
             return NoInstance(error.message)
         return FrontUnreachable(f"front {self._name}: {error.message}")

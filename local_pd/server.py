@@ -9,14 +9,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Final, TypeVar
 
 from local_pd.embedded import EmbeddedPdCluster
-from local_pd.errors import (
-    FrontUnreachable,
-    NoInstance,
-    NoRoom,
-    PdError,
-    RoleRefused,
-    UnknownInstance,
-)
+from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.messages import (
     AwaitLandingRequest,
     DecodeSlot,
@@ -28,6 +21,7 @@ from local_pd.messages import (
     RoleRequest,
     SlotRequest,
 )
+from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
@@ -37,7 +31,7 @@ from transport.rpc import ErrorCode, Method, RpcError, RpcServer
 SERVICE: Final = "prfaas.PdCluster"
 
 CODE_OF: Final[dict[type[PdError], ErrorCode]] = {
-    NoRoom: "NO_ROOM",
+    NoLandingRoom: "NO_ROOM",
     NoInstance: "REFUSED",
     RoleRefused: "REFUSED",
     FrontUnreachable: "UNAVAILABLE",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
 from prfaas.engines.prefill_run import (
     AttemptFailed,
@@ -19,11 +19,10 @@ from prfaas.engines.prefill_run import (
     RunnerConfig,
     check_job,
 )
-from prfaas.errors import UnknownInstance
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics, prefill_metrics
 from prfaas.queue import PrefillQueue
-from prfaas.queue_values import Effect, Fail, InstanceView, QueueConfig, QueuedJob, Start
+from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.reports import ClusterReport
 
 logger = logging.getLogger("prfaas.prefill")
@@ -199,7 +198,7 @@ class EmbeddedPrefillCluster:
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Fail):
+            if isinstance(effect, FailJob):
                 ticket = self._tickets.pop(effect.key)
                 ticket.refuse(PrefillFailed(effect.code, effect.message))
             else:
@@ -209,7 +208,7 @@ class EmbeddedPrefillCluster:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _start(self, ticket: _Ticket, start: Start) -> None:
+    def _start(self, ticket: _Ticket, start: StartJob) -> None:
         if start.attempt > 1:
             self._metrics.retries.labels(self._name).inc()
         instance = self._instances.by_name[start.instance]
@@ -227,7 +226,9 @@ class EmbeddedPrefillCluster:
         # A callback, because a task cancelled before its first step runs no line of its own.
         ticket.task.add_done_callback(lambda task: self._try_over(ticket, start, task))
 
-    def _try_over(self, ticket: _Ticket, start: Start, task: asyncio.Task[PrefillResult]) -> None:
+    def _try_over(
+        self, ticket: _Ticket, start: StartJob, task: asyncio.Task[PrefillResult]
+    ) -> None:
         """A try ended: the queue hears of it exactly once, and so does the submitter."""
         ticket.task = None
         error = None if task.cancelled() else task.exception()
@@ -266,8 +267,8 @@ class EmbeddedPrefillCluster:
             self._perform(self._queue.tick(self._clock()))
 
 
-def _view(spec: InstanceSpec, *, healthy: bool, draining: bool) -> InstanceView:
-    return InstanceView(
+def _view(spec: InstanceSpec, *, healthy: bool, draining: bool) -> QueueInstance:
+    return QueueInstance(
         name=spec.name,
         model=spec.served_name,
         healthy=healthy,

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from prfaas.engines.errors import PrefillCode
-from prfaas.queue_values import Effect, Fail, InstanceView, QueueConfig, QueuedJob, Start
+from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.reports import JobReport
 from scheduler.routing.front_placement import TokenLoad, place_prefill
 from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
@@ -73,7 +73,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Instance:
-    view: InstanceView
+    view: QueueInstance
     running: set[str] = field(default_factory=set)
     running_tokens: int = 0
     last_used: int = 0
@@ -148,17 +148,17 @@ class PrefillQueue:
             raise ValueError(f"job {job.key} is already here")
         trouble = self._no_instance(job.model, ())
         if trouble is not None:
-            return [Fail(job.key, "no_instance", trouble)]
+            return [FailJob(job.key, "no_instance", trouble)]
         self._num_submitted += 1
         entry = _Entry(job, self._num_submitted, now_s, job.uncached_tokens)
         self._enqueue(entry)
         effects = self._advance(now_s)
         if self._is_over_bound(entry):
             self._drop(entry)
-            effects.append(Fail(job.key, "queue_full", self._full_message()))
+            effects.append(FailJob(job.key, "queue_full", self._full_message()))
         return effects
 
-    def instance_changed(self, view: InstanceView, now_s: float) -> list[Effect]:
+    def instance_changed(self, view: QueueInstance, now_s: float) -> list[Effect]:
         """An instance is new, or its health, draining or limits changed."""
         known = self._instances.get(view.name)
         if known is None:
@@ -182,13 +182,13 @@ class PrefillQueue:
         again = retryable and not entry.withdrawn and entry.attempt < self._config.max_attempts
         self._drop(entry)
         if not again or self._no_instance(entry.job.model, tried) is not None:
-            return [Fail(key, code, message), *self._advance(now_s)]
+            return [FailJob(key, code, message), *self._advance(now_s)]
         entry.tried, entry.last_failure = tried, (code, message)
         self._enqueue(entry)
         effects = self._advance(now_s)
         if self._is_over_bound(entry):
             self._drop(entry)
-            effects.append(Fail(key, code, message))
+            effects.append(FailJob(key, code, message))
         return effects
 
     def withdraw(self, key: str, now_s: float) -> list[Effect]:
@@ -267,19 +267,19 @@ class PrefillQueue:
             if trouble is not None:
                 self._drop(entry)
                 effects.append(
-                    Fail(entry.job.key, *(entry.last_failure or ("no_instance", trouble)))
+                    FailJob(entry.job.key, *(entry.last_failure or ("no_instance", trouble)))
                 )
         return effects
 
-    def _expire(self, now_s: float) -> Iterator[Fail]:
+    def _expire(self, now_s: float) -> Iterator[FailJob]:
         patience_s = self._config.max_wait_s
         while self._by_age and now_s - self._by_age[0].submitted_s >= patience_s:
             entry = self._by_age[0]
             self._drop(entry)
             message = f"waited {patience_s:g} s in the queue of {self.name}"
-            yield Fail(entry.job.key, *(entry.last_failure or ("queue_timeout", message)))
+            yield FailJob(entry.job.key, *(entry.last_failure or ("queue_timeout", message)))
 
-    def _start_next(self, now_s: float) -> Start | None:
+    def _start_next(self, now_s: float) -> StartJob | None:
         with_room = [item for item in self._instances.values() if item.has_room]
         if not with_room or not self._by_age:
             return None
@@ -299,7 +299,7 @@ class PrefillQueue:
 
         return may_start
 
-    def _start(self, entry: _Entry, with_room: list[_Instance], now_s: float) -> Start:
+    def _start(self, entry: _Entry, with_room: list[_Instance], now_s: float) -> StartJob:
         job = entry.job
         able = [item for item in with_room if _takes(item, job.model, entry.tried)]
         able.sort(key=lambda item: item.last_used)
@@ -315,7 +315,7 @@ class PrefillQueue:
         entry.started_s = now_s
         entry.attempt += 1
         queue_s = now_s - entry.submitted_s
-        return Start(job.key, placement.instance, queue_s, entry.attempt, placement.reason)
+        return StartJob(job.key, placement.instance, queue_s, entry.attempt, placement.reason)
 
     def _no_instance(self, model: str, tried: tuple[str, ...]) -> str | None:
         """Why no instance can take such a job, now or after waiting; None when one can."""

@@ -38,7 +38,7 @@ class QueueConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceView:
+class QueueInstance:
     """What the queue needs to know of an instance. `model` "" serves every job; `node` is another
     name that cached prefixes may be known by.
     """
@@ -70,7 +70,7 @@ class QueuedJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartJob:
     """Run the job on this instance. `queue_s` is the time it waited since it was submitted,
     `reason` says why the instance was chosen.
     """
@@ -83,7 +83,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class FailJob:
     """The job is over without a result; the queue has forgotten it."""
 
     key: str
@@ -91,4 +91,4 @@ class Fail:
     message: str
 
 
-Effect = Start | Fail
+Effect = StartJob | FailJob

@@ -7,9 +7,9 @@ To its user it is a `PrefillCluster` like the embedded one: same results, same e
 import asyncio
 from dataclasses import dataclass
 
+from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.ownership import cancel_requested
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
-from prfaas.errors import PrefillFailed, UnknownInstance
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.server import SERVICE
 from scheduler.reports import ClusterReport
@@ -18,7 +18,7 @@ from transport.rpc import RpcClient, RpcError
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteConfig:
+class RemotePrefillConfig:
     """Deadlines. `job_timeout_s` covers queue, prefill and transfer of one job."""
 
     job_timeout_s: float = 900.0
@@ -34,10 +34,10 @@ class RemotePrefillCluster:
         name: str,
         target: str,
         tls: TlsFiles | None = None,
-        config: RemoteConfig | None = None,
+        config: RemotePrefillConfig | None = None,
     ) -> None:
         self._name = name
-        self._config = config or RemoteConfig()
+        self._config = config or RemotePrefillConfig()
         self._client = RpcClient(target, SERVICE, tls)
         self._closed = False
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from prfaas.cluster import PrefillCluster
+from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
-from prfaas.errors import UnknownInstance
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
 from transport import TlsFiles

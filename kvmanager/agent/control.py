@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from kvmanager.agent.cache.service import LandingBase, NodeCache
+from kvmanager.agent.cache.service import AgentCache, LandingBase
 from kvmanager.agent.engines.instances import UnknownLayout
 from kvmanager.agent.messages import (
     Await,
@@ -43,7 +43,7 @@ from kvmanager.agent.messages import (
 from kvmanager.agent.service import NodeAgent
 from kvmanager.agent.transfer_io import now_s
 from kvmanager.layout import KVLayout
-from kvmanager.transfers.custody import Key, Kind
+from kvmanager.transfers.holds import Key, Kind
 from kvmanager.transfers.records import LandingSpec, OutboxSpec, TransferError
 from transport import Elements, Endpoint, OutgoingSpec
 from transport.rpc import Method, RpcError
@@ -195,7 +195,7 @@ class ControlService:
     async def list_cache(self, request: ListCache) -> ListCacheReply:
         return await self._cache().list_prefixes(request)
 
-    def _cache(self) -> NodeCache:
+    def _cache(self) -> AgentCache:
         if self._agent.cache is None:
             raise RpcError("INVALID", "this agent has no prefix cache (cache_gib is 0)")
         return self._agent.cache

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from kvmanager.agent.cache.desk_records import CacheUse
+from kvmanager.agent.cache.request_records import CacheUse
 from kvmanager.agent.cache.store import StoreUse
 from kvmanager.agent.messages import CachedPrefix, CacheStatus, TransferReport
-from kvmanager.pool.records import PoolStatus, Prefix, Tier
+from kvmanager.pool.records import ListedPrefix, PoolStatus, Tier
 from kvmanager.pool.shape import PartKind
-from kvmanager.transfers.records import Landing, Outbox, State
+from kvmanager.transfers.records import LandingRecord, OutboxRecord, State
 from transport import TransferProgress
 
 ReportState = Literal["open", "complete", "failed", "cancelled", "expired"]
@@ -32,7 +32,7 @@ REPORT_STATE: Final[dict[State, ReportState]] = {
 }
 
 
-def landing_report(landing: Landing, progress: TransferProgress | None) -> TransferReport:
+def landing_report(landing: LandingRecord, progress: TransferProgress | None) -> TransferReport:
     """`progress` None: no sender came, or it was forgotten."""
     complete = REPORT_STATE[landing.state] == "complete"
     nbytes = landing.spec.nbytes
@@ -52,7 +52,7 @@ def landing_report(landing: Landing, progress: TransferProgress | None) -> Trans
 
 
 def outbox_report(
-    outbox: Outbox, progress: TransferProgress | None, sent_at_prefill_end: int | None
+    outbox: OutboxRecord, progress: TransferProgress | None, sent_at_prefill_end: int | None
 ) -> TransferReport:
     """`progress` None: it was never sent. `sent_at_prefill_end` None: the prefill has not ended;
     if the transfer is complete nevertheless, everything was sent before."""
@@ -101,7 +101,7 @@ def cache_status(
     )
 
 
-def cached_prefix(prefix: Prefix) -> CachedPrefix:
+def cached_prefix(prefix: ListedPrefix) -> CachedPrefix:
     """One line of a listing."""
     return CachedPrefix(
         key=prefix.key.hex(),

@@ -19,23 +19,23 @@ import msgspec
 
 from kvmanager.agent.cache.move_control import control_methods
 from kvmanager.agent.cache.moves import CacheMover
-from kvmanager.agent.cache.service import LandingBase, NodeCache
+from kvmanager.agent.cache.service import AgentCache, LandingBase
 from kvmanager.agent.config import AgentConfig
-from kvmanager.agent.engines.events import EngineEvents
-from kvmanager.agent.engines.instances import EngineRefused, InstanceBook
+from kvmanager.agent.engines.events import EngineCaches
+from kvmanager.agent.engines.instances import EngineNotServed, InstanceBook
 from kvmanager.agent.engines.protocol import (
-    Abort,
+    AbortOutbox,
     AgentMessage,
     Attach,
     CacheMessage,
-    Failed,
-    Hello,
+    EngineHello,
+    HelloRefused,
     Landed,
     PrefillEnd,
     ProtocolError,
     Ready,
-    Refused,
     Release,
+    TransferFailed,
     TransferMessage,
     Watch,
     Welcome,
@@ -52,23 +52,23 @@ from kvmanager.agent.transfer_io import TransferIo, now_s
 from kvmanager.arena import Arena, remove_stale
 from kvmanager.loop.watch import aligned_delay_s
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.transfers.custody import Key, Kind
+from kvmanager.transfers.holds import Key, Kind
 from kvmanager.transfers.records import (
     CancelOutbox,
     DropLanding,
     Effect,
-    Ended,
     EnginePeer,
     ForwardReady,
     GaveUpOnEngine,
-    Landing,
+    LandingRecord,
     LandingSpec,
-    Outbox,
+    OutboxRecord,
     OutboxSpec,
     RecordPrefillEnd,
     State,
     TellFailed,
     TellLanded,
+    TransferEnded,
     TransferError,
 )
 from kvmanager.transfers.table import TransferTable
@@ -95,11 +95,11 @@ class NodeAgent:
         self._peers: dict[int, EnginePeer] = {}
         self._waiters: defaultdict[Key, set[asyncio.Future[None]]] = defaultdict(set)
         self._started_s = now_s()
-        self.cache: NodeCache | None = None
+        self.cache: AgentCache | None = None
         """Its prefix cache; None: it keeps none."""
         self.mover: CacheMover | None = None
         """Moves of cached prefixes; None as well without a cache."""
-        self.engine_events: EngineEvents | None = None
+        self.engine_events: EngineCaches | None = None
         """What engines say of their own caches; None: nobody wants to know."""
         self.control_methods: list[ControlMethod] = []
         """Of its parts, beside those of `ControlService`; to be added before that is made."""
@@ -120,7 +120,7 @@ class NodeAgent:
             self.arena: Arena = kept.arena
             self.allocator = kept.allocator
             if config.num_cache_blocks != 0:
-                self.cache = NodeCache(config, kept, self._engines.send)
+                self.cache = AgentCache(config, kept, self._engines.send)
                 undo.push_async_callback(self.cache.close)
             self.table = TransferTable(
                 self.allocator,
@@ -177,7 +177,7 @@ class NodeAgent:
             )
             if self.config.kv_events:
                 told = self.cache.engine_blocks_changed
-                self.engine_events = EngineEvents(self.config.kv_events, told)
+                self.engine_events = EngineCaches(self.config.kv_events, told)
         self.control_methods += control_methods(self.mover, self.book, digest=self.config.digest)
 
     async def stop(self) -> None:
@@ -216,7 +216,7 @@ class NodeAgent:
                 self.cache.drop_base(base)
             raise
 
-    def reserve(self, spec: LandingSpec, base: LandingBase | None = None) -> Landing:
+    def reserve(self, spec: LandingSpec, base: LandingBase | None = None) -> LandingRecord:
         """Hold memory and let the sender in. Raises TransferError, and lets `base` go then."""
         try:
             landing = self.table.reserve(spec, now_s())
@@ -230,7 +230,7 @@ class NodeAgent:
         self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space)
         return landing
 
-    def open_outbox(self, spec: OutboxSpec, wire: OutgoingSpec) -> Outbox:
+    def open_outbox(self, spec: OutboxSpec, wire: OutgoingSpec) -> OutboxRecord:
         """Hold memory and begin to send. Raises TransferError."""
         outbox = self.table.open_outbox(spec, now_s())
         space = self.arena.view(outbox.runs, spec.nbytes)
@@ -285,9 +285,9 @@ class NodeAgent:
             arena_bytes=self.arena.nbytes,
             block_bytes=block_bytes,
             free_bytes=self.allocator.num_free * block_bytes + evictable_bytes,
-            landing_bytes=table.custody.num_blocks(Kind.LANDING) * block_bytes,
+            landing_bytes=table.holds.num_blocks(Kind.LANDING) * block_bytes,
             landing_cap_bytes=self.arena.nbytes if cap is None else min(cap, self.arena.nbytes),
-            outbox_bytes=table.custody.num_blocks(Kind.OUTBOX) * block_bytes,
+            outbox_bytes=table.holds.num_blocks(Kind.OUTBOX) * block_bytes,
             num_landings=dict(Counter(str(end.state) for end in table.landings.values())),
             num_outboxes=dict(Counter(str(end.state) for end in table.outboxes.values())),
             engines=self.book.describe(),
@@ -302,11 +302,11 @@ class NodeAgent:
 
     # ---- for the engine server
 
-    def hello(self, conn_id: int, hello: Hello) -> AgentMessage:
+    def hello(self, conn_id: int, hello: EngineHello) -> AgentMessage:
         try:
             peer = self.book.join(conn_id, hello)
-        except EngineRefused as error:
-            return Refused(str(error))
+        except EngineNotServed as error:
+            return HelloRefused(str(error))
         self._peers[conn_id] = peer
         self.table.connect(peer)
         logger.info("engine %s: %s rank %d connected", peer.instance, peer.role, peer.tp_rank)
@@ -322,7 +322,7 @@ class NodeAgent:
             self.config.drain_s / 2,
         )
 
-    def _join_cache(self, peer: EnginePeer, hello: Hello) -> StatePlacement | None:
+    def _join_cache(self, peer: EnginePeer, hello: EngineHello) -> StatePlacement | None:
         """The namespace is the scheduler's to tell; a worker writes what its scheduler reserved."""
         if self.cache is None or not (hello.namespace or peer.role == "worker"):
             return None
@@ -346,7 +346,7 @@ class NodeAgent:
                 effects = table.ready(conn_id, transfer_id, attempt, ranges, now_s())
             case PrefillEnd(_, attempt, tp_rank):
                 effects = table.prefill_end(conn_id, transfer_id, attempt, tp_rank, now_s())
-            case Abort(_, attempt, reason):
+            case AbortOutbox(_, attempt, reason):
                 effects = table.abort(conn_id, transfer_id, attempt, reason, now_s())
             case Watch():
                 effects = table.watch(conn_id, transfer_id)
@@ -381,7 +381,7 @@ class NodeAgent:
         effects = self.table.landing_complete(transfer_id, now_s())
         self.perform(effects)
         if effects and self.cache is not None:
-            self.cache.landed(self.table.landings[transfer_id], self.table.custody)
+            self.cache.landed(self.table.landings[transfer_id], self.table.holds)
         if self.mover is not None:
             self.mover.landing_complete(transfer_id)
 
@@ -410,14 +410,14 @@ class NodeAgent:
                 case TellLanded(conn_id, transfer_id):
                     self._engines.send(conn_id, Landed(transfer_id))
                 case TellFailed(conn_id, transfer_id, reason, attempt):
-                    self._engines.send(conn_id, Failed(transfer_id, reason, attempt))
+                    self._engines.send(conn_id, TransferFailed(transfer_id, reason, attempt))
                 case DropLanding(transfer_id, reason):
                     self.io.drop(transfer_id, reason)
                 case CancelOutbox(transfer_id, reason):
                     self.io.cancel(transfer_id, reason)
                 case RecordPrefillEnd(transfer_id):
                     self.io.note_prefill_end(transfer_id)
-                case Ended(key):
+                case TransferEnded(key):
                     self._ended(key)
                 case GaveUpOnEngine((kind, transfer_id)):
                     logger.warning(

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvmanager.agent.landing_door import LandingDoor
 from kvmanager.agent.messages import LinkStatus
+from kvmanager.agent.sender_admission import SenderAdmission, TransferNews
 from transport import (
     ByteSpace,
     Endpoint,
@@ -33,22 +32,8 @@ from transport import (
 DROP_THREADS = 4
 
 
-class TransferNews(Protocol):
-    """Called on the event loop."""
-
-    def landing_accepted(self, transfer_id: bytes) -> None: ...
-
-    def landing_complete(self, transfer_id: bytes) -> None: ...
-
-    def landing_failed(self, transfer_id: bytes, reason: str) -> None: ...
-
-    def landing_dropped(self, transfer_id: bytes) -> None: ...
-
-    def outbox_ended(self, transfer_id: bytes, error: str | None) -> None: ...
-
-
 @dataclass(slots=True)
-class Outgoing:
+class OutboxSend:
     """One outbox at the transport. `sent_at_prefill_end` is None until the prefill ended."""
 
     handle: OutgoingTransfer
@@ -70,10 +55,10 @@ class TransferIo:
         """Raises transport.LocalError when TLS files cannot be used."""
         self._loop = asyncio.get_running_loop()
         self._news = news
-        self._door = LandingDoor(_LandingBridge(self), on_refused)
+        self._admission = SenderAdmission(news, self.post, on_refused)
         self._sender = Sender(config)
-        self._receiver = Receiver(bind, config, self._door)
-        self._outgoing: dict[bytes, Outgoing] = {}
+        self._receiver = Receiver(bind, config, self._admission)
+        self._outgoing: dict[bytes, OutboxSend] = {}
         self._droppers = ThreadPoolExecutor(DROP_THREADS, thread_name_prefix="prfaas-drop")
         self._dropping: set[asyncio.Future[None]] = set()
         self._stopped = False
@@ -100,13 +85,13 @@ class TransferIo:
 
     def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ByteSpace) -> None:
         """Let the sender that has the token in."""
-        self._door.admit(transfer_id, token, fingerprint, space)
+        self._admission.admit(transfer_id, token, fingerprint, space)
 
     def drop(self, transfer_id: bytes, reason: str) -> None:
         """Have it forgotten by the receiver; `landing_dropped` follows, unless stopped."""
         if self._stopped:
             return
-        self._door.shut(transfer_id)
+        self._admission.revoke(transfer_id)
         future = self._loop.run_in_executor(
             self._droppers, self._receiver.drop, transfer_id, reason
         )
@@ -124,8 +109,9 @@ class TransferIo:
 
     def open(self, spec: OutgoingSpec, space: ByteSpace) -> None:
         """Begin to send; `outbox_ended` follows. Raises ValueError or RuntimeError, then not."""
-        handle = self._sender.open(spec, space, _OutboxBridge(self))
-        self._outgoing[spec.transfer_id] = Outgoing(
+        listener = SendListener(self, self._send_ended, now_s)
+        handle = self._sender.open(spec, space, listener)
+        self._outgoing[spec.transfer_id] = OutboxSend(
             handle, spec.endpoint, self._loop.create_future()
         )
 
@@ -161,7 +147,7 @@ class TransferIo:
         outgoing = self._outgoing[transfer_id]
         outgoing.sent_at_prefill_end = outgoing.handle.progress().sent_bytes
 
-    def outgoing(self, transfer_id: bytes) -> Outgoing | None:
+    def outgoing(self, transfer_id: bytes) -> OutboxSend | None:
         """What is known of an outbox, until `forget`."""
         return self._outgoing.get(transfer_id)
 
@@ -195,12 +181,7 @@ class TransferIo:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    @property
-    def news(self) -> TransferNews:
-        return self._news
-
-    def outbox_ended(self, transfer_id: bytes, error: str | None) -> None:
-        """For the sender's listener, on the loop."""
+    def _send_ended(self, transfer_id: bytes, error: str | None, _ended_s: float) -> None:
         self._news.outbox_ended(transfer_id, error)
         outgoing = self._outgoing.get(transfer_id)
         if outgoing is not None and not outgoing.ended.done():
@@ -213,39 +194,8 @@ class TransferIo:
         self._news.landing_dropped(transfer_id)
 
 
-class _LandingBridge:
-    """Receiver threads to loop."""
-
-    def __init__(self, io: TransferIo) -> None:
-        self._io = io
-
-    def landing_accepted(self, transfer_id: bytes) -> None:
-        self._io.post(self._io.news.landing_accepted, transfer_id)
-
-    def landing_complete(self, transfer_id: bytes) -> None:
-        self._io.post(self._io.news.landing_complete, transfer_id)
-
-    def landing_failed(self, transfer_id: bytes, reason: str) -> None:
-        self._io.post(self._io.news.landing_failed, transfer_id, reason)
-
-
-class _OutboxBridge:
-    """Sender threads to loop."""
-
-    def __init__(self, io: TransferIo) -> None:
-        self._io = io
-
-    def on_complete(self, transfer_id: bytes) -> None:
-        self._io.post(self._io.outbox_ended, transfer_id, None)
-
-    def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
-        self._io.post(self._io.outbox_ended, transfer_id, f"{error.code}: {error.message}")
-
-
 class SendListener:
-    """For `TransferIo.open_probe`: hands a send's end over from sender threads to the loop, with
-    None or an error.
-    """
+    """Hands the end of a send over from sender threads to the loop: None or an error, and when."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from kvmanager.arena import Arena
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.records import Tier
 from kvmanager.pool.shape import CacheShape
-from kvmanager.transfers.blocks import BlockTable, Run
+from kvmanager.transfers.blocks import BlockExtents, Run
 
 INDEX_VERSION: Final = 1
 """1: first version."""
@@ -215,7 +215,7 @@ def _check_parts(
 
 def _check_runs(runs: Sequence[Run], nbytes: int, header: IndexHeader) -> None:
     try:
-        end_block = BlockTable(runs, header.block_bytes, nbytes).end_block
+        end_block = BlockExtents(runs, header.block_bytes, nbytes).end_block
     except ValueError as error:
         raise IndexDistrusted(str(error)) from error
     if end_block > header.num_blocks:

@@ -11,13 +11,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvmanager.pool.nodes import Node, Part
-from kvmanager.pool.records import Order, PoolChange, Prefix, Tier
+from kvmanager.pool.records import ListedPrefix, Order, PoolChange, Tier
 from kvmanager.pool.shape import PartKind
 
 NODES_PER_STEP: Final = 2000
 """Blocks that one step of a listing looks at."""
 
-Listing = Generator[None, None, tuple[list[Prefix], int]]
+Listing = Generator[None, None, tuple[list[ListedPrefix], int]]
 
 
 def change(part: Part, tier: Tier, stored: bool = True) -> PoolChange:
@@ -103,7 +103,7 @@ def _in_steps(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
 
 def _prefix(
     nodes: Mapping[bytes, Node], num_next: Mapping[bytes, int], leaf: Node, now_s: float
-) -> Prefix:
+) -> ListedPrefix:
     chain = list(_down(nodes, leaf))
     own = list(_own(nodes, num_next, leaf))
     nbytes: Counter[tuple[Tier, PartKind]] = Counter()
@@ -115,7 +115,7 @@ def _prefix(
                 if part is not None and part.is_in(tier):
                     nbytes[tier, part.kind] += part.nbytes
     block_tokens = leaf.geometry.shape.block_tokens
-    return Prefix(
+    return ListedPrefix(
         key=leaf.key,
         num_tokens=(leaf.index + 1) * block_tokens,
         nbytes=dict(nbytes),

@@ -48,11 +48,11 @@ from kvmanager.pool.records import (
     BlockPart,
     Fill,
     Listener,
-    Match,
     Order,
     Pin,
     PoolChange,
     PoolStatus,
+    PrefixMatch,
     Slot,
     Spill,
     Tier,
@@ -65,11 +65,11 @@ __all__ = [
     "Fill",
     "HybridPool",
     "Listener",
-    "Match",
     "Order",
     "Pin",
     "PoolChange",
     "PoolStatus",
+    "PrefixMatch",
     "Slot",
     "Spill",
     "Tier",
@@ -113,17 +113,17 @@ class HybridPool:
 
     # ---- reading
 
-    def match(self, shape: CacheShape, keys: Sequence[bytes]) -> Match:
+    def match(self, shape: CacheShape, keys: Sequence[bytes]) -> PrefixMatch:
         """How much of the prompt with these block keys is there. Touches nothing."""
         geometry = self._books.geometry(shape)
         present, in_arena = self._books.masks(geometry, keys)
         num_usable = geometry.num_usable_blocks(present)
         if present == in_arena:
-            return Match(num_usable, len(present), num_usable, len(present))
+            return PrefixMatch(num_usable, len(present), num_usable, len(present))
         if geometry.has_kv:
             in_arena = list(itertools.takewhile(lambda mask: mask & 1, in_arena))
         arena_usable = geometry.num_usable_blocks(in_arena)
-        return Match(num_usable, len(present), arena_usable, len(in_arena))
+        return PrefixMatch(num_usable, len(present), arena_usable, len(in_arena))
 
     def pin(
         self, shape: CacheShape, keys: Sequence[bytes], parts: Iterable[BlockPart], now_s: float

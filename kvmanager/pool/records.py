@@ -36,7 +36,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """How much of a prompt is there, in blocks from its start.
 
     `num_blocks` can be resumed from all tiers together, `kv_blocks` have their KV in some tier;
@@ -113,7 +113,7 @@ class PoolStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class ListedPrefix:
     """A prefix that nothing longer continues; `key` is its last block's.
 
     `nbytes` are of all its blocks, shared ones included. `branch_tokens`: the deepest boundary

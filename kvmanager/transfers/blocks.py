@@ -172,7 +172,7 @@ class BlockAllocator:
         return length
 
 
-class BlockTable:
+class BlockExtents:
     """Where the logical bytes [0, nbytes) of a transfer lie in an arena: its runs, end to end."""
 
     def __init__(self, runs: Sequence[tuple[int, int]], block_bytes: int, nbytes: int) -> None:

@@ -3,7 +3,7 @@
 Value types of `kvmanager.transfers.table`, where the rules are. No I/O, no clock.
 
     TransferError        code: one of transport.rpc.ErrorCode
-    ├── NoRoom           NO_ROOM    the arena or a cap is full; later it may not be
+    ├── NoArenaRoom      NO_ROOM    the arena or a cap is full; later it may not be
     ├── BadRequest       INVALID    can never work
     ├── UnknownTransfer  NOT_FOUND  no such transfer, or it is over
 """
@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import ClassVar, Literal
 
 from kvmanager.transfers.blocks import Run
-from kvmanager.transfers.custody import Key, Kind
+from kvmanager.transfers.holds import Key, Kind
 from transport.wire.ranges import IntervalSet
 
 
@@ -25,7 +25,7 @@ class TransferError(Exception):
     code: ClassVar[Literal["NO_ROOM", "INVALID", "NOT_FOUND"]]
 
 
-class NoRoom(TransferError):
+class NoArenaRoom(TransferError):
     code = "NO_ROOM"
 
 
@@ -104,7 +104,7 @@ class EnginePeer:
 
 
 @dataclass(slots=True)
-class Landing:
+class LandingRecord:
     spec: LandingSpec
     runs: list[Run]
     opened_s: float
@@ -122,7 +122,7 @@ class Landing:
 
 
 @dataclass(slots=True)
-class Outbox:
+class OutboxRecord:
     spec: OutboxSpec
     runs: list[Run]
     opened_s: float
@@ -194,7 +194,7 @@ class TellFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class TransferEnded:
     """The outcome of this end is known: whoever awaits its report can have it."""
 
     key: Key
@@ -214,6 +214,6 @@ Effect = (
     | RecordPrefillEnd
     | TellLanded
     | TellFailed
-    | Ended
+    | TransferEnded
     | GaveUpOnEngine
 )

@@ -21,7 +21,7 @@ Rules.
    instance of that connection until any connection of the instance releases it or the watching
    connection is lost. Cancel does not touch a claimed landing: an engine may be reading it, and the
    engine that is told to abort the request releases it.
-3. Memory. The state says what a transfer is good for; `Custody` says when its blocks are free. A
+3. Memory. The state says what a transfer is good for; `BlockHolds` says when its blocks are free. A
    landing's blocks are held by the receiver until `landing_dropped`, an outbox's by the sender
    until `outbox_ended`; besides, an abandoned landing is held by every connection of its instance,
    and an outbox by every worker that may be about to write into it, until it lets go, its process
@@ -50,26 +50,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvmanager.transfers.blocks import BlockAllocator, OutOfBlocks, Run
-from kvmanager.transfers.custody import TRANSPORT, Custody, Key, Kind
+from kvmanager.transfers.holds import TRANSPORT, BlockHolds, Key, Kind
 from kvmanager.transfers.records import (
     MOVES,
     BadRequest,
     CancelOutbox,
     DropLanding,
     Effect,
-    Ended,
     EnginePeer,
     ForwardReady,
     GaveUpOnEngine,
-    Landing,
+    LandingRecord,
     LandingSpec,
-    NoRoom,
-    Outbox,
+    NoArenaRoom,
+    OutboxRecord,
     OutboxSpec,
     RecordPrefillEnd,
     State,
     TellFailed,
     TellLanded,
+    TransferEnded,
     UnknownTransfer,
 )
 
@@ -97,11 +97,11 @@ class TransferTable:
         make_room: Callable[[int], object] | None = None,
         on_freed: Callable[[Key], object] | None = None,
     ) -> None:
-        """`make_room`, `on_freed`: see `Custody`."""
+        """`make_room`, `on_freed`: see `BlockHolds`."""
         self.limits = limits or TableLimits()
-        self.custody = Custody(allocator, make_room=make_room, on_freed=on_freed)
-        self.landings: dict[bytes, Landing] = {}
-        self.outboxes: dict[bytes, Outbox] = {}
+        self.holds = BlockHolds(allocator, make_room=make_room, on_freed=on_freed)
+        self.landings: dict[bytes, LandingRecord] = {}
+        self.outboxes: dict[bytes, OutboxRecord] = {}
         self._block_bytes = block_bytes
         self._peers: dict[int, EnginePeer] = {}
         self._lingering_until_s: dict[int, float] = {}
@@ -118,32 +118,32 @@ class TransferTable:
         self._check_caps(spec, self._num_blocks(spec.nbytes) * self._block_bytes)
         return lease_s
 
-    def reserve(self, spec: LandingSpec, now_s: float) -> Landing:
-        """Hold memory for a transfer to come; raises NoRoom or BadRequest."""
+    def reserve(self, spec: LandingSpec, now_s: float) -> LandingRecord:
+        """Hold memory for a transfer to come; raises NoArenaRoom or BadRequest."""
         lease_s = self.check_landing(spec)
         num_blocks = self._num_blocks(spec.nbytes)
         runs = self._take((Kind.LANDING, spec.transfer_id), num_blocks)
-        landing = Landing(spec, runs, opened_s=now_s, lease_until_s=now_s + lease_s)
+        landing = LandingRecord(spec, runs, opened_s=now_s, lease_until_s=now_s + lease_s)
         self.landings[spec.transfer_id] = landing
         return landing
 
-    def open_outbox(self, spec: OutboxSpec, now_s: float) -> Outbox:
-        """Hold memory for an engine to fill; raises NoRoom or BadRequest.
+    def open_outbox(self, spec: OutboxSpec, now_s: float) -> OutboxRecord:
+        """Hold memory for an engine to fill; raises NoArenaRoom or BadRequest.
 
         One that is over and has given its memory back may be opened again, for another try.
         """
         before = self.outboxes.get(spec.transfer_id)
-        if before is not None and (before.state in MOVES or before.key in self.custody):
+        if before is not None and (before.state in MOVES or before.key in self.holds):
             raise BadRequest(f"outbox {spec.transfer_id.hex()} exists")
         lease_s = self._check(spec.nbytes, spec.lease_s)
         runs = self._take((Kind.OUTBOX, spec.transfer_id), self._num_blocks(spec.nbytes))
         attempt = self.last_attempt = max(self.last_attempt + 1, int(now_s * 1e6))
-        outbox = Outbox(spec, runs, now_s, lease_until_s=now_s + lease_s, attempt=attempt)
+        outbox = OutboxRecord(spec, runs, now_s, lease_until_s=now_s + lease_s, attempt=attempt)
         self.outboxes[spec.transfer_id] = outbox
         for conn_id in self._peers.keys() - self._lingering_until_s.keys():
             peer = self._peers[conn_id]
             if peer.role == "worker" and peer.fingerprint == spec.fingerprint:
-                self.custody.hold(outbox.key, conn_id)
+                self.holds.hold(outbox.key, conn_id)
         return outbox
 
     def renew(self, transfer_id: bytes, lease_s: float, now_s: float) -> float:
@@ -185,7 +185,7 @@ class TransferTable:
             return []
         landing.state = State.LANDED
         landing.ended_s = now_s
-        return [Ended(landing.key), *self._claim(landing)]
+        return [TransferEnded(landing.key), *self._claim(landing)]
 
     def landing_failed(self, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
         """The receiver gave it up."""
@@ -193,7 +193,7 @@ class TransferTable:
 
     def landing_dropped(self, transfer_id: bytes) -> None:
         """No transport thread touches the landing's memory any more."""
-        self.custody.let_go((Kind.LANDING, transfer_id), TRANSPORT)
+        self.holds.release((Kind.LANDING, transfer_id), TRANSPORT)
 
     def outbox_ended(self, transfer_id: bytes, error: str | None, now_s: float) -> list[Effect]:
         """The sender is done with the outbox's memory; `error` None: the receiver has it all."""
@@ -204,13 +204,13 @@ class TransferTable:
         if outbox.state is State.OPEN and error is None:
             outbox.state = State.COMPLETE
             outbox.ended_s = now_s
-            self.custody.let_all_engines_go(outbox.key)
-            self.custody.over(outbox.key, now_s)
-            effects = [Ended(outbox.key)]
+            self.holds.release_engines(outbox.key)
+            self.holds.end_transfer(outbox.key, now_s)
+            effects = [TransferEnded(outbox.key)]
         elif outbox.state is State.OPEN:
             effects = self._end_outbox(outbox, State.FAILED, error or "", now_s)
             effects = [effect for effect in effects if not isinstance(effect, CancelOutbox)]
-        self.custody.let_go(outbox.key, TRANSPORT)
+        self.holds.release(outbox.key, TRANSPORT)
         return effects
 
     # ---- engines
@@ -229,9 +229,9 @@ class TransferTable:
             return [TellFailed(conn_id, transfer_id, why_not, attempt)]
         outbox.attached.add(conn_id)
         instance = self._peers[conn_id].instance
-        for other in self.custody.holders(outbox.key):
+        for other in self.holds.holders(outbox.key):
             if self._peers[other].instance != instance:
-                self.custody.let_go(outbox.key, other)
+                self.holds.release(outbox.key, other)
         return []
 
     def ready(
@@ -353,7 +353,7 @@ class TransferTable:
         """The process behind a lost connection has ended and touches no memory any more."""
         self._lingering_until_s.pop(conn_id, None)
         self._peers.pop(conn_id, None)
-        self.custody.process_gone(conn_id)
+        self.holds.process_gone(conn_id)
 
     # ---- time
 
@@ -369,14 +369,17 @@ class TransferTable:
         for conn_id, until_s in list(self._lingering_until_s.items()):
             if until_s <= now_s:
                 self.process_gone(conn_id)
-        effects += [GaveUpOnEngine(key) for key in self.custody.expire(now_s)]
+        effects += [GaveUpOnEngine(key) for key in self.holds.expire(now_s)]
         self._forget(now_s - self.limits.report_keep_s)
         return effects
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a rule of the module text is broken; for tests."""
-        ends: list[Landing | Outbox] = [*self.landings.values(), *self.outboxes.values()]
-        self.custody.check_invariants(end.key for end in ends if end.state in MOVES)
+        ends: list[LandingRecord | OutboxRecord] = [
+            *self.landings.values(),
+            *self.outboxes.values(),
+        ]
+        self.holds.check_invariants(end.key for end in ends if end.state in MOVES)
         assert self._lingering_until_s.keys() <= self._peers.keys()
         connected = self._peers.keys() - self._lingering_until_s.keys()
         for landing in self.landings.values():
@@ -390,21 +393,21 @@ class TransferTable:
             assert outbox.ready.total <= outbox.spec.nbytes
             assert outbox.attached <= connected
             if outbox.state is State.OPEN:
-                assert outbox.attached <= self.custody.holders(outbox.key)
+                assert outbox.attached <= self.holds.holders(outbox.key)
         cap = self.limits.landing_bytes
-        used = self.custody.num_blocks(Kind.LANDING) * self._block_bytes
+        used = self.holds.num_blocks(Kind.LANDING) * self._block_bytes
         assert cap is None or used <= cap
 
     # ---- inside
 
-    def _claim(self, landing: Landing) -> list[Effect]:
+    def _claim(self, landing: LandingRecord) -> list[Effect]:
         if landing.watcher is None:
             return []
         landing.state = State.CLAIMED
         return [TellLanded(landing.watcher, landing.spec.transfer_id)]
 
     def _end_landing(
-        self, landing: Landing | None, state: State, reason: str, now_s: float
+        self, landing: LandingRecord | None, state: State, reason: str, now_s: float
     ) -> list[Effect]:
         if landing is None or state not in MOVES.get(landing.state, ()):
             return []
@@ -414,15 +417,15 @@ class TransferTable:
         effects: list[Effect] = [DropLanding(transfer_id, reason or str(state))]
         if landing.ended_s is None:
             landing.ended_s = now_s
-            effects.append(Ended(landing.key))
+            effects.append(TransferEnded(landing.key))
         if landing.watcher is not None and state is not State.RELEASED:
             effects.append(TellFailed(landing.watcher, transfer_id, reason))
         landing.watcher = None
-        self.custody.over(landing.key, now_s + self.limits.drain_s)
+        self.holds.end_transfer(landing.key, now_s + self.limits.drain_s)
         return effects
 
     def _end_outbox(
-        self, outbox: Outbox | None, state: State, reason: str, now_s: float
+        self, outbox: OutboxRecord | None, state: State, reason: str, now_s: float
     ) -> list[Effect]:
         if outbox is None or state not in MOVES.get(outbox.state, ()):
             return []
@@ -430,43 +433,43 @@ class TransferTable:
         outbox.state = state
         outbox.error = reason
         outbox.ended_s = now_s
-        tell = sorted(self.custody.holders(outbox.key) - self._lingering_until_s.keys())
-        self.custody.over(outbox.key, now_s + self.limits.drain_s)
+        tell = sorted(self.holds.holders(outbox.key) - self._lingering_until_s.keys())
+        self.holds.end_transfer(outbox.key, now_s + self.limits.drain_s)
         return [
             CancelOutbox(transfer_id, reason),
-            Ended(outbox.key),
+            TransferEnded(outbox.key),
             *(TellFailed(conn_id, transfer_id, reason, outbox.attempt) for conn_id in tell),
         ]
 
-    def _opening(self, transfer_id: bytes, attempt: int) -> Outbox | None:
+    def _opening(self, transfer_id: bytes, attempt: int) -> OutboxRecord | None:
         """The outbox of this attempt; None when it is not the present one."""
         outbox = self.outboxes.get(transfer_id)
         return outbox if outbox is not None and outbox.attempt == attempt else None
 
-    def _why_it_may_not_fill(self, conn_id: int, outbox: Outbox) -> str:
+    def _why_it_may_not_fill(self, conn_id: int, outbox: OutboxRecord) -> str:
         if outbox.spec.fingerprint != self._peers[conn_id].fingerprint:
             return "the outbox has another KV layout"
         if self._is_filled_by_another(conn_id, outbox):
             return "another engine fills this outbox"
-        is_told_of_the_end = conn_id in self.custody.holders(outbox.key)
+        is_told_of_the_end = conn_id in self.holds.holders(outbox.key)
         return "" if is_told_of_the_end else "the outbox is older than this connection"
 
-    def _is_filled_by_another(self, conn_id: int, outbox: Outbox) -> bool:
+    def _is_filled_by_another(self, conn_id: int, outbox: OutboxRecord) -> bool:
         instance = self._peers[conn_id].instance
         return any(self._peers[other].instance != instance for other in outbox.attached)
 
-    def _leave_outbox(self, conn_id: int, outbox: Outbox) -> None:
+    def _leave_outbox(self, conn_id: int, outbox: OutboxRecord) -> None:
         outbox.attached.discard(conn_id)
-        self.custody.let_go(outbox.key, conn_id)
+        self.holds.release(outbox.key, conn_id)
 
-    def _hold_for_instance(self, landing: Landing, instance: str) -> None:
+    def _hold_for_instance(self, landing: LandingRecord, instance: str) -> None:
         for peer in self._peers.values():
             if peer.instance == instance:
-                self.custody.hold(landing.key, peer.conn_id)
+                self.holds.hold(landing.key, peer.conn_id)
 
     def _forget(self, before_s: float) -> None:
-        def is_old(end: Landing | Outbox) -> bool:
-            is_over = end.state not in MOVES and end.key not in self.custody
+        def is_old(end: LandingRecord | OutboxRecord) -> bool:
+            is_over = end.state not in MOVES and end.key not in self.holds
             return is_over and end.ended_s is not None and end.ended_s <= before_s
 
         self.landings = {k: end for k, end in self.landings.items() if not is_old(end)}
@@ -483,32 +486,32 @@ class TransferTable:
         return min(lease_s, self.limits.max_lease_s)
 
     def _check_caps(self, spec: LandingSpec, wanted_bytes: int) -> None:
-        used = self.custody.num_blocks(Kind.LANDING) * self._block_bytes
+        used = self.holds.num_blocks(Kind.LANDING) * self._block_bytes
         cap = self.limits.landing_bytes
         if cap is not None and used + wanted_bytes > cap:
-            raise NoRoom(f"landings hold {used} of {cap} bytes, {wanted_bytes} more wanted")
+            raise NoArenaRoom(f"landings hold {used} of {cap} bytes, {wanted_bytes} more wanted")
         cap = self.limits.tenant_landing_bytes
         if cap is None:
             return
         used = sum(
             self._num_blocks(landing.spec.nbytes) * self._block_bytes
             for landing in self.landings.values()
-            if landing.spec.tenant == spec.tenant and landing.key in self.custody
+            if landing.spec.tenant == spec.tenant and landing.key in self.holds
         )
         if used + wanted_bytes > cap:
-            raise NoRoom(f"tenant {spec.tenant!r} holds {used} of {cap} bytes of landings")
+            raise NoArenaRoom(f"tenant {spec.tenant!r} holds {used} of {cap} bytes of landings")
 
     def _take(self, key: tuple[Kind, bytes], num_blocks: int) -> list[Run]:
         try:
-            return self.custody.take(key, num_blocks)
+            return self.holds.take(key, num_blocks)
         except OutOfBlocks as error:
-            raise NoRoom(f"the arena is full: {error}") from error
+            raise NoArenaRoom(f"the arena is full: {error}") from error
 
     def _num_blocks(self, nbytes: int) -> int:
         return -(-nbytes // self._block_bytes)
 
 
-def _why_not(end: Landing | Outbox | None) -> str:
+def _why_not(end: LandingRecord | OutboxRecord | None) -> str:
     if end is None:
         return "no such transfer at this agent"
     return f"the transfer is over: {end.state}" + (f" ({end.error})" if end.error else "")

@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, Hello
+from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, EngineHello
 from kvmanager.layout import KVLayout
 from kvmanager.vllm_connector.cache.keys import namespace_of
 from kvmanager.vllm_connector.cache.scheduler import (
@@ -262,8 +262,8 @@ def _hello(
     layout: KVLayout,
     tp_rank: int,
     namespace: bytes,
-) -> Hello:
-    return Hello(
+) -> EngineHello:
+    return EngineHello(
         version=PROTOCOL_VERSION,
         instance=instance,
         role=role,

@@ -5,6 +5,7 @@
       EngineUnreachable     no connection, connection lost, timeout: another instance may do
       EngineRefused         the engine answered with an error status; body kept for pass-through
     PrefillFailed           one prefill leg is over without KVCache at the landing
+    UnknownInstance         drain, resume or role of an instance that the cluster does not have
 
 Does not know how a gateway turns these into answers for clients.
 """
@@ -75,3 +76,10 @@ class PrefillFailed(Exception):
         super().__init__(f"{code}: {message}")
         self.code: PrefillCode = code
         self.message = message
+
+
+class UnknownInstance(LookupError):
+    """The cluster has no instance of this name."""
+
+    def __init__(self, cluster: str, instance: str) -> None:
+        super().__init__(f"cluster {cluster} has no instance {instance}")

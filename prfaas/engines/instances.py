@@ -22,7 +22,7 @@ from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineError
 from prfaas.engines.health import HealthConfig, HealthTracker
 from prfaas.engines.load import LoadEstimate
-from prfaas.engines.prefill_run import Place
+from prfaas.engines.prefill_run import PrefillPlace
 from prfaas.engines.supervisor import (
     ProcessState,
     Supervisor,
@@ -154,9 +154,9 @@ class Instance:
             return f"node agent: {self.agent_health.reason}"
         return ""
 
-    def place(self) -> Place:
+    def place(self) -> PrefillPlace:
         """Where a prefill given to it runs."""
-        return Place(self.name, self.http, self.agent, self.gone, self.spec.served_name)
+        return PrefillPlace(self.name, self.http, self.agent, self.gone, self.spec.served_name)
 
     def report(self, running: int) -> InstanceReport:
         """For a cluster report; `running` is the front's own count."""

@@ -70,7 +70,7 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PrefillPlace:
     """Where a try runs. `gone` is set when engine or agent turn out to be gone."""
 
     instance: str
@@ -103,7 +103,7 @@ class PrefillRunner:
     async def run(
         self,
         job: PrefillJob,
-        place: Place,
+        place: PrefillPlace,
         *,
         queue_s: float = 0.0,
         attempt: int = 1,
@@ -151,7 +151,7 @@ class PrefillRunner:
         """Wait for clean-ups under way; each is bounded by `cleanup_timeout_s`."""
         await self._cleanups.close()
 
-    async def _check_engine(self, place: Place) -> None:
+    async def _check_engine(self, place: PrefillPlace) -> None:
         """A dead engine is noticed by its agent at once. Seen before the outbox opens, the landing
         is not touched yet, and another instance can still fill it.
         """
@@ -173,7 +173,7 @@ class PrefillRunner:
             _agent_trouble("cannot open an outbox", error)
 
     async def _fill(
-        self, job: PrefillJob, place: Place, grant: OpenOutboxReply, turn: Turn
+        self, job: PrefillJob, place: PrefillPlace, grant: OpenOutboxReply, turn: Turn
     ) -> tuple[EnginePrefill, TransferReport, float]:
         prefill = asyncio.create_task(self._prefill(job, place, grant))
         # An engine answers right after its last forward pass; the landing is heard of later. A
@@ -218,7 +218,7 @@ class PrefillRunner:
         return done, *(await transfer)
 
     async def _prefill(
-        self, job: PrefillJob, place: Place, grant: OpenOutboxReply
+        self, job: PrefillJob, place: PrefillPlace, grant: OpenOutboxReply
     ) -> EnginePrefill:
         params = producer_params(job.landing, grant)
         try:
@@ -243,7 +243,7 @@ class PrefillRunner:
             ) from error
 
     async def _landed(
-        self, job: PrefillJob, place: Place, prefill: asyncio.Task[EnginePrefill]
+        self, job: PrefillJob, place: PrefillPlace, prefill: asyncio.Task[EnginePrefill]
     ) -> tuple[TransferReport, float]:
         """Wait until the transfer is complete, and say when (monotonic seconds).
 
@@ -274,7 +274,7 @@ class PrefillRunner:
                     f" {config.stall_timeout_s:g} s after the prefill",
                 )
 
-    async def _keep_lease(self, job: PrefillJob, place: Place) -> None:
+    async def _keep_lease(self, job: PrefillJob, place: PrefillPlace) -> None:
         config = self._config
         while True:
             await asyncio.sleep(config.lease_s / 3)
@@ -287,7 +287,7 @@ class PrefillRunner:
                 logger.warning("outbox %s not renewed: %s", job.landing.transfer_id, error)
 
     async def _discard(
-        self, job: PrefillJob, place: Place, opening: asyncio.Task[OpenOutboxReply]
+        self, job: PrefillJob, place: PrefillPlace, opening: asyncio.Task[OpenOutboxReply]
     ) -> None:
         timeout_s = self._config.cleanup_timeout_s
         await asyncio.wait({opening}, timeout=timeout_s)

@@ -29,7 +29,7 @@ from agent_process import AgentProcess, DrivenEngine
 from bench_directory import NODES, RULE, Region
 from smoke import add_smoke
 
-from kvmanager.agent.cache.feed import CacheFeed
+from kvmanager.agent.cache.feed import FeedLog
 from kvmanager.agent.cache.store import PartStore
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.config import AgentConfig
@@ -120,7 +120,7 @@ def measure_pool(num_blocks: int, folder: Path) -> list[Row]:
         prefault=False,
         arena_name="bench",
     )
-    kept, feed = open_arena(config), CacheFeed()
+    kept, feed = open_arena(config), FeedLog()
     store = PartStore(kept.arena, kept.index, DeadSsd(folder / "ssd"))
 
     def changed(change: PoolChange) -> None:
@@ -166,7 +166,7 @@ def chain(number: int, num_blocks: int) -> list[bytes]:
     return [number.to_bytes(4, "big") + index.to_bytes(12, "big") for index in range(num_blocks)]
 
 
-def restore(pool: HybridPool, feed: CacheFeed, keys: list[bytes]) -> None:
+def restore(pool: HybridPool, feed: FeedLog, keys: list[bytes]) -> None:
     parent = bytes(16)
     for index, key in enumerate(keys):
         change = PoolChange(True, Tier.SSD, key, parent, index, 0, SHAPE, ())

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.eviction import EvictionPolicy
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.pool.pool import HybridPool, Match, PoolChange
+from kvmanager.pool.pool import HybridPool, PoolChange, PrefixMatch
 from kvmanager.pool.shape import CacheShape, PartKind
 from kvmanager.transfers.blocks import BlockAllocator
 
@@ -162,7 +162,7 @@ class _Replay:
             return len(request.block_ids)
         return min(len(request.block_ids), (request.input_tokens - 1) // self._shape.block_tokens)
 
-    def _count(self, request: ReplayRequest, match: Match) -> None:
+    def _count(self, request: ReplayRequest, match: PrefixMatch) -> None:
         result = self._result
         hit_tokens = min(match.num_blocks * self._shape.block_tokens, request.input_tokens - 1)
         result.request_hit_tokens.append(max(0, hit_tokens))
@@ -171,7 +171,7 @@ class _Replay:
         result.hit_blocks += match.num_blocks
         result.kv_hit_blocks += match.kv_blocks
 
-    def _wanted(self, match: Match, num_blocks: int) -> _Needs:
+    def _wanted(self, match: PrefixMatch, num_blocks: int) -> _Needs:
         """The parts to store: all KV, and what the placement keeps of what the engine has."""
         shape, placement = self._shape, self._config.placement
         wanted: _Needs = []

@@ -15,7 +15,7 @@ from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
 from kvmanager.agent.client import AgentClient, CacheMoveOrder, move_cache
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.control import ControlService
-from kvmanager.agent.engines.protocol import Hello
+from kvmanager.agent.engines.protocol import EngineHello
 from kvmanager.agent.messages import SERVICE
 from kvmanager.agent.service import NodeAgent
 from kvmanager.agent.transfer_io import now_s
@@ -101,7 +101,7 @@ async def node(directory: Path, name: str, *, num_blocks: int = 256) -> AsyncIte
     )
     agent = NodeAgent(config)
     await agent.start()
-    hello = Hello("engine", "worker", os.getpid(), SMALL_LAYOUT.encode())
+    hello = EngineHello("engine", "worker", os.getpid(), SMALL_LAYOUT.encode())
     agent.book.join(0, hello)
     rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()})
     control = AgentClient(f"127.0.0.1:{await rpc.start()}")

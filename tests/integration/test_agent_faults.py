@@ -16,10 +16,10 @@ from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine, w
 
 from kvmanager.agent.engines.protocol import (
     Attach,
+    EngineHello,
     FrameDecoder,
-    Hello,
+    HelloRefused,
     Ready,
-    Refused,
     Watch,
     Welcome,
     decode_agent_message,
@@ -306,12 +306,12 @@ class RawEngine:
         decoder, messages = FrameDecoder(), []
         while received := self.connection.recv(1 << 16):
             messages += map(decode_agent_message, decoder.feed(received))
-        assert isinstance(messages[-1], Refused)
+        assert isinstance(messages[-1], HelloRefused)
         return messages[-1].reason
 
 
-def hello(instance: str = "raw", **changes: object) -> Hello:
-    message = Hello(instance, "worker", os.getpid(), SMALL_LAYOUT.encode())
+def hello(instance: str = "raw", **changes: object) -> EngineHello:
+    message = EngineHello(instance, "worker", os.getpid(), SMALL_LAYOUT.encode())
     return msgspec.structs.replace(message, **changes)
 
 

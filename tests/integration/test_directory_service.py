@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvmanager.agent.cache.feed import CacheFeed
+from kvmanager.agent.cache.feed import FeedLog
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import SERVICE as AGENT_SERVICE
-from kvmanager.agent.messages import CacheFeed as FeedReply
+from kvmanager.agent.messages import FeedLog as FeedReply
 from kvmanager.agent.messages import WatchCache
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.feed_client import FollowTiming
@@ -40,7 +40,7 @@ typer.run(directory_command)
 class FollowedAgent:
     """The part of an agent that is followed: its real feed, told what engines hold."""
 
-    feed: CacheFeed = field(default_factory=CacheFeed)
+    feed: FeedLog = field(default_factory=FeedLog)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
 
@@ -90,7 +90,7 @@ async def test_follows_changes_pages_and_a_restart(agent: FollowedAgent) -> None
     await until(directory, 100)
     agent.holds(60, 100, kinds=0)
     await until(directory, 60)
-    agent.feed = CacheFeed()
+    agent.feed = FeedLog()
     agent.holds(0, 7)
     await until(directory, 7)
     (state,) = await directory.nodes()

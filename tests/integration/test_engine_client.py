@@ -13,7 +13,7 @@ import pytest
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import (
     PROTOCOL_VERSION,
-    Abort,
+    AbortOutbox,
     Attach,
     CacheCancel,
     CacheFind,
@@ -22,15 +22,15 @@ from kvmanager.agent.engines.protocol import (
     CacheReserve,
     CacheSlots,
     CacheWritten,
+    EngineHello,
     EngineMessage,
-    Failed,
     FrameDecoder,
-    Hello,
+    HelloRefused,
     Landed,
     PrefillEnd,
     Ready,
-    Refused,
     Release,
+    TransferFailed,
     Watch,
     Welcome,
     decode_engine_message,
@@ -39,7 +39,7 @@ from kvmanager.agent.engines.protocol import (
 from kvmanager.arena import Arena
 
 TID = bytes(range(16))
-HELLO = Hello(instance="d0", role="scheduler", pid=1, layout=b"layout", tp_rank=3, tp_size=4)
+HELLO = EngineHello(instance="d0", role="scheduler", pid=1, layout=b"layout", tp_rank=3, tp_size=4)
 
 
 class Events:
@@ -120,15 +120,15 @@ class Peer:
             self._messages += map(decode_engine_message, self._decoder.feed(data))
         return self._messages.pop(0)
 
-    def welcome(self, *, version: int = PROTOCOL_VERSION) -> Hello:
+    def welcome(self, *, version: int = PROTOCOL_VERSION) -> EngineHello:
         hello = self.read()
-        assert isinstance(hello, Hello)
+        assert isinstance(hello, EngineHello)
         arena = self.arena
         where = (arena.epoch, str(arena.path), arena.nbytes, arena.block_bytes)
         self.send(Welcome(*where, version=version))
         return hello
 
-    def send(self, *messages: Welcome | Refused | Landed | Failed) -> None:
+    def send(self, *messages: Welcome | HelloRefused | Landed | TransferFailed) -> None:
         self.connection.sendall(b"".join(encode_frame(message) for message in messages))
 
     def close(self) -> None:
@@ -189,11 +189,11 @@ def test_messages_arrive_in_order_and_the_arena_is_shared(
         Ready(TID, 7, [(0, 10), (20, 5)]),
         PrefillEnd(TID, 7, 3),
         Watch(TID),
-        Abort(TID, 7, "no"),
+        AbortOutbox(TID, 7, "no"),
         Release(TID),
         Release(TID, 7),
     ]
-    peer.send(Landed(TID), Failed(TID, "no"))
+    peer.send(Landed(TID), TransferFailed(TID, "no"))
     assert events.next() == ("landed", TID)
     assert events.next() == ("failed", TID, "no")
     peer.close()
@@ -289,7 +289,7 @@ def test_restarted_agent_with_a_new_arena_is_found(
     "frame",
     [
         encode_frame(Landed(TID)),
-        encode_frame(Refused("two layouts")),
+        encode_frame(HelloRefused("two layouts")),
         encode_frame(Welcome("x", "/nonexistent/arena", 4096, 4096)),
         b"\xff\xff\xff\xff",
         b"\x01\x00\x00\x00\xc1",

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from kvmanager.agent.engines import events
-from kvmanager.agent.engines.events import EngineEvents
+from kvmanager.agent.engines.events import EngineCaches
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 
@@ -110,7 +110,7 @@ async def publisher(tmp_path: Path) -> AsyncIterator[Publisher]:
 class Follower:
     def __init__(self, **endpoints: str) -> None:
         self.held: dict[bytes, int] = {}
-        self.events = EngineEvents(endpoints, self._changed)
+        self.events = EngineCaches(endpoints, self._changed)
 
     def _changed(self, changes: list[tuple[bytes, int]]) -> None:
         self.held |= dict(changes)

@@ -14,13 +14,14 @@ import yaml
 from front_doubles import FakeAgent, FakeEngine, eventually, prefill_job
 from prometheus_client import CollectorRegistry
 
-from local_pd import RemotePdCluster
-from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig, RemotePrefillCluster
+from local_pd.remote import RemotePdCluster
+from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.engines.restart import RestartConfig
 from prfaas.engines.supervisor import SupervisorConfig
 from prfaas.metrics import PrefillMetrics
+from prfaas.remote import RemotePrefillCluster
 
 ROOT = str(Path(__file__).resolve().parents[2])
 MODULES = {"prefill": ("prfaas.cli", "prefill_command"), "pd": ("local_pd.cli", "pd_command")}
@@ -113,8 +114,8 @@ async def test_the_pd_front_as_a_process(tmp_path: Path) -> None:
 # A gateway that converts an instance, as far as its drain. It is killed before it says more.
 DRAINER = """
 import asyncio, sys
-from local_pd import RemotePdCluster
-from prfaas import RemotePrefillCluster
+from local_pd.remote import RemotePdCluster
+from prfaas.remote import RemotePrefillCluster
 
 async def main(kind, target):
     pd = RemotePdCluster("c", target, has_prefill_instances=False)

@@ -16,9 +16,12 @@ from agent_process import AgentProcess, DrivenEngine
 from front_doubles import FakeEngine, eventually, prefill_job
 from prometheus_client import CollectorRegistry
 
-from local_pd import DecodeSlot, EmbeddedPdCluster, NoRoom, PdClusterConfig, PrefillFailed
+from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
+from local_pd.errors import NoLandingRoom
+from local_pd.messages import DecodeSlot
 from local_pd.metrics import PdMetrics
-from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -223,7 +226,7 @@ async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) 
         while True:
             slots.append(await region.pd.reserve(NUM_TOKENS, digest, "r"))
 
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoLandingRoom):
         await fill_up()
     assert slots
     for slot in slots:

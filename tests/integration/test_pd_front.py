@@ -17,21 +17,14 @@ from front_doubles import (
 from prometheus_client import CollectorRegistry
 
 from kvmanager.agent.messages import CacheModel
-from local_pd import (
-    DecodeSlot,
-    EmbeddedPdCluster,
-    FrontUnreachable,
-    NoInstance,
-    NoRoom,
-    PdCluster,
-    PdClusterConfig,
-    PrefillFailed,
-    RemotePdCluster,
-    RoleRefused,
-    UnknownInstance,
-)
+from local_pd.cluster import PdCluster
+from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
+from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
+from local_pd.messages import DecodeSlot
 from local_pd.metrics import PdMetrics
+from local_pd.remote import RemotePdCluster
 from local_pd.server import SERVICE, PdServer
+from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob
@@ -199,7 +192,7 @@ async def test_a_full_node_leads_to_the_other_and_two_to_no_room(rig: Rig) -> No
     rig.nodes[0].landing_room = 0
     assert (await rig.reserve()).instance == "d1"
     rig.nodes[1].landing_room = 1
-    with pytest.raises(NoRoom, match=r"d0.*landing cap.*d1|d1.*landing cap.*d0"):
+    with pytest.raises(NoLandingRoom, match=r"d0.*landing cap.*d1|d1.*landing cap.*d0"):
         await rig.reserve()
 
 

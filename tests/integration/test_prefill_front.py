@@ -17,19 +17,15 @@ from front_doubles import (
 from prometheus_client import CollectorRegistry
 
 from kvmanager.token_ids import TokenIds
-from prfaas import (
-    EmbeddedPrefillCluster,
-    PrefillCluster,
-    PrefillClusterConfig,
-    PrefillFailed,
-    QueueConfig,
-    RemotePrefillCluster,
-    UnknownInstance,
-)
+from prfaas.cluster import PrefillCluster
+from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillResult
 from prfaas.metrics import PrefillMetrics
+from prfaas.queue_values import QueueConfig
+from prfaas.remote import RemotePrefillCluster
 from prfaas.server import PrefillServer
 
 CONFIG = PrefillClusterConfig(
@@ -52,7 +48,7 @@ class Rig:
         for engine in self.engines:
             engine.may_answer.clear()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         for engine in self.engines:
             engine.may_answer.set()
 
@@ -97,7 +93,7 @@ async def make_rig(
             rig.front = RemotePrefillCluster("east", f"127.0.0.1:{port}")
             stack.push_async_callback(rig.front.close)
         yield rig
-        rig.let_go()
+        rig.release()
 
 
 @pytest.fixture(params=["embedded", "remote"])
@@ -153,7 +149,7 @@ async def test_jobs_spread_over_instances_and_the_rest_waits(rig: Rig) -> None:
     assert {job.transfer_id for job in report.jobs} == {f"{n:032x}" for n in (1, 2, 3)}
     assert all(0 <= job.for_s < 20 for job in report.jobs)
     assert [item.running for item in report.instances] == [1, 1]
-    rig.let_go()
+    rig.release()
     results = await asyncio.gather(*tasks)
     assert {result.instance for result in results} == {"p0", "p1"}
     assert sorted(result.queue_s > 0 for result in results) == [False, False, True]
@@ -175,7 +171,7 @@ async def test_what_a_prefill_took_itself_begins_when_the_one_before_it_ended() 
             tasks.append(asyncio.create_task(rig.front.submit(prefill_job(number))))
             await rig.engines[0].wait_requests(number)
         await asyncio.sleep(0.3)  # the fake agent says that the last 0.125 s were transfer
-        rig.let_go()
+        rig.release()
         first, second = await asyncio.gather(*tasks)
         assert first.service_s == first.prefill_s > 0
         assert second.service_s < second.prefill_s / 2
@@ -190,7 +186,7 @@ async def test_a_job_over_the_queue_bound_is_refused(rig: Rig) -> None:
     error = await failure(rig.front.submit(prefill_job(5)))
     assert error.code == "queue_full"
     assert "2 jobs wait" in error.message
-    rig.let_go()
+    rig.release()
     await asyncio.gather(*tasks)
 
 
@@ -204,7 +200,7 @@ async def test_cancelling_a_queued_job_frees_its_place(rig: Rig) -> None:
     queued.cancel()
     await asyncio.gather(queued, return_exceptions=True)
     await eventually(lambda: rig.embedded._queue.depth == 0)
-    rig.let_go()
+    rig.release()
     await asyncio.gather(*running)
     assert sum(len(engine.requests) for engine in rig.engines) == 2
 
@@ -363,7 +359,7 @@ async def test_contradictory_jobs_are_refused(rig: Rig) -> None:
     task = asyncio.create_task(rig.front.submit(job))
     await rig.engines[0].wait_requests(1)
     assert (await failure(rig.front.submit(job))).code == "invalid"
-    rig.let_go()
+    rig.release()
     await task
 
 
@@ -376,7 +372,7 @@ async def test_draining_lets_jobs_end_and_takes_no_new_ones(rig: Rig) -> None:
     for number in (2, 3):
         assert (await rig.front.submit(prefill_job(number))).instance == "p1"
     assert not draining.done()
-    rig.let_go()
+    rig.release()
     await asyncio.gather(task, draining)
     assert (await rig.front.report()).instances[0].draining
     await rig.front.resume("p0")
@@ -399,7 +395,7 @@ async def test_a_drain_ends_with_the_caller_that_waited_for_it(rig: Rig) -> None
     await asyncio.gather(draining, return_exceptions=True)
     if rig.front is not rig.embedded:
         await eventually(lambda: not instance.draining)
-    rig.let_go()
+    rig.release()
     await task
 
 
@@ -431,7 +427,7 @@ async def test_the_lease_of_a_long_prefill_is_renewed() -> None:
         rig.hold()
         task = asyncio.create_task(rig.front.submit(prefill_job(1)))
         await eventually(lambda: rig.agents[0].renewals >= 3)
-        rig.let_go()
+        rig.release()
         await task
 
 

@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from local_pd.placement import (
     Affinity,
-    Choice,
-    InstanceView,
+    InstanceChoice,
+    PdInstance,
     PrefillWish,
     choose_direct,
     choose_prefill,
@@ -13,9 +13,9 @@ from local_pd.placement import (
 )
 
 
-def view(name: str, role: str = "both", **changes: object) -> InstanceView:
+def view(name: str, role: str = "both", **changes: object) -> PdInstance:
     fields: dict[str, object] = {"node": "n0", "model": "m"}
-    return InstanceView(name=name, role=role, **(fields | changes))  # type: ignore[arg-type]
+    return PdInstance(name=name, role=role, **(fields | changes))  # type: ignore[arg-type]
 
 
 def wish(*, tried: Collection[str] = (), **cached_tokens: int) -> PrefillWish:
@@ -88,7 +88,7 @@ def test_a_local_prefill_goes_to_the_least_busy_prefill_instance() -> None:
         view("p1", "prefill", num_prefills=2, prefill_tokens=1000),
         view("b0", "both"),
     ]
-    assert choose_prefill(views, wish()) == Choice(
+    assert choose_prefill(views, wish()) == InstanceChoice(
         "p1", "least_loaded; cached_tokens=0; tokens_ahead=1000; instances=2", 2000
     )
     assert choose_prefill(views, wish(tried=["p1"])).name == "p0"

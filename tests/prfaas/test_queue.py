@@ -7,21 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.queue import PrefillQueue
-from prfaas.queue_values import Fail, InstanceView, QueueConfig, QueuedJob, Start
+from prfaas.queue_values import FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.reports import JobReport
 from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, priority_class
 
 
-def view(name: str, **changes: object) -> InstanceView:
+def view(name: str, **changes: object) -> QueueInstance:
     fields: dict[str, object] = {"model": "m", "healthy": True, "max_concurrent": 1}
-    return InstanceView(name, **(fields | changes))  # type: ignore[arg-type]
+    return QueueInstance(name, **(fields | changes))  # type: ignore[arg-type]
 
 
 def job(key: str, *, num_tokens: int = 100, priority: int = 0, model: str = "m") -> QueuedJob:
     return QueuedJob(key, model, priority, num_tokens)
 
 
-def queue(*views: InstanceView, **config: object) -> PrefillQueue:
+def queue(*views: QueueInstance, **config: object) -> PrefillQueue:
     made = PrefillQueue("prefill-a", QueueConfig(**config))  # type: ignore[arg-type]
     for item in views:
         made.instance_changed(item, 0.0)
@@ -30,15 +30,15 @@ def queue(*views: InstanceView, **config: object) -> PrefillQueue:
 
 def test_a_job_starts_on_a_free_instance_at_once() -> None:
     q = queue(view("p0"))
-    assert q.submit(job("a"), 1.0) == [Start("a", "p0", 0.0, 1)]
+    assert q.submit(job("a"), 1.0) == [StartJob("a", "p0", 0.0, 1)]
     assert (q.depth, q.num_running, q.running_on("p0")) == (0, 1, 1)
 
 
 def test_the_instance_with_fewest_tokens_under_way_wins() -> None:
     q = queue(view("p0", max_concurrent=4), view("p1", max_concurrent=4))
-    assert q.submit(job("long", num_tokens=9000), 0.0) == [Start("long", "p0", 0.0, 1)]
-    assert q.submit(job("b", num_tokens=100), 0.0) == [Start("b", "p1", 0.0, 1)]
-    assert q.submit(job("c", num_tokens=100), 0.0) == [Start("c", "p1", 0.0, 1)]
+    assert q.submit(job("long", num_tokens=9000), 0.0) == [StartJob("long", "p0", 0.0, 1)]
+    assert q.submit(job("b", num_tokens=100), 0.0) == [StartJob("b", "p1", 0.0, 1)]
+    assert q.submit(job("c", num_tokens=100), 0.0) == [StartJob("c", "p1", 0.0, 1)]
 
 
 def test_a_job_goes_where_part_of_its_prompt_is_cached_if_there_is_room() -> None:
@@ -46,7 +46,7 @@ def test_a_job_goes_where_part_of_its_prompt_is_cached_if_there_is_room() -> Non
 
     def start(key: str, **cached_tokens: int) -> tuple[str, str]:
         (effect,) = q.submit(QueuedJob(key, "m", 0, 100, cached_tokens), 0.0)
-        assert isinstance(effect, Start)
+        assert isinstance(effect, StartJob)
         return effect.instance, effect.reason.partition(";")[0]
 
     assert start("by node", n9=80, n2=60, n1=40) == ("p2", "cached")
@@ -83,18 +83,18 @@ def test_equal_instances_take_turns() -> None:
     used = []
     for key in "abcd":
         (start,) = q.submit(job(key), 0.0)
-        assert isinstance(start, Start)
+        assert isinstance(start, StartJob)
         used.append(start.instance)
         q.finished(key, 0.0)
     assert used == ["p0", "p1", "p0", "p1"]
 
 
-def drained(q: PrefillQueue, running: str, now_s: float) -> list[Start]:
+def drained(q: PrefillQueue, running: str, now_s: float) -> list[StartJob]:
     """What starts, one after the other, on a cluster of one instance."""
     starts = []
     while effects := q.finished(running, now_s):
         (start,) = effects
-        assert isinstance(start, Start)
+        assert isinstance(start, StartJob)
         running = start.key
         starts.append(start)
     return starts
@@ -143,7 +143,7 @@ def test_jobs_of_all_classes_are_due_before_they_are_given_up() -> None:
     for second in range(1, 8):
         q.submit(job(f"urgent {second}", priority=-7), float(second))
         (start,) = q.finished(running, float(second))
-        assert isinstance(start, Start)
+        assert isinstance(start, StartJob)
         running = start.key
         if running == "background":
             break
@@ -155,7 +155,7 @@ def test_a_job_over_the_bound_is_refused_with_the_bound() -> None:
     for key in "abc":
         q.submit(job(key), 0.0)
     (refused,) = q.submit(job("d"), 0.0)
-    assert isinstance(refused, Fail)
+    assert isinstance(refused, FailJob)
     assert refused.code == "queue_full"
     assert "2 jobs wait" in refused.message
     assert q.depth == 2
@@ -164,15 +164,15 @@ def test_a_job_over_the_bound_is_refused_with_the_bound() -> None:
 
 def test_a_bound_of_zero_still_lets_jobs_run() -> None:
     q = queue(view("p0"), max_queued=0)
-    assert q.submit(job("a"), 0.0) == [Start("a", "p0", 0.0, 1)]
+    assert q.submit(job("a"), 0.0) == [StartJob("a", "p0", 0.0, 1)]
     (refused,) = q.submit(job("b"), 0.0)
-    assert isinstance(refused, Fail)
+    assert isinstance(refused, FailJob)
 
 
 def test_without_a_usable_instance_a_job_fails_at_once_and_says_why() -> None:
     q = queue(view("p0", healthy=False), view("p1", draining=True), view("p2", model="other"))
     (refused,) = q.submit(job("a"), 0.0)
-    assert isinstance(refused, Fail)
+    assert isinstance(refused, FailJob)
     assert refused.code == "no_instance"
     for part in ("p0 is not healthy", "p1 is draining", "p2 serves other, not m"):
         assert part in refused.message
@@ -183,7 +183,7 @@ def test_waiting_jobs_fail_when_the_last_instance_goes() -> None:
     q.submit(job("a"), 0.0)
     q.submit(job("b"), 0.0)
     (failed,) = q.instance_changed(view("p0", healthy=False), 1.0)
-    assert isinstance(failed, Fail)
+    assert isinstance(failed, FailJob)
     assert (failed.key, failed.code) == ("b", "no_instance")
     assert q.num_running == 1
 
@@ -192,7 +192,7 @@ def test_an_instance_that_comes_back_takes_waiting_jobs() -> None:
     q = queue(view("p0"), view("p1", healthy=False))
     q.submit(job("a"), 0.0)
     q.submit(job("b"), 0.0)
-    assert q.instance_changed(view("p1"), 2.0) == [Start("b", "p1", 2.0, 1)]
+    assert q.instance_changed(view("p1"), 2.0) == [StartJob("b", "p1", 2.0, 1)]
 
 
 def test_a_failed_job_is_tried_once_elsewhere_keeping_its_place() -> None:
@@ -201,17 +201,17 @@ def test_a_failed_job_is_tried_once_elsewhere_keeping_its_place() -> None:
     q.submit(job("b"), 0.0)
     q.submit(job("c"), 0.0)
     effects = q.failed("a", "engine_failed", "died", retryable=True, now_s=1.0)
-    assert effects == [Start("c", "p0", 1.0, 1)]  # p0 failed a, so a waits for p1
-    assert q.finished("b", 2.0) == [Start("a", "p1", 2.0, 2)]
+    assert effects == [StartJob("c", "p0", 1.0, 1)]  # p0 failed a, so a waits for p1
+    assert q.finished("b", 2.0) == [StartJob("a", "p1", 2.0, 2)]
     (failed,) = q.failed("a", "engine_failed", "died again", retryable=True, now_s=3.0)
-    assert failed == Fail("a", "engine_failed", "died again")
+    assert failed == FailJob("a", "engine_failed", "died again")
 
 
 def test_a_failure_without_another_instance_is_final() -> None:
     q = queue(view("p0"))
     q.submit(job("a"), 0.0)
     effects = q.failed("a", "engine_failed", "died", retryable=True, now_s=1.0)
-    assert effects == [Fail("a", "engine_failed", "died")]
+    assert effects == [FailJob("a", "engine_failed", "died")]
 
 
 def test_a_job_waiting_for_its_second_try_fails_with_its_first_error() -> None:
@@ -220,14 +220,14 @@ def test_a_job_waiting_for_its_second_try_fails_with_its_first_error() -> None:
     q.submit(job("b"), 0.0)
     assert q.failed("a", "agent_failed", "agent gone", retryable=True, now_s=1.0) == []
     effects = q.instance_changed(view("p1", healthy=False), 2.0)
-    assert effects == [Fail("a", "agent_failed", "agent gone")]
+    assert effects == [FailJob("a", "agent_failed", "agent gone")]
 
 
 def test_a_failure_that_is_the_requests_own_is_not_tried_again() -> None:
     q = queue(view("p0"), view("p1"))
     q.submit(job("a"), 0.0)
     effects = q.failed("a", "rejected", "too long", retryable=False, now_s=1.0)
-    assert effects == [Fail("a", "rejected", "too long")]
+    assert effects == [FailJob("a", "rejected", "too long")]
 
 
 def test_a_withdrawn_job_leaves_the_queue_and_is_not_tried_again() -> None:
@@ -239,7 +239,7 @@ def test_a_withdrawn_job_leaves_the_queue_and_is_not_tried_again() -> None:
     q.withdraw("a", 0.0)
     q.instance_changed(view("p1"), 0.0)
     effects = q.failed("a", "engine_failed", "aborted", retryable=True, now_s=1.0)
-    assert effects == [Fail("a", "engine_failed", "aborted")]
+    assert effects == [FailJob("a", "engine_failed", "aborted")]
     assert q.withdraw("a", 1.0) == []
 
 
@@ -250,7 +250,7 @@ def test_a_job_waits_only_so_long() -> None:
     assert q.next_deadline_s() == 15.0
     assert q.tick(14.9) == []
     (failed,) = q.tick(15.0)
-    assert isinstance(failed, Fail)
+    assert isinstance(failed, FailJob)
     assert failed.code == "queue_timeout"
     assert q.next_deadline_s() is None
 
@@ -260,7 +260,7 @@ def test_a_job_that_waits_for_its_second_try_too_long_fails_with_its_first_error
     q.submit(job("a"), 0.0)
     q.submit(job("b"), 0.0)
     assert q.failed("a", "agent_failed", "agent gone", retryable=True, now_s=1.0) == []
-    assert q.tick(10.0) == [Fail("a", "agent_failed", "agent gone")]
+    assert q.tick(10.0) == [FailJob("a", "agent_failed", "agent gone")]
 
 
 @given(
@@ -291,7 +291,7 @@ def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
     rng = random.Random(seed)
     q = queue(max_queued=3, max_wait_s=20.0)
     alive: dict[str, str] = {}  # key -> queued | running
-    views: dict[str, InstanceView] = {}
+    views: dict[str, QueueInstance] = {}
     num_jobs = 0
     for step in range(120):
         now_s = float(step)
@@ -341,7 +341,7 @@ def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
                 )
         for effect in effects:
             assert alive[effect.key] == "queued"
-            if isinstance(effect, Start):
+            if isinstance(effect, StartJob):
                 chosen = views[effect.instance]
                 assert chosen.healthy
                 assert not chosen.draining

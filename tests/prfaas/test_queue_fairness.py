@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.queue import PrefillQueue, _Instance, _takes
-from prfaas.queue_values import Fail, InstanceView, QueueConfig, QueuedJob, Start
+from prfaas.queue_values import FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.routing.queue_order import OrderConfig
 
 TOKENS_PER_S = 30_000.0
@@ -18,7 +18,7 @@ BUCKETS = OrderConfig().buckets
 def busy_queue(**config: int) -> PrefillQueue:
     """A cluster of one instance, which has something to do."""
     q = PrefillQueue("prefill-a", QueueConfig(**config))
-    q.instance_changed(InstanceView("p0", "m", healthy=True, max_concurrent=1), 0.0)
+    q.instance_changed(QueueInstance("p0", "m", healthy=True, max_concurrent=1), 0.0)
     q.submit(QueuedJob("running", "m", 0, 10), 0.0)
     return q
 
@@ -27,7 +27,7 @@ def drained(q: PrefillQueue, now_s: float) -> list[str]:
     keys, running = [], "running"
     while effects := q.finished(running, now_s):
         (start,) = effects
-        assert isinstance(start, Start)
+        assert isinstance(start, StartJob)
         keys.append(running := start.key)
         q.check_invariants()
     return keys
@@ -76,7 +76,7 @@ def test_nobody_starves(seed: int, load: float) -> None:
             effects = q.finished(busy, now_s)
             busy = ""
             for effect in effects:
-                assert isinstance(effect, Start)  # nothing is given up
+                assert isinstance(effect, StartJob)  # nothing is given up
                 priority = int(effect.key.split()[1])
                 longest_s[priority] = max(longest_s.get(priority, 0.0), effect.queue_s)
                 busy, free_s = effect.key, now_s + lengths[effect.key] / TOKENS_PER_S
@@ -85,10 +85,10 @@ def test_nobody_starves(seed: int, load: float) -> None:
         key = f"{i} {priority}"
         lengths[key] = num_tokens
         for effect in q.submit(QueuedJob(key, "m", priority, num_tokens), now_s):
-            if isinstance(effect, Start):
+            if isinstance(effect, StartJob):
                 busy, free_s = effect.key, now_s + num_tokens / TOKENS_PER_S
             else:
-                assert isinstance(effect, Fail)
+                assert isinstance(effect, FailJob)
                 assert effect.code == "queue_full"
     q.check_invariants()
     assert all(waited_s < QueueConfig().max_wait_s for waited_s in longest_s.values())
@@ -98,7 +98,7 @@ def test_hundreds_of_waiting_jobs_cost_little(monkeypatch: pytest.MonkeyPatch) -
     """Half of them wait for an instance that is full, and are passed over each time."""
     q = PrefillQueue("prefill-a", QueueConfig(max_queued=500))
     for name in ("m", "n"):
-        q.instance_changed(InstanceView(name, name, healthy=True, max_concurrent=1), 0.0)
+        q.instance_changed(QueueInstance(name, name, healthy=True, max_concurrent=1), 0.0)
     num_asked = 0
 
     def takes(instance: _Instance, model: str, tried: tuple[str, ...]) -> bool:

@@ -22,7 +22,7 @@ import msgspec
 import yaml
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Hello, Welcome
+from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, EngineHello, Welcome
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
@@ -223,7 +223,7 @@ class DrivenEngine:
         self.events: Queue[tuple[Any, ...]] = Queue()
         self.releases_failed = True
         """Answer `Failed` with `Release`, as a producer must."""
-        hello = Hello(
+        hello = EngineHello(
             instance, role, os.getpid(), layout.encode(), tp_rank, layout.tp_size, namespace
         )
         self.client = EngineClient(agent.socket, hello, self)

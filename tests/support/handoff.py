@@ -16,7 +16,7 @@ from kvmanager.hashing import token_digest
 from kvmanager.landing import ReservedLanding, consumer_params, reserved_landing
 from kvmanager.token_ids import TokenIds
 from prfaas.engines.client import EngineHttp
-from prfaas.engines.prefill_run import Place, PrefillRunner
+from prfaas.engines.prefill_run import PrefillPlace, PrefillRunner
 from prfaas.jobs import PrefillJob, PrefillResult
 
 TIMEOUT_S = 60.0
@@ -60,7 +60,9 @@ class Handoff:
         landing = reserved_landing(reply, len(token_ids), digest)
         agent = AgentClient(self._region.agent_control(node))
         try:
-            place = Place(instance, self._http(instance), agent, asyncio.Event(), self._model)
+            place = PrefillPlace(
+                instance, self._http(instance), agent, asyncio.Event(), self._model
+            )
             job = PrefillJob(
                 request_id=f"by-hand-{reply.transfer_id[:8]}",
                 prompt_token_ids=TokenIds.of(token_ids),

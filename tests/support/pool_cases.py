@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kvmanager.pool.eviction import eviction_policy
 from kvmanager.pool.listing import Listing
-from kvmanager.pool.pool import BlockPart, Fill, HybridPool, Match, Pin, PoolChange, Tier
-from kvmanager.pool.records import Order, Prefix
+from kvmanager.pool.pool import BlockPart, Fill, HybridPool, Pin, PoolChange, PrefixMatch, Tier
+from kvmanager.pool.records import ListedPrefix, Order
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import BlockAllocator
 
@@ -21,7 +21,7 @@ def keys_of(path: str) -> list[bytes]:
     return [path[: end + 1].encode().rjust(16, b".") for end in range(len(path))]
 
 
-def listed(listing: Listing) -> tuple[list[Prefix], int]:
+def listed(listing: Listing) -> tuple[list[ListedPrefix], int]:
     """What a listing comes to."""
     while True:
         try:
@@ -79,13 +79,13 @@ class Harness:
     def hit(self, path: str) -> None:
         self.pool.unpin(self.pin(path, (len(path) - 1, 0)).pin_id)
 
-    def match(self, path: str) -> Match:
+    def match(self, path: str) -> PrefixMatch:
         return self.pool.match(self.shape, keys_of(path))
 
     def held(self, *paths: str) -> list[int]:
         return [self.match(path).kv_blocks for path in paths]
 
-    def prefixes(self, order: Order, limit: int) -> tuple[list[Prefix], int]:
+    def prefixes(self, order: Order, limit: int) -> tuple[list[ListedPrefix], int]:
         return listed(self.pool.prefixes(order, limit, self.now_s))
 
     def leave_arena(self, path: str) -> None:

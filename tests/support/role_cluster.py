@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from local_pd.errors import RoleRefused, UnknownInstance
+from local_pd.errors import RoleRefused
+from prfaas.engines.errors import UnknownInstance
 from scheduler.live.conversion import RoleChange, RoleStatus, applied
 from scheduler.reports import ClusterReport, InstanceReport, Role
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvmanager.transfers.blocks import BlockAllocator
-from kvmanager.transfers.custody import Kind
+from kvmanager.transfers.holds import Kind
 from kvmanager.transfers.records import EnginePeer, LandingSpec, OutboxSpec
 from kvmanager.transfers.table import TableLimits, TransferTable
 
@@ -35,4 +35,4 @@ def connected_table() -> TransferTable:
 
 def used(table: TransferTable, kind: Kind = Kind.LANDING) -> int:
     table.check_invariants()
-    return table.custody.num_blocks(kind)
+    return table.holds.num_blocks(kind)

@@ -20,7 +20,8 @@ import msgspec
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.roles import RoleKeeper, drained_by_others, is_usable
 from local_pd.cluster import PdCluster
-from local_pd.errors import PdError, UnknownInstance
+from local_pd.errors import PdError
+from prfaas.engines.errors import UnknownInstance
 from scheduler.live.conversion import Conversion, ConversionWish, Ended, Outcome, PdRole, Phase
 from scheduler.reports import ClusterReport, InstanceReport, Role
 from transport.rpc import RpcError

@@ -29,7 +29,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from local_pd.cluster import PdCluster
-from local_pd.errors import PdError, RoleRefused, UnknownInstance
+from local_pd.errors import PdError, RoleRefused
+from prfaas.engines.errors import UnknownInstance
 from scheduler.live.conversion import (
     Conversion,
     ConversionConfig,

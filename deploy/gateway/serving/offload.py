@@ -38,7 +38,7 @@ from deploy.gateway.serving.exchange import Exchange, Services
 from deploy.gateway.serving.planning import RequestPlan
 from kvmanager.hashing import token_digest
 from kvmanager.token_ids import TokenIds
-from local_pd.errors import NoRoom, PdError
+from local_pd.errors import NoLandingRoom, PdError
 from local_pd.messages import DecodeSlot, LandingReport
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -158,7 +158,8 @@ class Offload:
                     prefer_nodes=self._cached.landing_nodes(),
                 )
         except (TimeoutError, PdError, RpcError, OSError) as error:
-            reason = Reason.NO_LANDING_ROOM if isinstance(error, NoRoom) else Reason.RESERVE_FAILED
+            is_full = isinstance(error, NoLandingRoom)
+            reason = Reason.NO_LANDING_ROOM if is_full else Reason.RESERVE_FAILED
             logger.info("%s: no landing: %s", self._exchange.request_id, error)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         reserve_s = self._exchange.elapsed_s() - started_s

@@ -36,7 +36,7 @@ _ENGINE_SHIFT: Final = _BITS_PER_TIER * len(Tier)
 _MAX_PARTS: Final = 256
 
 
-class CacheFeed:
+class FeedLog:
     """See the module text. One thread only.
 
     `keep_gone`: how many blocks that have gone are remembered.

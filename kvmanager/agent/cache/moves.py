@@ -26,13 +26,13 @@ from kvmanager.agent.cache.move_messages import (
     ReserveCacheMoveReply,
 )
 from kvmanager.agent.cache.move_records import Move, MovedParts, MoveLanding, MoveSend, MoveUse
-from kvmanager.agent.cache.service import NodeCache
+from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.transfer_io import SendListener, TransferIo
 from kvmanager.arena import Arena
 from kvmanager.pool.parts_space import PartsSpace
 from kvmanager.pool.records import Fill, Slot, Tier
 from kvmanager.pool.shape import CacheShape
-from kvmanager.transfers.records import BadRequest, NoRoom, UnknownTransfer
+from kvmanager.transfers.records import BadRequest, NoArenaRoom, UnknownTransfer
 from transport import Endpoint, OutgoingSpec
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
@@ -55,7 +55,7 @@ class CacheMover:
         self,
         io: TransferIo,
         arena: Arena,
-        cache: NodeCache,
+        cache: AgentCache,
         *,
         advertised: Endpoint,
         clock_s: Callable[[], float],
@@ -79,16 +79,16 @@ class CacheMover:
     # ---- the control plane
 
     def open_landing(self, what: MovedParts, lease_s: float) -> ReserveCacheMoveReply:
-        """Let one sender fill what is lacking here. Raises NoRoom, BadRequest."""
+        """Let one sender fill what is lacking here. Raises NoArenaRoom, BadRequest."""
         lease_s = self._admissible("landing", lease_s)
         if not self._cache.may_fill:
-            raise NoRoom("this agent is stopping")
+            raise NoArenaRoom("this agent is stopping")
         now_s = self._clock_s()
         fill = self._pool.reserve(what.shape, what.root, 0, what.keys, what.parts, now_s)
         if not fill.slots:
             self._pool.abort(fill.fill_id)
             if self._lacks_memory(what):
-                raise NoRoom("no room for any of these parts, or others are storing them")
+                raise NoArenaRoom("no room for any of these parts, or others are storing them")
             return ReserveCacheMoveReply(parts=[])
         granted = tuple((slot.index, slot.part) for slot in fill.slots)
         what = MovedParts(what.fingerprint, what.shape, what.root, what.keys, granted)
@@ -106,8 +106,10 @@ class CacheMover:
         )
 
     async def open_send(self, what: MovedParts, wire: OutgoingSpec, lease_s: float) -> float:
-        """Begin to send to a landing; the lease. Raises NoRoom, BadRequest, UnknownTransfer (not
-        all of it is cached here, or it ended before it began).
+        """Begin to send to a landing; the lease.
+
+        Raises NoArenaRoom, BadRequest, UnknownTransfer (not all of it is cached here, or it ended
+        before it began).
         """
         lease_s = self._admissible("send", lease_s)
         if wire.transfer_id in self._sends:
@@ -246,7 +248,7 @@ class CacheMover:
             await self._cache.fetch(what.shape, what.keys, pin.absent, FETCH_S)
             pin = pool.pinned(pin.pin_id)
         if pin.absent:
-            raise NoRoom(f"{len(pin.absent)} parts are on SSD and did not come into the arena")
+            raise NoArenaRoom(f"{len(pin.absent)} parts are on SSD and did not come into the arena")
         by_part = {(slot.index, slot.part): slot for slot in pin.slots}
         return tuple(by_part[part] for part in what.parts)
 
@@ -333,10 +335,10 @@ class CacheMover:
             move.pin_id = None
 
     def _admissible(self, role: MoveRole, lease_s: float) -> float:
-        """The lease to give. Raises NoRoom, BadRequest."""
+        """The lease to give. Raises NoArenaRoom, BadRequest."""
         lease_s = _checked_lease_s(lease_s)
         if self.num_open(role) >= MAX_MOVES:
-            raise NoRoom(f"{MAX_MOVES} moves run here already; wait until one is over")
+            raise NoArenaRoom(f"{MAX_MOVES} moves run here already; wait until one is over")
         return lease_s
 
 

@@ -1,7 +1,7 @@
 """A node's prefix cache: the pool, and what it takes to serve it on the agent's event loop.
 
 It does not know sockets or the transfer table. The rules are elsewhere: what may be evicted in
-`kvmanager.pool.pool`, what engines are given in `cache_desk`, what is journalled and copied to SSD
+`kvmanager.pool.pool`, what engines are given in `requests`, what is journalled and copied to SSD
 in `cache_store`, which parts a transfer brings in `promotion`.
 
 For `drain_s` after it took over a former life's arena nothing leaves it: a worker that has not
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvmanager.agent import messages
-from kvmanager.agent.cache.desk import CacheDesk
-from kvmanager.agent.cache.desk_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
-from kvmanager.agent.cache.feed import CacheFeed
+from kvmanager.agent.cache.feed import FeedLog
 from kvmanager.agent.cache.promotion import LandedParts, copy_ranges
+from kvmanager.agent.cache.request_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
+from kvmanager.agent.cache.requests import CacheRequests
 from kvmanager.agent.cache.store import PartStore
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.engines.protocol import AgentMessage, CacheMessage
@@ -37,8 +37,8 @@ from kvmanager.pool.records import BlockPart, Fill, PoolChange, Slot
 from kvmanager.pool.shape import CacheShape
 from kvmanager.pool.ssd import SsdStore
 from kvmanager.transfers.blocks import Run
-from kvmanager.transfers.custody import PROMOTION, Custody, Key, Kind
-from kvmanager.transfers.records import BadRequest, EnginePeer, Landing
+from kvmanager.transfers.holds import PROMOTION, BlockHolds, Key, Kind
+from kvmanager.transfers.records import BadRequest, EnginePeer, LandingRecord
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -66,7 +66,7 @@ class LandingBase:
     pin_id: int | None
 
 
-class NodeCache:
+class AgentCache:
     """See the module text. `send` says a message to an engine connection."""
 
     def __init__(
@@ -77,7 +77,7 @@ class NodeCache:
     ) -> None:
         """Raises SsdError when the SSD's directory cannot be used."""
         self.placement = config.placement
-        self.feed = CacheFeed()
+        self.feed = FeedLog()
         self._config = config
         self._kept = kept
         self._send = send
@@ -95,7 +95,7 @@ class NodeCache:
         if kept.is_adopted:
             self.pool.keep_arena()
         self._settled_at_s = now_s() + config.drain_s
-        self.desk = CacheDesk(
+        self.requests = CacheRequests(
             self.pool,
             drain_s=config.drain_s,
             has_slow_tier=ssd is not None,
@@ -189,15 +189,15 @@ class NodeCache:
         if base is not None:
             self.drop_base(base)
 
-    def landed(self, landing: Landing, custody: Custody) -> None:
+    def landed(self, landing: LandingRecord, holds: BlockHolds) -> None:
         """Keep what has landed: copy its whole blocks, while the landing lives or after it."""
         base = self._bases.get(landing.spec.transfer_id)
         if base is None or not base.keys or self._closed:
             return
-        custody.hold(landing.key, PROMOTION)
-        self._spawn(self._promote(landing, custody, base), "promoting a landing")
+        holds.hold(landing.key, PROMOTION)
+        self._spawn(self._promote(landing, holds, base), "promoting a landing")
 
-    async def _promote(self, landing: Landing, custody: Custody, base: LandingBase) -> None:
+    async def _promote(self, landing: LandingRecord, holds: BlockHolds, base: LandingBase) -> None:
         """Copy the landing's whole blocks into the pool, as far as that has room."""
         landed = LandedParts(base.layout, landing.spec.num_tokens, base.cached_tokens)
         # By block and part: where room ends, what was copied before it can be resumed from.
@@ -211,10 +211,14 @@ class NodeCache:
                 num_copied += await self._promote_some(landing, base, landed, step)
         finally:
             self._num_promotions += bool(num_copied)
-            custody.let_go(landing.key, PROMOTION)
+            holds.release(landing.key, PROMOTION)
 
     async def _promote_some(
-        self, landing: Landing, base: LandingBase, landed: LandedParts, parts: Sequence[BlockPart]
+        self,
+        landing: LandingRecord,
+        base: LandingBase,
+        landed: LandedParts,
+        parts: Sequence[BlockPart],
     ) -> int:
         """Copy these parts; how many had room and were not there yet."""
         fill = self.pool.reserve(base.shape, base.root, 0, base.keys, parts, now_s())
@@ -278,19 +282,19 @@ class NodeCache:
 
     def connect(self, peer: EnginePeer, shape: CacheShape) -> None:
         """An engine was welcomed."""
-        self.desk.connect(peer, shape)
+        self.requests.connect(peer, shape)
 
     def message(self, conn_id: int, message: CacheMessage) -> None:
         """What an engine said; raises ProtocolError."""
-        self._perform(self.desk.message(conn_id, message, now_s()))
+        self._perform(self.requests.message(conn_id, message, now_s()))
 
     def lost(self, conn_id: int) -> None:
         """The connection is closed."""
-        self.desk.lost(conn_id, now_s())
+        self.requests.lost(conn_id, now_s())
 
     def process_gone(self, conn_id: int) -> None:
         """The process behind a lost connection has ended."""
-        self.desk.process_gone(conn_id, now_s())
+        self.requests.process_gone(conn_id, now_s())
 
     def _perform(self, effects: Sequence[CacheEffect]) -> None:
         for effect in effects:
@@ -312,13 +316,13 @@ class NodeCache:
                     self._spawn(self._seal(effect), "sealing what an engine wrote")
                 case Seal(fill_key, _, _, slots):
                     parts = [(slot.index, slot.part) for slot in slots]
-                    self.desk.sealed(fill_key, parts, now_s())
+                    self.requests.sealed(fill_key, parts, now_s())
 
     async def _serve_fetch(self, effect: Fetch) -> None:
         try:
             await self._fetch_quickly(effect.shape, effect.keys, effect.parts)
         finally:
-            self._perform(self.desk.ready(effect.find, now_s()))
+            self._perform(self.requests.ready(effect.find, now_s()))
 
     async def _seal(self, effect: Seal) -> None:
         sealed: list[BlockPart] = []
@@ -326,7 +330,7 @@ class NodeCache:
             await self.store.seal(effect.shape, effect.keys, effect.slots)
             sealed = [(slot.index, slot.part) for slot in effect.slots]
         finally:
-            self.desk.sealed(effect.fill, sealed, now_s())
+            self.requests.sealed(effect.fill, sealed, now_s())
 
     # ---- for followers
 
@@ -359,7 +363,7 @@ class NodeCache:
         return ListCacheReply([cached_prefix(prefix) for prefix in prefixes], num_prefixes)
 
     def engine_blocks_changed(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """What GPUs hold of these blocks now; see `CacheFeed.engine_changed`."""
+        """What GPUs hold of these blocks now; see `FeedLog.engine_changed`."""
         self.feed.engine_changed(blocks, now_s())
         self._news.set()
 
@@ -367,7 +371,7 @@ class NodeCache:
         """Numbers of this moment."""
         return cache_status(
             self.pool.status(),
-            self.desk.use,
+            self.requests.use,
             self.store.use,
             self._num_promotions,
             self._config.block_bytes,
@@ -386,7 +390,7 @@ class NodeCache:
             self._settled_at_s = 0.0
             self.pool.release_arena()
             self._kept.release_set_apart()
-        self.desk.expire(now_s())
+        self.requests.expire(now_s())
         self.store.spill()
         self.store.flush()
         if self.pool.has_lost:

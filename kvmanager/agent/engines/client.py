@@ -29,7 +29,7 @@ from kvmanager.agent.engines.protocol import (
     LENGTH_BYTES,
     MAX_RANGES_PER_READY,
     PROTOCOL_VERSION,
-    Abort,
+    AbortOutbox,
     AgentMessage,
     Attach,
     BlockPart,
@@ -41,15 +41,15 @@ from kvmanager.agent.engines.protocol import (
     CacheReserve,
     CacheSlots,
     CacheWritten,
-    Failed,
+    EngineHello,
     FrameDecoder,
-    Hello,
+    HelloRefused,
     Landed,
     PrefillEnd,
     ProtocolError,
     Ready,
-    Refused,
     Release,
+    TransferFailed,
     TransferMessage,
     Watch,
     Welcome,
@@ -70,7 +70,7 @@ MAX_UNSENT_BYTES: Final = 8 << 20
 _RECV_BYTES: Final = 64 << 10
 
 
-class EngineEvents(Protocol):
+class AgentEvents(Protocol):
     """What the engine is told, always from the client's thread, one call at a time.
 
     A call that raises is logged and otherwise ignored. A slow one delays only later events.
@@ -122,7 +122,7 @@ def _joined(keys: Sequence[bytes]) -> bytes:
 class EngineClient:
     """Keeps one connection to the agent at `socket_path`; see the module text for its promises."""
 
-    def __init__(self, socket_path: str | Path, hello: Hello, events: EngineEvents) -> None:
+    def __init__(self, socket_path: str | Path, hello: EngineHello, events: AgentEvents) -> None:
         self.arena: Arena | None = None
         """The agent's arena while connected. Whoever keeps it keeps the memory mapped."""
         self._path = str(socket_path)
@@ -188,7 +188,7 @@ class EngineClient:
 
     def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:
         """Give the outbox up; we no longer write into it."""
-        return self._send(Abort(transfer_id, attempt, str(reason)[:4000]))
+        return self._send(AbortOutbox(transfer_id, attempt, str(reason)[:4000]))
 
     def watch(self, transfer_id: bytes) -> bool:
         """Ask for one on_landed or on_failed of this landing."""
@@ -336,7 +336,7 @@ class EngineClient:
                 raise _Lost("the agent did not answer Hello")
             messages = self._pump(connection, decoder, timeout_s=left_s)
         welcome = messages[0]
-        if isinstance(welcome, Refused):
+        if isinstance(welcome, HelloRefused):
             raise _Lost(f"the agent refuses this engine: {welcome.reason}")
         if not isinstance(welcome, Welcome):
             raise _Lost(f"the agent began with {type(welcome).__name__}")
@@ -409,13 +409,13 @@ class EngineClient:
             match message:
                 case Landed(transfer_id):
                     self._call("on_landed", transfer_id)
-                case Failed(transfer_id, reason, attempt):
+                case TransferFailed(transfer_id, reason, attempt):
                     self._call("on_failed", transfer_id, reason, attempt)
                 case CacheFound():
                     self._call("on_cache_found", message)
                 case CacheSlots():
                     self._call("on_cache_slots", message)
-                case Refused(reason):
+                case HelloRefused(reason):
                     raise _Lost(f"the agent refused what we sent: {reason}")
                 case Welcome():
                     raise _Lost("the agent said Welcome twice")

@@ -26,7 +26,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from kvmanager.agent.engines.blocks import BlockBits, EngineBlocks, MergedBlocks
-from kvmanager.agent.engines.kv_events import EventSequence, Order, decode_batch
+from kvmanager.agent.engines.kv_events import EventSequence, MessageOrder, decode_batch
 from kvmanager.layout import KVLayout
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
@@ -43,7 +43,7 @@ MAX_RETRY_S: Final = 60.0
 Changed = Callable[[list[BlockBits]], None]
 
 
-class EngineEvents:
+class EngineCaches:
     """The followed engines of one agent. Use it on one event loop."""
 
     def __init__(self, endpoints: Mapping[str, str], changed: Changed) -> None:
@@ -160,11 +160,11 @@ class _Follower:
         _, number_bytes, payload = frames
         number = int.from_bytes(number_bytes, "big")
         order = self._sequence.live(number)
-        if order is Order.RESTARTED:
+        if order is MessageOrder.RESTARTED:
             logger.info("engine %s counts its KV events anew", self._instance)
             await self._reset()
             order = self._sequence.live(number)
-        if order is Order.LOST:
+        if order is MessageOrder.LOST:
             await self._catch_up()
         if number < self._sequence.expected:
             return

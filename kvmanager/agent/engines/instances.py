@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, Hello
+from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, EngineHello
 from kvmanager.agent.messages import CacheModel, EngineStatus
 from kvmanager.layout import KVLayout, LayoutError
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.records import EnginePeer
 
 
-class EngineRefused(Exception):
+class EngineNotServed(Exception):
     """This engine cannot be served; the message is told to it."""
 
 
@@ -46,20 +46,20 @@ class InstanceBook:
     def __init__(self) -> None:
         self._instances: dict[str, _Instance] = {}
 
-    def join(self, conn_id: int, hello: Hello) -> EnginePeer:
+    def join(self, conn_id: int, hello: EngineHello) -> EnginePeer:
         """Enter a connection; raises EngineRefused."""
         if hello.version != PROTOCOL_VERSION:
-            raise EngineRefused(
+            raise EngineNotServed(
                 f"the engine speaks version {hello.version}, this agent {PROTOCOL_VERSION}"
             )
         if hello.tp_rank >= hello.tp_size:
-            raise EngineRefused(f"tp_rank {hello.tp_rank} of tp_size {hello.tp_size}")
+            raise EngineNotServed(f"tp_rank {hello.tp_rank} of tp_size {hello.tp_size}")
         try:
             layout = KVLayout.decode(hello.layout)
         except LayoutError as error:
-            raise EngineRefused(str(error)) from error
+            raise EngineNotServed(str(error)) from error
         if layout.tp_size != hello.tp_size:
-            raise EngineRefused(
+            raise EngineNotServed(
                 f"tp_size {hello.tp_size}, but the layout is for {layout.tp_size} ranks"
             )
         fingerprint = layout.fingerprint()
@@ -68,7 +68,7 @@ class InstanceBook:
             hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))
         )
         if instance.fingerprint != fingerprint:
-            raise EngineRefused(
+            raise EngineNotServed(
                 f"instance {hello.instance} is connected with the layout "
                 f"{instance.layout.describe()}, this connection has {layout.describe()}"
             )
@@ -78,15 +78,15 @@ class InstanceBook:
             conn_id, hello.instance, hello.role, hello.tp_rank, hello.tp_size, fingerprint
         )
 
-    def _check_namespace(self, hello: Hello, fingerprint: bytes) -> None:
+    def _check_namespace(self, hello: EngineHello, fingerprint: bytes) -> None:
         """Keys of one namespace name blocks of one layout, and an instance has one namespace."""
         for name, other in self._instances.items():
             if not hello.namespace or not other.namespace:
                 continue
             if name == hello.instance and other.namespace != hello.namespace:
-                raise EngineRefused(f"instance {name} is connected with another cache namespace")
+                raise EngineNotServed(f"instance {name} is connected with another cache namespace")
             if other.namespace == hello.namespace and other.fingerprint != fingerprint:
-                raise EngineRefused(
+                raise EngineNotServed(
                     f"instance {name} has this engine's cache namespace with another KV layout, "
                     f"{other.layout.describe()}"
                 )

@@ -78,7 +78,7 @@ def decode_batch(payload: bytes) -> EventBatch:
     return _DECODER.decode(payload)
 
 
-class Order(Enum):
+class MessageOrder(Enum):
     """How a message follows those before it."""
 
     NEXT = "next"
@@ -94,14 +94,14 @@ class EventSequence:
         self.expected = 0
         self._last_live = -1
 
-    def live(self, number: int) -> Order:
+    def live(self, number: int) -> MessageOrder:
         """A message of the live stream; does not count it as applied."""
         before, self._last_live = self._last_live, number
         if number <= before:
-            return Order.RESTARTED
+            return MessageOrder.RESTARTED
         if number < self.expected:
-            return Order.KNOWN
-        return Order.NEXT if number == self.expected else Order.LOST
+            return MessageOrder.KNOWN
+        return MessageOrder.NEXT if number == self.expected else MessageOrder.LOST
 
     def applied(self, number: int) -> None:
         """Everything up to this message is accounted for."""

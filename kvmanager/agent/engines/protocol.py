@@ -11,17 +11,17 @@ rises with every opening, and does not come again when the agent restarts.
 
 Who may touch memory, and how it comes back:
 
-- An engine that fills an outbox says `Attach` before it writes the first byte. `Failed` for it
-  means stop; a worker answers `Release` (or `Abort`) once no copy into the outbox is under way,
-  and only then are the blocks used for something else. That holds for an outbox that it has not
-  begun to fill as well: all workers that might are told, must answer, and must not begin later.
-  Those are the workers that were connected when it was opened; no other may fill it, so a worker
+- An engine that fills an outbox says `Attach` before it writes the first byte. `TransferFailed` for
+  it means stop; a worker answers `Release` (or `AbortOutbox`) once no copy into the outbox is under
+  way, and only then are the blocks used for something else. That holds for an outbox that it has
+  not begun to fill as well: all workers that might are told, must answer, and must not begin later.
+  They are the workers that were connected when it was opened; no other may fill it, so a worker
   must not begin an outbox with an attempt up to its `Welcome.last_attempt`.
   What was said to be `Ready` must not be written again; a transfer that completes needs no
   `Release`.
 - An engine that waits for a landing says `Watch`, on one connection. `Landed` makes its instance
-  the owner: the memory is stable until one `Release` from any connection of the instance. `Failed`
-  ends the watch; nothing is owned then.
+  the owner: the memory is stable until one `Release` from any connection of the instance.
+  `TransferFailed` ends the watch; nothing is owned then.
 - A closed connection forgets its watches and fails the outboxes it was still filling. Memory it
   could touch is reused when its process is gone, or after a grace time.
 - The prefix cache is asked by an engine's scheduler connection, under handles that the instance
@@ -71,7 +71,7 @@ class ProtocolError(Exception):
     """The other side sent something that is not a message of this protocol."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of an engine: who it is. `layout` is `KVLayout.encode()`.
 
     `namespace` is what the roots of its cache keys are made of (`kvmanager.hashing.root_key`);
@@ -111,7 +111,7 @@ class PrefillEnd(msgspec.Struct, frozen=True, tag="prefill_end"):
     tp_rank: Rank = 0
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class AbortOutbox(msgspec.Struct, frozen=True, tag="abort"):
     """The engine gives the outbox up and no longer writes into it."""
 
     transfer_id: TransferId
@@ -202,7 +202,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     version: int = PROTOCOL_VERSION
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class HelloRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The agent closes the connection and says why."""
 
     reason: str
@@ -214,7 +214,7 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
     transfer_id: TransferId
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class TransferFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The watched landing, or an outbox that this engine fills or might fill, came to nothing.
 
     `attempt`: which opening of the outbox; 0 for a landing. Where an engine dies before its first
@@ -247,10 +247,10 @@ class CacheSlots(msgspec.Struct, frozen=True, tag="cache_slots"):
     slots: list[Slot]
 
 
-TransferMessage = Attach | Ready | PrefillEnd | Abort | Watch | Release
+TransferMessage = Attach | Ready | PrefillEnd | AbortOutbox | Watch | Release
 CacheMessage = CacheFind | CacheFree | CacheReserve | CacheWritten | CacheCancel
-EngineMessage = Hello | TransferMessage | CacheMessage
-AgentMessage = Welcome | Refused | Landed | Failed | CacheFound | CacheSlots
+EngineMessage = EngineHello | TransferMessage | CacheMessage
+AgentMessage = Welcome | HelloRefused | Landed | TransferFailed | CacheFound | CacheSlots
 
 _encoder = msgspec.msgpack.Encoder()
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)

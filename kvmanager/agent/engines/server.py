@@ -21,10 +21,10 @@ from typing import Final, Protocol, cast
 from kvmanager.agent.engines.protocol import (
     AgentMessage,
     CacheMessage,
+    EngineHello,
     FrameDecoder,
-    Hello,
+    HelloRefused,
     ProtocolError,
-    Refused,
     TransferMessage,
     decode_engine_message,
     encode_frame,
@@ -47,7 +47,7 @@ class SocketTaken(Exception):
 class EngineHandler(Protocol):
     """What connections lead to. Called on the event loop; must not block."""
 
-    def hello(self, conn_id: int, hello: Hello) -> AgentMessage:
+    def hello(self, conn_id: int, hello: EngineHello) -> AgentMessage:
         """Welcome, or Refused to close the connection."""
 
     def message(self, conn_id: int, message: TransferMessage | CacheMessage) -> None:
@@ -225,7 +225,7 @@ class _EngineConnection(asyncio.Protocol):
 
     def _dispatch(self, payload: bytes) -> None:
         message = decode_engine_message(payload)
-        if isinstance(message, Hello):
+        if isinstance(message, EngineHello):
             if self._welcomed:
                 raise ProtocolError("Hello twice")
             self._greet(message)
@@ -234,11 +234,11 @@ class _EngineConnection(asyncio.Protocol):
         else:
             raise ProtocolError(f"{type(message).__name__} before Hello")
 
-    def _greet(self, hello: Hello) -> None:
+    def _greet(self, hello: EngineHello) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         answer = self._server.handler.hello(self.conn_id, hello)
-        if isinstance(answer, Refused):
+        if isinstance(answer, HelloRefused):
             self._refuse(answer.reason)
             return
         self._welcomed = True
@@ -247,7 +247,7 @@ class _EngineConnection(asyncio.Protocol):
     def _refuse(self, reason: str) -> None:
         logger.warning("engine connection %d refused: %s", self.conn_id, reason)
         self._waiting.clear()
-        self.send(Refused(reason))
+        self.send(HelloRefused(reason))
         self.close()
 
 

@@ -19,7 +19,7 @@ from kvmanager.agent.links.messages import LinkFeed, SendLinkProbe, SendLinkProb
 from kvmanager.agent.links.probing import TENANT, RingSpace
 from kvmanager.agent.links.watch import LinkWatch
 from kvmanager.agent.transfer_io import SendListener, TransferIo
-from kvmanager.transfers.records import BadRequest, NoRoom
+from kvmanager.transfers.records import BadRequest, NoArenaRoom
 from netmon.samples import ProbeResult
 from transport import Endpoint, OutgoingSpec, OutgoingTransfer, Priority
 
@@ -48,7 +48,7 @@ class LinkControl:
         return await self._watch.watch(request)
 
     async def probe(self, request: SendLinkProbe) -> SendLinkProbeReply:
-        """Raises BadRequest, NoRoom."""
+        """Raises BadRequest, NoArenaRoom."""
         spec, lease_s = self._checked(request)
         self._num_probes += 1
         try:
@@ -66,7 +66,7 @@ class LinkControl:
         if not request.host or not 0 < request.port <= 65535:
             raise BadRequest(f"{request.host!r}:{request.port} is no endpoint")
         if self._num_probes >= MAX_PROBES:
-            raise NoRoom(f"{MAX_PROBES} probes run here already; wait until one is over")
+            raise NoArenaRoom(f"{MAX_PROBES} probes run here already; wait until one is over")
         spec = OutgoingSpec(
             _hex(request.transfer_id, _ID_BYTES, "transfer_id"),
             _hex(request.token, _KEY_BYTES, "token"),

@@ -28,7 +28,7 @@ from kvmanager.agent.messages import (
     ProbeStatusReply,
 )
 from kvmanager.agent.transfer_io import SendListener, TransferIo
-from kvmanager.transfers.records import BadRequest, NoRoom, UnknownTransfer
+from kvmanager.transfers.records import BadRequest, NoArenaRoom, UnknownTransfer
 from transport import (
     ByteSpace,
     Endpoint,
@@ -128,7 +128,7 @@ class AgentProbes:
         return sum(probe.space is not None for probe in self._of(role).values())
 
     def open_landing(self, request: ProbeLanding, now_s: float) -> ProbeLandingReply:
-        """Let one sender land `nbytes` nowhere. Raises NoRoom, BadRequest."""
+        """Let one sender land `nbytes` nowhere. Raises NoArenaRoom, BadRequest."""
         lease_s = self._admissible("landing", request.nbytes, request.lease_s)
         transfer_id, token, fingerprint = (secrets.token_bytes(size) for size in (16, 32, 32))
         space = SinkSpace(request.nbytes)
@@ -155,7 +155,7 @@ class AgentProbes:
     ) -> ProbeSendReply:
         """Begin to send to a probe's landing; `keys` are its token and fingerprint.
 
-        Raises NoRoom, BadRequest, UnknownTransfer (ended before it began).
+        Raises NoArenaRoom, BadRequest, UnknownTransfer (ended before it began).
         """
         lease_s = self._admissible("send", nbytes, lease_s)
         if transfer_id in self._sends:
@@ -288,12 +288,12 @@ class AgentProbes:
         probe.space = None
 
     def _admissible(self, role: ProbeRole, nbytes: int, lease_s: float) -> float:
-        """The lease to give. Raises NoRoom, BadRequest."""
+        """The lease to give. Raises NoArenaRoom, BadRequest."""
         if not 0 < nbytes <= MAX_PROBE_BYTES:
             raise BadRequest(f"a probe of {nbytes} bytes; at most {MAX_PROBE_BYTES}")
         lease_s = _checked_lease_s(lease_s)
         if self.num_open(role) >= MAX_PROBES:
-            raise NoRoom(f"{MAX_PROBES} probes run here already; wait until one is over")
+            raise NoArenaRoom(f"{MAX_PROBES} probes run here already; wait until one is over")
         return lease_s
 
 

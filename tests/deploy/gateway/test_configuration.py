@@ -17,7 +17,8 @@ from deploy.gateway.file import (
     load_gateway_file,
 )
 from kvmanager.config_files.problems import FileError
-from prfaas import EmbeddedPrefillCluster, QueueConfig
+from prfaas.embedded import EmbeddedPrefillCluster
+from prfaas.queue_values import QueueConfig
 from scheduler.routing.queue_order import LengthBucket, OrderConfig
 
 

@@ -21,7 +21,7 @@ from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
 from deploy.gateway.server import start_server
 from kvmanager.agent.messages import CacheModel
 from kvmanager.landing import ReservedLanding, consumer_params
-from local_pd.errors import NoInstance, NoRoom, RoleRefused
+from local_pd.errors import NoInstance, NoLandingRoom, RoleRefused
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -231,7 +231,7 @@ class FakePd:
         self.reserving.set()
         await self.reserve_gate.wait()
         if self.is_full:
-            raise NoRoom("every landing is full")
+            raise NoLandingRoom("every landing is full")
         engine = self._usable()[0]
         self.num_reserved += 1
         transfer_id = f"{self.num_reserved:032x}"

@@ -16,7 +16,7 @@ from deploy.gateway.app import Gateway
 from deploy.gateway.config import ApiKey, GatewayConfig, ModelConfig
 from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
 from deploy.gateway.server import start_server
-from local_pd import EmbeddedPdCluster, PdClusterConfig
+from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.app import Gateway
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.server import start_server
-from local_pd import EmbeddedPdCluster, PdClusterConfig
+from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
-from prfaas import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.metrics import PrefillMetrics
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmanager.agent import messages
-from kvmanager.agent.cache.feed import CacheFeed
+from kvmanager.agent.cache.feed import FeedLog
 from kvmanager.pool.records import PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 
@@ -54,7 +54,7 @@ class Follower:
             else:
                 self.held.pop(name, None)
 
-    def catch_up(self, feed: CacheFeed, max_keys: int = 1000) -> None:
+    def catch_up(self, feed: FeedLog, max_keys: int = 1000) -> None:
         for _ in range(1000):
             if not feed.has_news(self.epoch, self.seq):
                 return
@@ -63,7 +63,7 @@ class Follower:
 
 
 def test_flags_say_which_kinds_a_tier_holds_whole() -> None:
-    feed = CacheFeed()
+    feed = FeedLog()
     feed.changed(change(1, 0), 0.0)
     assert feed.flags(key(1)) == ARENA_KV
     feed.changed(change(1, 1), 0.0)
@@ -81,7 +81,7 @@ def test_flags_say_which_kinds_a_tier_holds_whole() -> None:
 
 
 def test_a_follower_gets_what_changed_and_how_old_it_is() -> None:
-    feed, follower = CacheFeed(), Follower()
+    feed, follower = FeedLog(), Follower()
     feed.changed(change(1), 1.0)
     first = feed.read("", 0, 5.0)
     assert first.is_snapshot
@@ -99,23 +99,23 @@ def test_a_follower_gets_what_changed_and_how_old_it_is() -> None:
 
 
 def test_what_does_not_change_the_flags_is_no_news() -> None:
-    feed = CacheFeed()
+    feed = FeedLog()
     feed.changed(change(1, 1), 0.0)
     feed.engine_changed([(key(3), 0)], 0.0)
     assert feed.seq == 0
 
 
 def test_another_epoch_or_a_number_to_come_begins_anew() -> None:
-    feed = CacheFeed()
+    feed = FeedLog()
     feed.changed(change(1), 0.0)
     assert feed.read("another", 1, 0.0).is_snapshot
     assert feed.read(feed.epoch, 99, 0.0).is_snapshot
     assert not feed.read(feed.epoch, 0, 0.0).is_snapshot
-    assert CacheFeed().epoch != feed.epoch
+    assert FeedLog().epoch != feed.epoch
 
 
 def test_who_may_have_missed_what_is_forgotten_begins_anew() -> None:
-    feed, follower = CacheFeed(keep_gone=3), Follower()
+    feed, follower = FeedLog(keep_gone=3), Follower()
     for number in range(10):
         feed.changed(change(number), 0.0)
     follower.catch_up(feed)
@@ -130,7 +130,7 @@ def test_who_may_have_missed_what_is_forgotten_begins_anew() -> None:
 
 
 def test_a_long_snapshot_ends_though_much_was_forgotten_before_it() -> None:
-    feed, follower = CacheFeed(keep_gone=2), Follower()
+    feed, follower = FeedLog(keep_gone=2), Follower()
     for number in range(50):
         feed.changed(change(number), 0.0)
     for number in range(100, 200):
@@ -143,7 +143,7 @@ def test_a_long_snapshot_ends_though_much_was_forgotten_before_it() -> None:
 
 def test_a_page_costs_the_same_wherever_it_begins() -> None:
     """Going through all held blocks for each page, this takes seven seconds."""
-    feed, follower = CacheFeed(), Follower()
+    feed, follower = FeedLog(), Follower()
     feed.engine_changed([(key(number), 1) for number in range(200_000)], 0.0)
     begin_s = time.thread_time()
     follower.catch_up(feed, max_keys=250)
@@ -156,7 +156,7 @@ def test_a_page_costs_the_same_wherever_it_begins() -> None:
 def test_followers_end_up_with_what_is_held(seed: int, keep_gone: int, page: int) -> None:
     """Whatever happens between two pages."""
     rng = random.Random(seed)
-    feed, followers = CacheFeed(keep_gone), [Follower() for _ in range(3)]
+    feed, followers = FeedLog(keep_gone), [Follower() for _ in range(3)]
     for _ in range(300):
         number, part = rng.randrange(40), rng.choice((0, 3))
         if rng.random() < 0.2:

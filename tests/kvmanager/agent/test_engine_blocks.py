@@ -17,7 +17,7 @@ from kvmanager.agent.engines.kv_events import (
     EventBatch,
     EventSequence,
     KVEvent,
-    Order,
+    MessageOrder,
     decode_batch,
 )
 from kvmanager.hashing import block_keys, root_key
@@ -406,15 +406,15 @@ def test_what_is_no_batch_is_refused(payload: bytes) -> None:
 
 def test_the_order_of_messages() -> None:
     sequence = EventSequence()
-    assert sequence.live(0) is Order.NEXT
+    assert sequence.live(0) is MessageOrder.NEXT
     sequence.applied(0)
-    assert sequence.live(3) is Order.LOST
+    assert sequence.live(3) is MessageOrder.LOST
     sequence.applied(5)  # replayed
-    assert sequence.live(4) is Order.KNOWN
-    assert sequence.live(5) is Order.KNOWN
-    assert sequence.live(6) is Order.NEXT
+    assert sequence.live(4) is MessageOrder.KNOWN
+    assert sequence.live(5) is MessageOrder.KNOWN
+    assert sequence.live(6) is MessageOrder.NEXT
     sequence.applied(6)
-    assert sequence.live(2) is Order.RESTARTED
+    assert sequence.live(2) is MessageOrder.RESTARTED
 
 
 def test_engines_of_a_host_hold_what_any_of_them_holds() -> None:

@@ -8,16 +8,18 @@ from typing import Any, cast
 from kvmanager.agent.engines.protocol import (
     AgentMessage,
     CacheFree,
+    EngineHello,
     EngineMessage,
-    Hello,
-    Refused,
+    HelloRefused,
     Welcome,
     decode_agent_message,
     encode_frame,
 )
 from kvmanager.agent.engines.server import EngineServer, _EngineConnection
 
-HELLO = Hello(instance="d0", role="scheduler", pid=os.getpid(), layout=b"", tp_rank=0, tp_size=1)
+HELLO = EngineHello(
+    instance="d0", role="scheduler", pid=os.getpid(), layout=b"", tp_rank=0, tp_size=1
+)
 WELCOME = Welcome(arena_path="", arena_epoch="", arena_bytes=1, block_bytes=1)
 
 
@@ -25,7 +27,7 @@ class Handler:
     def __init__(self) -> None:
         self.heard: list[EngineMessage | str] = []
 
-    def hello(self, conn_id: int, hello: Hello) -> AgentMessage:
+    def hello(self, conn_id: int, hello: EngineHello) -> AgentMessage:
         return WELCOME
 
     def message(self, conn_id: int, message: EngineMessage) -> None:
@@ -112,5 +114,5 @@ async def test_nothing_is_taken_behind_what_makes_no_sense(tmp_path: Path) -> No
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert handler.heard == [CacheFree(1)]
-    assert isinstance(transport.said[-1], Refused)
+    assert isinstance(transport.said[-1], HelloRefused)
     assert transport.is_closed

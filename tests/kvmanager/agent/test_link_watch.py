@@ -21,7 +21,7 @@ from kvmanager.agent.links.watch import (
     link_sample,
 )
 from kvmanager.agent.transfer_io import TransferIo
-from kvmanager.transfers.records import BadRequest, NoRoom
+from kvmanager.transfers.records import BadRequest, NoArenaRoom
 from netmon.detector import DetectorConfig
 from netmon.estimate import LinkCondition, LinkReport
 from netmon.monitor import MonitorConfig
@@ -375,7 +375,7 @@ async def test_wrong_probes_are_refused() -> None:
     handler = control(rig, FakeIo(progress(1.0, None, 0), ends=False))
     running = [asyncio.create_task(handler.probe(request())) for _ in range(MAX_PROBES)]
     await asyncio.sleep(0)
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoArenaRoom):
         await handler.probe(request())
     for task in running:
         task.cancel()

@@ -1,4 +1,4 @@
-"""The agent's small pure parts: instances, settings, reports, the landing door."""
+"""The agent's small pure parts: instances, settings, reports, the admission of senders."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,14 @@ from agent_process import SMALL_LAYOUT
 from pydantic import ValidationError
 
 from kvmanager.agent.config import AgentConfig, load
-from kvmanager.agent.engines.instances import EngineRefused, InstanceBook, UnknownLayout
-from kvmanager.agent.engines.protocol import Hello
-from kvmanager.agent.landing_door import LandingDoor
+from kvmanager.agent.engines.instances import EngineNotServed, InstanceBook, UnknownLayout
+from kvmanager.agent.engines.protocol import EngineHello
 from kvmanager.agent.reports import landing_report, outbox_report
+from kvmanager.agent.sender_admission import SenderAdmission
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.config_files.problems import FileError
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.transfers.records import Landing, LandingSpec, Outbox, OutboxSpec, State
+from kvmanager.transfers.records import LandingRecord, LandingSpec, OutboxRecord, OutboxSpec, State
 from transport import (
     Endpoint,
     Refused,
@@ -31,16 +31,16 @@ PAIR = msgspec.structs.replace(SMALL_LAYOUT, tp_size=2)
 TID = bytes(16)
 
 
-def hello(instance: str, layout: object = SMALL_LAYOUT, rank: int = 0) -> Hello:
+def hello(instance: str, layout: object = SMALL_LAYOUT, rank: int = 0) -> EngineHello:
     assert isinstance(layout, type(SMALL_LAYOUT))
-    return Hello(instance, "worker", 1, layout.encode(), rank, layout.tp_size)
+    return EngineHello(instance, "worker", 1, layout.encode(), rank, layout.tp_size)
 
 
 class TestInstances:
     def test_ranks_of_an_instance_must_agree(self) -> None:
         book = InstanceBook()
         book.join(1, hello("a", PAIR, 0))
-        with pytest.raises(EngineRefused, match="instance a"):
+        with pytest.raises(EngineNotServed, match="instance a"):
             book.join(2, hello("a", OTHER))
         peer = book.join(2, hello("a", PAIR, 1))
         assert (peer.tp_rank, peer.tp_size) == (1, 2)
@@ -81,9 +81,9 @@ class TestInstances:
         assert model is not None
         assert (model.namespace, model.block_tokens) == ("6e", 16)
         assert model.parts == [(0, 8192, 0), (2, 10_000, 0)]
-        with pytest.raises(EngineRefused, match="another cache namespace"):
+        with pytest.raises(EngineNotServed, match="another cache namespace"):
             book.join(3, msgspec.structs.replace(mine, namespace=b"m"))
-        with pytest.raises(EngineRefused, match="another KV layout"):
+        with pytest.raises(EngineNotServed, match="another KV layout"):
             book.join(3, msgspec.structs.replace(hello("b", OTHER), namespace=b"n"))
 
     @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ class TestInstances:
     )
     def test_what_cannot_be(self, change: dict[str, object], words: str) -> None:
         book = InstanceBook()
-        with pytest.raises(EngineRefused, match=words):
+        with pytest.raises(EngineNotServed, match=words):
             book.join(1, msgspec.structs.replace(hello("a"), **change))
         assert book.describe() == []
 
@@ -205,14 +205,14 @@ class News:
         self.seen.append(("failed", transfer_id, reason))
 
 
-class TestDoor:
+class TestSenderAdmission:
     def test_only_the_right_sender_gets_in(self, tmp_path: Path) -> None:
         arena = Arena.create(tmp_path, 1, 4096)
         space = ArenaSpace(arena, [(0, 1)], 100)
         news, refused = News(), []
-        door = LandingDoor(news, refused.append)
+        admission = SenderAdmission(news, lambda call, *arguments: call(*arguments), refused.append)
         token, fingerprint = os.urandom(32), os.urandom(32)
-        door.admit(TID, token, fingerprint, space)
+        admission.admit(TID, token, fingerprint, space)
         for arguments, code in (
             ((bytes(15) + b"x", token, fingerprint, 100), "no_landing"),
             ((TID, bytes(32), fingerprint, 100), "bad_token"),
@@ -220,15 +220,15 @@ class TestDoor:
             ((TID, token, fingerprint, 99), "bad_size"),
         ):
             with pytest.raises(Refused) as caught:
-                door.accept(*arguments)
+                admission.accept(*arguments)
             assert caught.value.code == code
         assert refused == ["no_landing", "bad_token", "bad_layout", "bad_size"]
-        assert door.accept(TID, token, fingerprint, 100) is space
-        door.on_failed(TID, TransportError("idle", "silent"))
+        assert admission.accept(TID, token, fingerprint, 100) is space
+        admission.on_failed(TID, TransportError("idle", "silent"))
         assert news.seen == [("accepted", TID), ("failed", TID, "idle: silent")]
-        door.shut(TID)
+        admission.revoke(TID)
         with pytest.raises(Refused):
-            door.accept(TID, token, fingerprint, 100)
+            admission.accept(TID, token, fingerprint, 100)
         arena.close()
 
 
@@ -237,8 +237,8 @@ def progress(sent: int, completed_s: float | None) -> TransferProgress:
 
 
 class TestReports:
-    def outbox(self) -> Outbox:
-        return Outbox(OutboxSpec(TID, 100, 3, bytes(32), 9.0), [], 1.0, 10.0)
+    def outbox(self) -> OutboxRecord:
+        return OutboxRecord(OutboxSpec(TID, 100, 3, bytes(32), 9.0), [], 1.0, 10.0)
 
     def test_open_outbox_has_no_durations_yet(self) -> None:
         report = outbox_report(self.outbox(), progress(85, None), None)
@@ -264,7 +264,7 @@ class TestReports:
 
     def test_landing(self) -> None:
         spec = LandingSpec(TID, bytes(32), 100, 3, bytes(32), b"", 9.0)
-        landing = Landing(spec, [], 1.0, 10.0)
+        landing = LandingRecord(spec, [], 1.0, 10.0)
         assert landing_report(landing, None).acked_bytes == 0
         assert landing_report(landing, progress(85, None)).acked_bytes == 80
         landing.state, landing.ended_s = State.CLAIMED, 4.0

@@ -18,7 +18,7 @@ from kvmanager.agent.links.probing import (
 )
 from kvmanager.agent.messages import ProbeLanding
 from kvmanager.agent.transfer_io import TransferIo
-from kvmanager.transfers.records import BadRequest, NoRoom, UnknownTransfer
+from kvmanager.transfers.records import BadRequest, NoArenaRoom, UnknownTransfer
 from transport import (
     Endpoint,
     LocalError,
@@ -233,13 +233,13 @@ async def test_limits(prober: AgentProbes) -> None:
         with pytest.raises(BadRequest, match="lease"):
             prober.open_landing(ProbeLanding(1000, lease_s), 0.0)
     first = [land(prober) for _ in range(MAX_PROBES)]
-    with pytest.raises(NoRoom, match="probes run here"):
+    with pytest.raises(NoArenaRoom, match="probes run here"):
         land(prober)
     assert prober.end(first[0], "done", 0.0)
     land(prober)
     for number in range(MAX_PROBES):
         await send(prober, transfer_id=bytes([number]) * 16)
-    with pytest.raises(NoRoom, match="probes run here"):
+    with pytest.raises(NoArenaRoom, match="probes run here"):
         await send(prober, transfer_id=b"z" * 16)
 
 

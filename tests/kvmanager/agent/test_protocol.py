@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from kvmanager.agent.engines.protocol import (
     MAX_FRAME_BYTES,
-    Abort,
+    AbortOutbox,
     AgentMessage,
     Attach,
+    EngineHello,
     EngineMessage,
-    Failed,
     FrameDecoder,
-    Hello,
+    HelloRefused,
     Landed,
     PrefillEnd,
     ProtocolError,
     Ready,
-    Refused,
     Release,
+    TransferFailed,
     Watch,
     Welcome,
     decode_agent_message,
@@ -31,20 +31,20 @@ from kvmanager.agent.engines.protocol import (
 
 TID = bytes(range(16))
 FROM_ENGINE: list[EngineMessage] = [
-    Hello("prefill-0", "worker", 12, b"layout", 1, 2),
+    EngineHello("prefill-0", "worker", 12, b"layout", 1, 2),
     Attach(TID, 3),
     Ready(TID, 3, [(0, 5), (1 << 40, 7)]),
     PrefillEnd(TID, 3, 1),
-    Abort(TID, 3, "preempted"),
+    AbortOutbox(TID, 3, "preempted"),
     Watch(TID),
     Release(TID),
     Release(TID, 3),
 ]
 FROM_AGENT: list[AgentMessage] = [
     Welcome("epoch", "/dev/shm/x", 1 << 30, 65536),
-    Refused("no"),
+    HelloRefused("no"),
     Landed(TID),
-    Failed(TID, "link"),
+    TransferFailed(TID, "link"),
 ]
 
 
@@ -121,7 +121,7 @@ def test_impossible_length_is_refused_before_its_bytes_come(length: int) -> None
 
 def test_frame_over_the_limit_cannot_be_made() -> None:
     with pytest.raises(ProtocolError, match="at most"):
-        encode_frame(Hello("x", "worker", 1, bytes(MAX_FRAME_BYTES)))
+        encode_frame(EngineHello("x", "worker", 1, bytes(MAX_FRAME_BYTES)))
 
 
 @pytest.mark.parametrize(
@@ -130,18 +130,18 @@ def test_frame_over_the_limit_cannot_be_made() -> None:
         Attach(b"short", 1),
         Attach(TID, 0),
         Ready(TID, -1, []),
-        Abort(TID, 1 << 62, "x"),
+        AbortOutbox(TID, 1 << 62, "x"),
         Release(TID, -1),
         Watch(bytes(17)),
         Ready(TID, 3, [(-1, 1)]),
         Ready(TID, 3, [(0, 1 << 62)]),
         Ready(TID, 3, [(0, 1)] * 8193),
         PrefillEnd(TID, 3, -1),
-        Hello("", "worker", 1, b""),
-        Hello("x" * 201, "worker", 1, b""),
-        Hello("x", "boss", 1, b""),  # type: ignore[arg-type]
-        Hello("x", "worker", 1, b"", tp_size=0),
-        Abort(TID, 3, "x" * 5000),
+        EngineHello("", "worker", 1, b""),
+        EngineHello("x" * 201, "worker", 1, b""),
+        EngineHello("x", "boss", 1, b""),  # type: ignore[arg-type]
+        EngineHello("x", "worker", 1, b"", tp_size=0),
+        AbortOutbox(TID, 3, "x" * 5000),
     ],
 )
 def test_values_outside_their_bounds_are_refused(message: EngineMessage) -> None:

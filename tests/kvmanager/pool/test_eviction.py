@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pool_cases import HYBRID, STATE, Harness, last_key
 
 from kvmanager.pool.eviction import EvictionQueue, eviction_policy
-from kvmanager.pool.pool import HybridPool, Match, Tier
+from kvmanager.pool.pool import HybridPool, PrefixMatch, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import BlockAllocator
 from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
@@ -44,7 +44,7 @@ def test_a_state_goes_alone_and_is_older_than_its_kv() -> None:
     pool = Harness(6, shape=HYBRID)
     pool.store("ab", (1, 1))
     assert pool.pool.make_room(2)
-    assert pool.match("ab") == Match(0, 2, 0, 2)
+    assert pool.match("ab") == PrefixMatch(0, 2, 0, 2)
 
 
 def test_states_and_windows_go_with_their_kv() -> None:
@@ -58,7 +58,7 @@ def test_states_and_windows_go_with_their_kv() -> None:
         (1, False),
         (0, False),
     ]
-    assert pool.match("ab") == Match(0, 1, 0, 1)
+    assert pool.match("ab") == PrefixMatch(0, 1, 0, 1)
 
 
 def test_pins_hold_parts_and_all_below_them() -> None:
@@ -69,7 +69,7 @@ def test_pins_hold_parts_and_all_below_them() -> None:
     assert pool.allocator.num_free == 0, "plainly impossible: nothing was given up for it"
     assert pool.pool.make_room(1)
     assert not pool.pool.make_room(2)
-    assert pool.match("abc") == Match(2, 2, 2, 2)
+    assert pool.match("abc") == PrefixMatch(2, 2, 2, 2)
     assert not pool.pool.discard(last_key("ab"), 1, Tier.ARENA)
     pool.pool.unpin(pin.pin_id)
     pool.pool.unpin(pin.pin_id)
@@ -109,7 +109,7 @@ def test_a_model_without_kv_has_no_chains() -> None:
     pool = Harness(9, shape=CacheShape(4, (STATE,)))
     fill = pool.reserve("abc", [(0, 0)], first_block=2)
     pool.commit(fill, (0, 0))
-    assert pool.match("abcd") == Match(3, 4, 3, 4)
+    assert pool.match("abcd") == PrefixMatch(3, 4, 3, 4)
     assert pool.store("abc") == 2
     assert pool.pool.discard(last_key("ab"), 0, Tier.ARENA)
     assert pool.match("ab").num_blocks == 1
@@ -163,7 +163,9 @@ def test_cost_gives_up_cheap_bytes_first() -> None:
     pool.store("abcd", (3, 1))
     assert pool.allocator.num_free == 1
     pool.pool.make_room(2)
-    assert pool.match("abcd") == Match(0, 3, 0, 3), "the state saves no more than its own block"
+    assert pool.match("abcd") == PrefixMatch(0, 3, 0, 3), (
+        "the state saves no more than its own block"
+    )
     lone = Harness(8, "cost", shape=CacheShape(4, (PartShape(PartKind.KV, 2), STATE)))
     lone.store("ab", (0, 1))
     lone.store("cd")

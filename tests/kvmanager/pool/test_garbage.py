@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from pool_cases import FULL, HYBRID, ROOT, Harness, keys_of
 
-from kvmanager.agent.cache.feed import CacheFeed
+from kvmanager.agent.cache.feed import FeedLog
 from kvmanager.pool.nodes import Node, Part
 from kvmanager.pool.records import PoolChange, Tier
 from kvmanager.pool.shape import CacheShape
@@ -34,7 +34,7 @@ def num_visited() -> int:
 
 
 def test_blocks_on_ssd_cost_collections_nothing() -> None:
-    pool, feed = Harness(10, shape=HYBRID, ssd_bytes=1 << 30), CacheFeed()
+    pool, feed = Harness(10, shape=HYBRID, ssd_bytes=1 << 30), FeedLog()
     changes = []
     parent = ROOT
     for index in range(NUM_BLOCKS):

@@ -6,7 +6,7 @@ import pytest
 from pool_cases import FULL, HYBRID, KV, ROOT, STATE, Harness, keys_of, last_key
 
 from kvmanager.pool.listing import NODES_PER_STEP
-from kvmanager.pool.pool import MAX_EVICTED_PER_STEP, BlockPart, HybridPool, Match, Tier
+from kvmanager.pool.pool import MAX_EVICTED_PER_STEP, BlockPart, HybridPool, PrefixMatch, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import Run
 
@@ -19,7 +19,7 @@ WINDOWED = CacheShape(4, (KV, PartShape(PartKind.WINDOW, 1, window_tokens=6)))
 def test_a_prefix_is_found_as_far_as_it_goes() -> None:
     pool = Harness(10)
     assert pool.store("abc") == 3
-    assert pool.match("abcd") == Match(3, 3, 3, 3)
+    assert pool.match("abcd") == PrefixMatch(3, 3, 3, 3)
     assert pool.held("ab", "abx", "x") == [2, 2, 0]
     assert pool.store("abx") == 1
 
@@ -27,7 +27,7 @@ def test_a_prefix_is_found_as_far_as_it_goes() -> None:
 def test_a_hybrid_prefix_resumes_only_where_a_state_is() -> None:
     pool = Harness(20, shape=HYBRID)
     pool.store("abcd", (1, 1))
-    assert pool.match("abcd") == Match(2, 4, 2, 4)
+    assert pool.match("abcd") == PrefixMatch(2, 4, 2, 4)
 
 
 def test_a_window_must_be_there_as_far_as_it_reaches() -> None:
@@ -44,7 +44,7 @@ def test_another_shape_under_the_same_key_is_nothing() -> None:
     pool = Harness(20)
     pool.store("ab")
     other = pool.pool.match(HYBRID, keys_of("ab"))
-    assert other == Match(0, 0, 0, 0)
+    assert other == PrefixMatch(0, 0, 0, 0)
     fill = pool.pool.reserve(HYBRID, last_key("ab"), 2, keys_of("abc")[2:], [(0, 0)], 1.0)
     assert fill.slots == ()
 
@@ -299,7 +299,7 @@ def test_keys_that_do_not_follow_each_other_are_not_found_behind_what_is_missing
     pool.reserve("z", [(0, 0)])
     for missing in ("x", "z"):
         keys = [last_key(missing), last_key("a")]
-        assert pool.pool.match(FULL, keys) == Match(0, 0, 0, 0)
+        assert pool.pool.match(FULL, keys) == PrefixMatch(0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("path", ["ab", "abc"])

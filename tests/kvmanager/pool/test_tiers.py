@@ -6,7 +6,7 @@ import pytest
 from pool_cases import FULL, HYBRID, KV, STATE, Harness, keys_of, last_key
 
 from kvmanager.pool import pool as pool_module
-from kvmanager.pool.pool import MAX_LOST_PER_STEP, Match, Tier
+from kvmanager.pool.pool import MAX_LOST_PER_STEP, PrefixMatch, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import Run
 
@@ -19,7 +19,7 @@ def test_what_is_on_ssd_may_leave_the_arena_and_come_back() -> None:
     assert pool.spill() == keys_of("abc")
     assert pool.pool.spill(100) == []
     assert pool.pool.make_room(3)
-    assert pool.match("abc") == Match(3, 3, 0, 0)
+    assert pool.match("abc") == PrefixMatch(3, 3, 0, 0)
     pin = pool.pin("abc", (0, 0), (2, 0))
     assert (pin.slots, pin.absent) == ((), ((0, 0), (2, 0)))
     fill = pool.reserve("abc", pin.absent)
@@ -28,7 +28,7 @@ def test_what_is_on_ssd_may_leave_the_arena_and_come_back() -> None:
     now = pool.pool.pinned(pin.pin_id)
     assert [(slot.index, slot.part) for slot in now.slots] == [(0, 0), (2, 0)]
     assert now.absent == ()
-    assert pool.match("abc") == Match(3, 3, 1, 1)
+    assert pool.match("abc") == PrefixMatch(3, 3, 1, 1)
 
 
 def test_a_failed_promotion_leaves_the_copy_on_ssd() -> None:
@@ -39,7 +39,7 @@ def test_a_failed_promotion_leaves_the_copy_on_ssd() -> None:
     fill = pool.reserve("ab", [(0, 0), (1, 0)])
     assert not pool.pool.discard(last_key("ab"), 0, Tier.SSD), "it is being read"
     pool.pool.abort(fill.fill_id)
-    assert pool.match("ab") == Match(2, 2, 0, 0)
+    assert pool.match("ab") == PrefixMatch(2, 2, 0, 0)
     assert pool.pool.discard(last_key("ab"), 0, Tier.SSD)
 
 
@@ -108,7 +108,7 @@ def test_an_ssd_copy_stays_while_another_stands_on_it() -> None:
     for done, at in enumerate(in_order):
         assert not any(pool.pool.discard(*below, Tier.SSD) for below in in_order[done + 1 :])
         assert pool.pool.discard(*at, Tier.SSD)
-    assert pool.match("ab") == Match(2, 2, 2, 2)
+    assert pool.match("ab") == PrefixMatch(2, 2, 2, 2)
 
 
 def test_a_limited_spill_takes_bases_first_and_goes_on() -> None:
@@ -204,7 +204,7 @@ def test_a_lost_copy_on_ssd_leaves_the_arena_alone() -> None:
     pool.spill()
     assert pool.pool.discard(last_key("abc"), 0, Tier.ARENA)
     pool.lose("a")
-    assert pool.match("abc") == Match(2, 2, 2, 2)
+    assert pool.match("abc") == PrefixMatch(2, 2, 2, 2)
     assert [change.tier for change in pool.pool.changes()] == [Tier.ARENA] * 2
 
 
@@ -230,7 +230,7 @@ def test_what_is_stored_above_a_lost_copy_goes_with_it() -> None:
     assert pool.held("abc") == [2]
     assert pool.commit(fill, (2, 0)) == [True]
     pool.pool.abort(fill.fill_id)
-    assert pool.match("abc") == Match(1, 1, 1, 1), "the first is in the arena too"
+    assert pool.match("abc") == PrefixMatch(1, 1, 1, 1), "the first is in the arena too"
     assert pool.allocator.num_free == 11
 
 
@@ -242,11 +242,11 @@ def test_a_copy_in_the_arena_that_others_need_stays_when_the_one_on_ssd_is_lost(
     pool.leave_arena("ab")
     pin = pool.pin("ab", (1, 0))
     pool.lose("a")
-    assert pool.match("ab") == Match(2, 2, 1, 1)
+    assert pool.match("ab") == PrefixMatch(2, 2, 1, 1)
     assert not pool.pool.discard(last_key("a"), 0, Tier.ARENA)
     assert not pool.pool.make_room(3)
     pool.pool.unpin(pin.pin_id)
-    assert pool.match("ab") == Match(1, 1, 1, 1)
+    assert pool.match("ab") == PrefixMatch(1, 1, 1, 1)
     assert pool.pool.make_room(3)
     assert pool.pool.status().num_blocks == 0
 
@@ -278,7 +278,7 @@ def test_while_the_arena_is_kept_a_copy_on_ssd_goes_if_nothing_in_the_arena_goes
     assert pool.pool.discard(last_key("ab"), 1, Tier.SSD), "a state that is in the arena too"
     assert pool.pool.discard(last_key("ab"), 0, Tier.SSD), "KV that is in the arena too"
     assert pool.pool.discard(last_key("a"), 0, Tier.SSD)
-    assert pool.match("ab") == Match(2, 2, 2, 2)
+    assert pool.match("ab") == PrefixMatch(2, 2, 2, 2)
 
 
 def test_kv_that_leaves_ssd_as_its_last_copy_takes_its_state_from_the_arena() -> None:
@@ -348,7 +348,9 @@ def test_what_is_written_anew_while_lost_copies_wait_to_go_stays(
     pool.spill()
     pool.leave_arena("a")
     pool.lose("a")
-    assert pool.match("ab") == Match(2, 2, 0, 0), "the second has left the arena, the rest waits"
+    assert pool.match("ab") == PrefixMatch(2, 2, 0, 0), (
+        "the second has left the arena, the rest waits"
+    )
     fill = pool.reserve("ab", [(0, 0), (1, 0)])
     assert pool.commit(fill, (0, 0), (1, 0)) == [True, True]
     pool.pool.abort(fill.fill_id)
@@ -404,9 +406,9 @@ def test_a_file_found_wrong_while_it_is_read_goes_when_the_fill_ends() -> None:
     assert pool.commit(fill, (0, 0)) == [True]
     pool.lose("ab")
     pool.pool.abort(fill.fill_id)
-    assert pool.match("ab") == Match(2, 2, 1, 1)
+    assert pool.match("ab") == PrefixMatch(2, 2, 1, 1)
     pool.pool.unpin(pin.pin_id)
-    assert pool.match("ab") == Match(1, 1, 1, 1)
+    assert pool.match("ab") == PrefixMatch(1, 1, 1, 1)
 
 
 def test_restore_needs_bases_and_free_blocks() -> None:

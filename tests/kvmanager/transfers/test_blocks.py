@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvmanager.transfers.blocks import BlockAllocator, BlockTable, OutOfBlocks, Run
+from kvmanager.transfers.blocks import BlockAllocator, BlockExtents, OutOfBlocks, Run
 
 NUM_BLOCKS = 40
 
@@ -112,7 +112,7 @@ def test_extents_name_the_bytes_of_the_concatenated_blocks(
         first * block_bytes + i for first, count in runs for i in range(count * block_bytes)
     ]
     nbytes = data.draw(st.integers(1, len(every_byte)))
-    table = BlockTable(runs, block_bytes, nbytes)
+    table = BlockExtents(runs, block_bytes, nbytes)
     offset = data.draw(st.integers(0, nbytes))
     length = data.draw(st.integers(0, nbytes - offset))
     found = [base + i for base, size in table.extents(offset, length) for i in range(size)]
@@ -124,7 +124,7 @@ def test_extents_name_the_bytes_of_the_concatenated_blocks(
 @pytest.mark.parametrize("runs", [[], [(-1, 2)], [(0, 0)], [(0, 1)]])
 def test_runs_that_cannot_hold_the_bytes_are_refused(runs: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match=r"block table|bytes in blocks"):
-        BlockTable(runs, 8, 9)
+        BlockExtents(runs, 8, 9)
 
 
 def test_a_block_costs_the_same_however_many_runs_are_free() -> None:

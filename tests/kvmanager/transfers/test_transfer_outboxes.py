@@ -15,17 +15,17 @@ from transfer_cases import (
 )
 
 from kvmanager.transfers.blocks import BlockAllocator
-from kvmanager.transfers.custody import Kind
+from kvmanager.transfers.holds import Kind
 from kvmanager.transfers.records import (
     BadRequest,
     CancelOutbox,
     DropLanding,
-    Ended,
     ForwardReady,
     GaveUpOnEngine,
     RecordPrefillEnd,
     State,
     TellFailed,
+    TransferEnded,
 )
 from kvmanager.transfers.table import TransferTable
 
@@ -40,7 +40,7 @@ class TestOutbox:
         assert table.ready(1, TID, 1, [(5, 20)], 1) == [ForwardReady(TID, [(10, 10)])]
         assert table.prefill_end(1, TID, 1, 0, 2) == [RecordPrefillEnd(TID)]
         assert table.prefill_end(1, TID, 1, 0, 3) == []
-        assert table.outbox_ended(TID, None, 4) == [Ended(outbox.key)]
+        assert table.outbox_ended(TID, None, 4) == [TransferEnded(outbox.key)]
         assert used(table, Kind.OUTBOX) == 0
         assert outbox.state is State.COMPLETE
 
@@ -83,7 +83,7 @@ class TestOutbox:
         assert told.conn_id == 3
         assert "another engine" in told.reason
         assert table.ready(3, TID, 1, [(0, 5)], 1) == [told]
-        assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2}
+        assert table.holds.holders((Kind.OUTBOX, TID)) == {1, 2}
 
     def test_only_workers_with_its_layout_that_were_connected_may_fill_it(
         self, table: TransferTable
@@ -94,7 +94,7 @@ class TestOutbox:
         table.disconnected(9, 0)
         table.open_outbox(outbox_spec(), 0)
         table.connect(peer(10, "a"))
-        assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
+        assert table.holds.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
         for conn_id, reason in ((7, "is older"), (8, "another KV layout"), (10, "is older")):
             (told,) = table.attach(conn_id, TID, 1)
             assert isinstance(told, TellFailed)
@@ -108,7 +108,7 @@ class TestOutbox:
         effects = table.cancel(TID, "client gone", 1)
         assert effects == [
             CancelOutbox(TID, "client gone"),
-            Ended((Kind.OUTBOX, TID)),
+            TransferEnded((Kind.OUTBOX, TID)),
             TellFailed(1, TID, "client gone", 1),
             TellFailed(2, TID, "client gone", 1),
         ]
@@ -193,9 +193,9 @@ class TestOutbox:
         table.open_outbox(outbox_spec(lease_s=1000), 0)
         table.disconnected(1, 10)
         table.expire(39.9)
-        assert table.custody.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
+        assert table.holds.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
         table.expire(40)
-        assert table.custody.holders((Kind.OUTBOX, TID)) == {2, 3}
+        assert table.holds.holders((Kind.OUTBOX, TID)) == {2, 3}
 
     def test_an_engine_whose_process_is_gone_is_not_waited_for_again(
         self, table: TransferTable
@@ -203,7 +203,7 @@ class TestOutbox:
         table.disconnected(1, 0)
         table.process_gone(1)
         table.open_outbox(outbox_spec(), 1)
-        assert table.custody.holders((Kind.OUTBOX, TID)) == {2, 3}
+        assert table.holds.holders((Kind.OUTBOX, TID)) == {2, 3}
         table.check_invariants()
 
     def test_an_engine_that_let_go_may_leave(self, table: TransferTable) -> None:
@@ -219,7 +219,7 @@ class TestOutbox:
         outbox = table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID, 1)
         assert table.outbox_ended(TID, "refused", 1) == [
-            Ended(outbox.key),
+            TransferEnded(outbox.key),
             TellFailed(1, TID, "refused", 1),
             TellFailed(2, TID, "refused", 1),
         ]
@@ -234,7 +234,7 @@ class TestOutbox:
         assert {type(effect) for effect in effects} == {
             DropLanding,
             CancelOutbox,
-            Ended,
+            TransferEnded,
             TellFailed,
         }
         table.landing_dropped(TID)
@@ -279,7 +279,7 @@ class TestAttempts:
 
     def test_a_late_release_leaves_the_new_memory_held(self, again: TransferTable) -> None:
         again.release_outbox(1, TID, 1)
-        assert again.custody.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
+        assert again.holds.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
 
     def test_numbers_do_not_start_again_when_the_first_one_is_forgotten(
         self, table: TransferTable

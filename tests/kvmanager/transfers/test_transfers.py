@@ -19,19 +19,19 @@ from transfer_cases import (
 )
 
 from kvmanager.transfers.blocks import BlockAllocator
-from kvmanager.transfers.custody import PROMOTION, TRANSPORT, Kind
+from kvmanager.transfers.holds import PROMOTION, TRANSPORT, Kind
 from kvmanager.transfers.records import (
     MOVES,
     BadRequest,
     CancelOutbox,
     DropLanding,
     Effect,
-    Ended,
     ForwardReady,
-    NoRoom,
+    NoArenaRoom,
     State,
     TellFailed,
     TellLanded,
+    TransferEnded,
 )
 from kvmanager.transfers.table import TableLimits, TransferTable
 
@@ -58,9 +58,9 @@ class TestSharedArena:
         allocator = BlockAllocator(8)
         others = allocator.allocate(6)
         table = TransferTable(allocator, BLOCK, make_room=lambda _: False)
-        with pytest.raises(NoRoom):
+        with pytest.raises(NoArenaRoom):
             table.reserve(landing_spec(nbytes=30), 0)
-        table.custody.check_invariants([], others)
+        table.holds.check_invariants([], others)
         assert allocator.num_free == 2
 
     def test_a_promotion_holds_the_memory_whatever_time_passes(self) -> None:
@@ -70,13 +70,13 @@ class TestSharedArena:
         landing = table.reserve(landing_spec(), 0)
         table.watch(1, TID)
         table.landing_complete(TID, 1)
-        table.custody.hold(landing.key, PROMOTION)
+        table.holds.hold(landing.key, PROMOTION)
         table.release_landing(1, TID, 2)
         table.landing_dropped(TID)
         table.expire(10_000)
         assert used(table) == 3
         assert freed == []
-        table.custody.let_go(landing.key, PROMOTION)
+        table.holds.release(landing.key, PROMOTION)
         assert used(table) == 0
         assert freed == [landing.key]
 
@@ -84,13 +84,13 @@ class TestSharedArena:
 class TestRoom:
     def test_arena_full(self, table: TransferTable) -> None:
         table.reserve(landing_spec(nbytes=71), 0)
-        with pytest.raises(NoRoom):
+        with pytest.raises(NoArenaRoom):
             table.open_outbox(outbox_spec(nbytes=1), 0)
 
     def test_landing_cap_leaves_room_for_outboxes(self) -> None:
         table = TransferTable(BlockAllocator(8), BLOCK, TableLimits(landing_bytes=40))
         table.reserve(landing_spec(), 0)
-        with pytest.raises(NoRoom, match="30 of 40"):
+        with pytest.raises(NoArenaRoom, match="30 of 40"):
             table.reserve(landing_spec(IDS[1], nbytes=11), 0)
         table.reserve(landing_spec(IDS[1], nbytes=10), 0)
         table.open_outbox(outbox_spec(nbytes=40), 0)
@@ -101,7 +101,7 @@ class TestRoom:
         table.reserve(blue, 0)
         table.cancel(TID, "x", 0)
         again = dataclasses.replace(blue, transfer_id=IDS[1])
-        with pytest.raises(NoRoom, match="blue"):
+        with pytest.raises(NoArenaRoom, match="blue"):
             table.reserve(again, 0)
         table.reserve(landing_spec(IDS[2]), 0)
         table.landing_dropped(TID)
@@ -113,7 +113,11 @@ class TestRoom:
         for cap, fits in ((59, False), (60, True)):
             table = TransferTable(BlockAllocator(8), BLOCK, TableLimits(tenant_landing_bytes=cap))
             table.reserve(blue, 0)
-            with contextlib.nullcontext() if fits else pytest.raises(NoRoom, match="holds 30 of"):
+            with (
+                contextlib.nullcontext()
+                if fits
+                else pytest.raises(NoArenaRoom, match="holds 30 of")
+            ):
                 table.reserve(again, 0)
 
     def test_a_transfer_has_at_least_one_byte(self, table: TransferTable) -> None:
@@ -180,8 +184,8 @@ class TestInvariants:
 
     def test_a_live_transfer_without_memory(self, table: TransferTable) -> None:
         landing = table.reserve(landing_spec(), 0)
-        table.custody.over(landing.key, 0)
-        table.custody.let_go(landing.key, TRANSPORT)
+        table.holds.end_transfer(landing.key, 0)
+        table.holds.release(landing.key, TRANSPORT)
         with pytest.raises(AssertionError, match="lost its blocks"):
             table.check_invariants()
 
@@ -225,7 +229,7 @@ class TableMachine(RuleBasedStateMachine):
                     assert all(o >= 0 and n > 0 and o + n <= 25 for o, n in ranges)
                 case TellLanded(conn_id) | TellFailed(conn_id):
                     assert conn_id in self.connected, "tells a connection that is lost"
-                case Ended(key):
+                case TransferEnded(key):
                     assert key not in self.ended, "ended twice"
                     self.ended.add(key)
 
@@ -257,14 +261,14 @@ class TableMachine(RuleBasedStateMachine):
             self.ended.discard((Kind.LANDING, transfer_id))
         try:
             self.table.reserve(landing_spec(transfer_id, lease_s=lease_s), self.now_s)
-        except (NoRoom, BadRequest):
+        except (NoArenaRoom, BadRequest):
             return
 
     @rule(transfer_id=ids, lease_s=st.sampled_from([1.0, 5.0, 100.0]))
     def open_outbox(self, transfer_id: bytes, lease_s: float) -> None:
         try:
             self.table.open_outbox(outbox_spec(transfer_id, lease_s=lease_s), self.now_s)
-        except (NoRoom, BadRequest):
+        except (NoArenaRoom, BadRequest):
             return
         self.ended.discard((Kind.OUTBOX, transfer_id))
         assert transfer_id not in self.sending
@@ -360,8 +364,8 @@ class TableMachine(RuleBasedStateMachine):
             self.perform(self.table.outbox_ended(transfer_id, "closed", self.now_s))
         self.table.expire(self.now_s + 100)
         self.table.check_invariants()
-        assert self.table.custody.num_blocks(Kind.LANDING) == 0
-        assert self.table.custody.num_blocks(Kind.OUTBOX) == 0
+        assert self.table.holds.num_blocks(Kind.LANDING) == 0
+        assert self.table.holds.num_blocks(Kind.OUTBOX) == 0
         assert not self.table.landings
         assert not self.table.outboxes
 

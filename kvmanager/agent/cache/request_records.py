@@ -1,6 +1,6 @@
-"""What the desk of the prefix cache asks its shell to do, and what it knows of finds and fills.
+"""What `CacheRequests` asks its shell to do, and what it knows of finds and fills.
 
-Value types of `kvmanager.agent.cache.desk`, where the rules are. No I/O, no clock.
+Value types of `kvmanager.agent.cache.requests`, where the rules are. No I/O, no clock.
 """
 
 from __future__ import annotations

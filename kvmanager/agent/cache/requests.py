@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from kvmanager.agent.cache.desk_records import (
+from kvmanager.agent.cache.request_records import (
     Abandoned,
     CacheEffect,
     CacheUse,
@@ -58,7 +58,7 @@ from kvmanager.transfers.records import EnginePeer
 MAX_TAKEN_BACK: Final = 4096
 
 
-class CacheDesk:
+class CacheRequests:
     """See the module text. One thread only."""
 
     def __init__(

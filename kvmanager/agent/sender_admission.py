@@ -1,7 +1,7 @@
-"""Lets senders into reserved landings: the agent's `LandingRegistry`, called from receiver threads.
+"""Admits senders to reserved landings: the agent's `LandingRegistry`, called from receiver threads.
 
-It does not know states, leases or engines. Inside is only what is reserved now; the event loop puts
-landings in and takes them out, receiver threads look them up and hand their news to the loop.
+It does not know states, leases or engines. It holds only what is reserved now: the event loop adds
+and removes landings, receiver threads look them up and hand their news to the loop.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from typing import Protocol
 from transport import ByteSpace, Refused, TransportError
 
 
-class LandingNews(Protocol):
-    """Called from receiver threads; hands over to the event loop."""
+class TransferNews(Protocol):
+    """What becomes of transfers; called on the event loop."""
 
     def landing_accepted(self, transfer_id: bytes) -> None: ...
 
     def landing_complete(self, transfer_id: bytes) -> None: ...
 
     def landing_failed(self, transfer_id: bytes, reason: str) -> None: ...
+
+    def landing_dropped(self, transfer_id: bytes) -> None: ...
+
+    def outbox_ended(self, transfer_id: bytes, error: str | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +36,29 @@ class _Open:
     space: ByteSpace
 
 
-class LandingDoor:
-    """See the module text. All methods are thread-safe and immediate."""
+class SenderAdmission:
+    """The landings that senders may fill. All methods are thread-safe and do not block."""
 
-    def __init__(self, news: LandingNews, on_refused: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        news: TransferNews,
+        post: Callable[..., None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """`post` has a method of `news` called on the event loop."""
         self._news = news
+        self._post = post
         self._on_refused = on_refused
         self._lock = threading.Lock()
         self._open: dict[bytes, _Open] = {}
 
     def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ByteSpace) -> None:
-        """From now on a sender with this token is let into `space`."""
+        """Admit a sender with this token to `space` from now on."""
         with self._lock:
             self._open[transfer_id] = _Open(token, fingerprint, space)
 
-    def shut(self, transfer_id: bytes) -> None:
-        """Nobody is let in any more. Who is inside is the receiver's to drop."""
+    def revoke(self, transfer_id: bytes) -> None:
+        """Admit nobody any more. The receiver drops a sender that was admitted before."""
         with self._lock:
             self._open.pop(transfer_id, None)
 
@@ -70,14 +81,15 @@ class LandingDoor:
             raise self._refusal(
                 "bad_size", f"the landing holds {landing.space.nbytes} bytes, not {nbytes}"
             )
-        self._news.landing_accepted(transfer_id)
+        self._post(self._news.landing_accepted, transfer_id)
         return landing.space
 
     def on_complete(self, transfer_id: bytes) -> None:
-        self._news.landing_complete(transfer_id)
+        self._post(self._news.landing_complete, transfer_id)
 
     def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
-        self._news.landing_failed(transfer_id, f"{error.code}: {error.message}")
+        message = f"{error.code}: {error.message}"
+        self._post(self._news.landing_failed, transfer_id, message)
 
     def _refusal(self, code: str, message: str) -> Refused:
         self._on_refused(code)

@@ -42,7 +42,7 @@ class _Record:
     drained_at_s: float | None = None  # set when the transfer is over
 
 
-class Custody:
+class BlockHolds:
     """The blocks of all transfers of one arena. Single-threaded; time is an argument.
 
     `make_room(num_blocks)` is called when fewer blocks are free than a transfer needs: whoever else
@@ -85,21 +85,21 @@ class Custody:
         """`holder` may touch the memory from now on."""
         self._records[key].holders.add(holder)
 
-    def let_go(self, key: Key, holder: int) -> None:
+    def release(self, key: Key, holder: int) -> None:
         """`holder` does not touch the memory any more. Unknown keys and holders are ignored."""
         record = self._records.get(key)
         if record is not None:
             record.holders.discard(holder)
             self._free_if_possible(key, record)
 
-    def let_all_engines_go(self, key: Key) -> None:
+    def release_engines(self, key: Key) -> None:
         """No engine touches the memory any more, by the rules of the protocol."""
         record = self._records.get(key)
         if record is not None:
             record.holders &= _OURS
             self._free_if_possible(key, record)
 
-    def over(self, key: Key, drained_at_s: float) -> None:
+    def end_transfer(self, key: Key, drained_at_s: float) -> None:
         """The transfer is over: free its blocks once nobody holds them.
 
         Engines that have not let go by `drained_at_s` are taken to be done.

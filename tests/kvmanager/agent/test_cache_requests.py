@@ -1,11 +1,11 @@
-"""What engines are given of the prefix cache, with the real pool behind the desk."""
+"""What engines are given of the prefix cache, with the real pool behind them."""
 
 from collections.abc import Sequence
 
 import pytest
 
-from kvmanager.agent.cache.desk import CacheDesk
-from kvmanager.agent.cache.desk_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
+from kvmanager.agent.cache.request_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
+from kvmanager.agent.cache.requests import CacheRequests
 from kvmanager.agent.cache.wire import MAX_SLOT_BYTES, slots_on_wire
 from kvmanager.agent.engines.protocol import (
     CacheCancel,
@@ -40,8 +40,8 @@ def keys(count: int, prompt: int = 0) -> list[bytes]:
     return [bytes([prompt, number]) + bytes(14) for number in range(1, count + 1)]
 
 
-class Desk:
-    """A desk, its pool, and one instance with a scheduler and `tp_size` workers."""
+class Rig:
+    """The requests, their pool, and one instance with a scheduler and `tp_size` workers."""
 
     def __init__(
         self, num_blocks: int = 30, tp_size: int = 1, *, shape: CacheShape = SHAPE, ssd: int = 0
@@ -49,7 +49,7 @@ class Desk:
         self.allocator = BlockAllocator(num_blocks)
         self.pool = HybridPool(self.allocator, BLOCK, ssd_bytes=ssd)
         self.ended: list[bytes] = []
-        self.desk = CacheDesk(
+        self.requests = CacheRequests(
             self.pool,
             drain_s=DRAIN_S,
             has_slow_tier=bool(ssd),
@@ -62,12 +62,12 @@ class Desk:
 
     def connect(self, conn_id: int, role: str, rank: int = 0, instance: str = "a") -> None:
         peer = EnginePeer(conn_id, instance, role, rank, self.tp_size, bytes(32))
-        self.desk.connect(peer, self.shape)
+        self.requests.connect(peer, self.shape)
 
     def say(
         self, message: CacheMessage, conn_id: int = SCHEDULER, now_s: float = 0.0
     ) -> list[CacheEffect]:
-        effects = self.desk.message(conn_id, message, now_s)
+        effects = self.requests.message(conn_id, message, now_s)
         self.pool.check_invariants()
         return effects
 
@@ -114,7 +114,7 @@ class Desk:
 
     def seal(self, effect: Seal, now_s: float = 0.0) -> None:
         parts = [(slot.index, slot.part) for slot in effect.slots]
-        self.desk.sealed(effect.fill, parts, now_s)
+        self.requests.sealed(effect.fill, parts, now_s)
         self.pool.check_invariants()
 
     def store(
@@ -138,7 +138,7 @@ class Desk:
 
     @property
     def is_idle(self) -> bool:
-        return not self.desk.num_fills and not self.desk.num_pins
+        return not self.requests.num_fills and not self.requests.num_pins
 
 
 def kv(count: int, start: int = 0) -> list[tuple[int, int]]:
@@ -147,88 +147,88 @@ def kv(count: int, start: int = 0) -> list[tuple[int, int]]:
 
 class TestFind:
     def test_what_is_resumable_is_pinned_until_it_is_freed(self) -> None:
-        desk = Desk()
+        rig = Rig()
         wanted = keys(5)
-        assert desk.find(wanted, 7) == CacheFound(7, 0, 0, [])
-        desk.store(wanted[:4], [*kv(4), (2, STATE)])
-        found = desk.find(wanted, 8)
+        assert rig.find(wanted, 7) == CacheFound(7, 0, 0, [])
+        rig.store(wanted[:4], [*kv(4), (2, STATE)])
+        found = rig.find(wanted, 8)
         assert (found.num_blocks, found.kv_blocks) == (3, 4)
         assert [(index, part) for index, part, _ in found.slots] == [*kv(3), (2, STATE)]
         for index, part, runs in found.slots:
-            assert tuple(map(tuple, runs)) == desk.pool.lookup(wanted[index], part)
-        assert not desk.pool.make_room(30)
-        desk.say(CacheFree(8))
-        desk.say(CacheFree(8))
-        desk.say(CacheFree(7))
-        assert desk.is_idle
-        assert desk.pool.make_room(30)
-        assert desk.desk.use.queries == 2
-        assert desk.desk.use.query_tokens == 2 * 5 * 64
-        assert desk.desk.use.hit_tokens == {Tier.ARENA: 3 * 64, Tier.SSD: 0}
+            assert tuple(map(tuple, runs)) == rig.pool.lookup(wanted[index], part)
+        assert not rig.pool.make_room(30)
+        rig.say(CacheFree(8))
+        rig.say(CacheFree(8))
+        rig.say(CacheFree(7))
+        assert rig.is_idle
+        assert rig.pool.make_room(30)
+        assert rig.requests.use.queries == 2
+        assert rig.requests.use.query_tokens == 2 * 5 * 64
+        assert rig.requests.use.hit_tokens == {Tier.ARENA: 3 * 64, Tier.SSD: 0}
 
     def test_what_is_on_ssd_is_fetched_before_the_answer(self) -> None:
-        desk = Desk(ssd=10_000)
+        rig = Rig(ssd=10_000)
         wanted = keys(2)
-        desk.store(wanted, [*kv(2), (1, STATE)])
-        for spill in desk.pool.spill(10):
-            assert desk.pool.stored_on_ssd(spill)
-        assert desk.pool.make_room(30)
-        (effect,) = desk.say(CacheFind(4, join_keys(wanted)))
+        rig.store(wanted, [*kv(2), (1, STATE)])
+        for spill in rig.pool.spill(10):
+            assert rig.pool.stored_on_ssd(spill)
+        assert rig.pool.make_room(30)
+        (effect,) = rig.say(CacheFind(4, join_keys(wanted)))
         assert isinstance(effect, Fetch)
         assert effect.parts == ((0, KV), (1, KV), (1, STATE))
-        fill = desk.pool.reserve(SHAPE, ROOT, 0, wanted, effect.parts, 0.0)
+        fill = rig.pool.reserve(SHAPE, ROOT, 0, wanted, effect.parts, 0.0)
         for slot in fill.slots:
-            desk.pool.commit(fill.fill_id, slot.index, slot.part, 0.0)
-        desk.pool.abort(fill.fill_id)
-        (answer,) = desk.desk.ready(effect.find, 0.0)
+            rig.pool.commit(fill.fill_id, slot.index, slot.part, 0.0)
+        rig.pool.abort(fill.fill_id)
+        (answer,) = rig.requests.ready(effect.find, 0.0)
         assert isinstance(answer, Tell)
         assert isinstance(answer.message, CacheFound)
         assert answer.message.num_blocks == 2
-        assert desk.desk.ready(effect.find, 0.0) == [], "answered once"
-        assert desk.desk.use.hit_tokens == {Tier.ARENA: 0, Tier.SSD: 128}
+        assert rig.requests.ready(effect.find, 0.0) == [], "answered once"
+        assert rig.requests.use.hit_tokens == {Tier.ARENA: 0, Tier.SSD: 128}
 
     def test_what_does_not_come_in_time_is_not_answered_with(self) -> None:
-        desk = Desk(ssd=10_000)
+        rig = Rig(ssd=10_000)
         wanted = keys(1)
-        desk.store(wanted, [*kv(1), (0, STATE)])
-        for spill in desk.pool.spill(10):
-            desk.pool.stored_on_ssd(spill)
-        desk.pool.make_room(30)
-        (effect,) = desk.say(CacheFind(4, join_keys(wanted)))
+        rig.store(wanted, [*kv(1), (0, STATE)])
+        for spill in rig.pool.spill(10):
+            rig.pool.stored_on_ssd(spill)
+        rig.pool.make_room(30)
+        (effect,) = rig.say(CacheFind(4, join_keys(wanted)))
         assert isinstance(effect, Fetch)
-        (answer,) = desk.desk.ready(effect.find, 0.0)
+        (answer,) = rig.requests.ready(effect.find, 0.0)
         assert isinstance(answer, Tell)
         assert answer.message == CacheFound(4, 0, 1, [])
-        (effect,) = desk.say(CacheFind(5, join_keys(wanted)))
+        (effect,) = rig.say(CacheFind(5, join_keys(wanted)))
         assert isinstance(effect, Fetch)
-        desk.say(CacheFree(5))
-        assert desk.desk.ready(effect.find, 0.0) == [], "freed meanwhile"
+        rig.say(CacheFree(5))
+        assert rig.requests.ready(effect.find, 0.0) == [], "freed meanwhile"
 
     def test_a_lost_scheduler_leaves_what_it_pinned_to_its_workers_for_a_while(self) -> None:
-        desk = Desk()
+        rig = Rig()
         wanted = keys(2)
-        desk.store(wanted, [*kv(2), (1, STATE)])
-        desk.find(wanted)
-        desk.desk.lost(SCHEDULER, 10.0)
-        desk.desk.process_gone(SCHEDULER, 11.0)
-        assert not desk.pool.make_room(30), "a worker may still read"
-        desk.desk.expire(10.0 + DRAIN_S - 1)
-        assert not desk.pool.make_room(30)
-        desk.desk.expire(10.0 + DRAIN_S)
-        assert desk.is_idle
-        assert desk.pool.make_room(30)
+        rig.store(wanted, [*kv(2), (1, STATE)])
+        rig.find(wanted)
+        rig.requests.lost(SCHEDULER, 10.0)
+        rig.requests.process_gone(SCHEDULER, 11.0)
+        assert not rig.pool.make_room(30), "a worker may still read"
+        rig.requests.expire(10.0 + DRAIN_S - 1)
+        assert not rig.pool.make_room(30)
+        rig.requests.expire(10.0 + DRAIN_S)
+        assert rig.is_idle
+        assert rig.pool.make_room(30)
 
     def test_an_instance_that_is_gone_pins_nothing(self) -> None:
-        desk = Desk()
+        rig = Rig()
         wanted = keys(2)
-        desk.store(wanted, [*kv(2), (1, STATE)])
-        desk.find(wanted)
+        rig.store(wanted, [*kv(2), (1, STATE)])
+        rig.find(wanted)
         for conn_id in (SCHEDULER, WORKER):
-            desk.desk.lost(conn_id, 10.0)
-            assert not desk.is_idle
+            rig.requests.lost(conn_id, 10.0)
+            assert not rig.is_idle
         for conn_id in (SCHEDULER, WORKER):
-            desk.desk.process_gone(conn_id, 11.0)
-        assert desk.is_idle
+            rig.requests.process_gone(conn_id, 11.0)
+        assert rig.is_idle
 
     def test_slots_that_no_message_holds_are_no_hit(self) -> None:
         runs = tuple(Run(2 * number, 1) for number in range(MAX_SLOT_BYTES // 16 // 2))
@@ -237,159 +237,159 @@ class TestFind:
 
 class TestFill:
     def test_a_part_is_there_once_every_rank_wrote_it(self) -> None:
-        desk = Desk(tp_size=2)
+        rig = Rig(tp_size=2)
         wanted = keys(3)
-        slots = desk.reserve(wanted, [*kv(3), (2, STATE)])
+        slots = rig.reserve(wanted, [*kv(3), (2, STATE)])
         assert [(index, part) for index, part, _ in slots.slots] == [*kv(3), (2, STATE)]
-        assert desk.written(kv(2), rank=0) == []
-        (first,) = desk.written(kv(3), rank=1)
+        assert rig.written(kv(2), rank=0) == []
+        (first,) = rig.written(kv(3), rank=1)
         assert [(slot.index, slot.part) for slot in first.slots] == kv(2)
-        desk.seal(first)
-        assert desk.pool.match(SHAPE, wanted).kv_blocks == 2
-        (second,) = desk.written([(2, KV)], rank=0, is_last=True)
-        assert desk.written([], rank=1, is_last=True) == []
-        assert desk.desk.num_fills == 1, "what is being sealed is not taken back"
-        desk.seal(second)
-        assert desk.is_idle
-        assert desk.pool.match(SHAPE, wanted).kv_blocks == 3
-        assert desk.pool.lookup(wanted[2], STATE) is None, "not every rank wrote it"
-        assert desk.allocator.num_used == 3
-        assert desk.ended == wanted
-        assert (desk.desk.use.fills, desk.desk.use.filled_parts) == (1, 3)
+        rig.seal(first)
+        assert rig.pool.match(SHAPE, wanted).kv_blocks == 2
+        (second,) = rig.written([(2, KV)], rank=0, is_last=True)
+        assert rig.written([], rank=1, is_last=True) == []
+        assert rig.requests.num_fills == 1, "what is being sealed is not taken back"
+        rig.seal(second)
+        assert rig.is_idle
+        assert rig.pool.match(SHAPE, wanted).kv_blocks == 3
+        assert rig.pool.lookup(wanted[2], STATE) is None, "not every rank wrote it"
+        assert rig.allocator.num_used == 3
+        assert rig.ended == wanted
+        assert (rig.requests.use.fills, rig.requests.use.filled_parts) == (1, 3)
 
     def test_what_is_there_or_has_no_room_is_not_given(self) -> None:
-        desk = Desk(num_blocks=3)
+        rig = Rig(num_blocks=3)
         wanted = keys(5)
-        desk.store(wanted[:2], kv(2))
-        slots = desk.reserve(wanted, kv(5), 2)
+        rig.store(wanted[:2], kv(2))
+        slots = rig.reserve(wanted, kv(5), 2)
         assert [(index, part) for index, part, _ in slots.slots] == [(2, KV)]
-        assert desk.reserve(wanted, kv(5), 3).slots == []
-        desk.written([], 2, is_last=True)
-        assert desk.is_idle
-        assert desk.allocator.num_used == 2
+        assert rig.reserve(wanted, kv(5), 3).slots == []
+        rig.written([], 2, is_last=True)
+        assert rig.is_idle
+        assert rig.allocator.num_used == 2
 
     def test_a_scheduler_takes_back_what_no_worker_heard_of(self) -> None:
-        desk = Desk()
-        desk.reserve(keys(2), kv(2))
-        desk.say(CacheCancel(1))
-        desk.say(CacheCancel(1))
-        assert desk.is_idle
-        assert desk.allocator.num_used == 0
+        rig = Rig()
+        rig.reserve(keys(2), kv(2))
+        rig.say(CacheCancel(1))
+        rig.say(CacheCancel(1))
+        assert rig.is_idle
+        assert rig.allocator.num_used == 0
 
     def test_nothing_is_given_while_a_rank_has_no_worker(self) -> None:
-        desk = Desk(tp_size=2)
-        desk.desk.lost(WORKER_1, 0.0)
-        assert desk.reserve(keys(1), kv(1)).slots == []
-        desk.connect(9, "worker", 1)
-        assert desk.reserve(keys(1), kv(1), 2).slots
+        rig = Rig(tp_size=2)
+        rig.requests.lost(WORKER_1, 0.0)
+        assert rig.reserve(keys(1), kv(1)).slots == []
+        rig.connect(9, "worker", 1)
+        assert rig.reserve(keys(1), kv(1), 2).slots
 
     def test_an_engine_without_all_workers_is_told_of_once_each_time(self) -> None:
         """Its workers may call themselves something else: then it would never store anything."""
-        desk = Desk(tp_size=2)
-        desk.connect(5, "scheduler", instance="b")
-        desk.connect(6, "worker", 1, instance="b")
+        rig = Rig(tp_size=2)
+        rig.connect(5, "scheduler", instance="b")
+        rig.connect(6, "worker", 1, instance="b")
         asked = [CacheReserve(n, ROOT, 0, join_keys(keys(1)), kv(1)) for n in range(5)]
         warning = LacksWorkers("b", 1, 2)
-        assert warning in desk.say(asked[0], 5)
-        assert warning not in desk.say(asked[1], 5)
-        desk.connect(7, "worker", 0, instance="b")
-        assert warning not in desk.say(asked[2], 5)
-        desk.desk.lost(7, 0.0)
-        assert warning in desk.say(asked[3], 5)
+        assert warning in rig.say(asked[0], 5)
+        assert warning not in rig.say(asked[1], 5)
+        rig.connect(7, "worker", 0, instance="b")
+        assert warning not in rig.say(asked[2], 5)
+        rig.requests.lost(7, 0.0)
+        assert warning in rig.say(asked[3], 5)
 
     def test_a_killed_workers_memory_waits_for_the_end_of_its_process(self) -> None:
-        desk = Desk(tp_size=2)
-        desk.reserve(keys(2), kv(2))
-        desk.written([(0, KV)], rank=0)
-        desk.desk.lost(WORKER_1, 5.0)
-        desk.desk.expire(6.0)
-        assert desk.allocator.num_used == 2, "both workers may still write"
-        desk.desk.process_gone(WORKER_1, 7.0)
-        assert desk.allocator.num_used == 2, "the other one writes on"
-        desk.written([(1, KV)], rank=0, is_last=True)
-        assert desk.is_idle
-        assert desk.allocator.num_used == 0
-        desk.desk.message(WORKER, CacheWritten(1, 0, [], False), 8.0)
+        rig = Rig(tp_size=2)
+        rig.reserve(keys(2), kv(2))
+        rig.written([(0, KV)], rank=0)
+        rig.requests.lost(WORKER_1, 5.0)
+        rig.requests.expire(6.0)
+        assert rig.allocator.num_used == 2, "both workers may still write"
+        rig.requests.process_gone(WORKER_1, 7.0)
+        assert rig.allocator.num_used == 2, "the other one writes on"
+        rig.written([(1, KV)], rank=0, is_last=True)
+        assert rig.is_idle
+        assert rig.allocator.num_used == 0
+        rig.requests.message(WORKER, CacheWritten(1, 0, [], False), 8.0)
 
     def test_a_silent_workers_memory_comes_back_after_the_drain_time(self) -> None:
-        desk = Desk()
-        desk.reserve(keys(2), kv(2))
-        desk.desk.lost(SCHEDULER, 5.0)
-        desk.desk.expire(5.0 + DRAIN_S - 0.1)
-        assert desk.allocator.num_used == 2
-        desk.desk.expire(5.0 + DRAIN_S)
-        assert desk.allocator.num_used == 0
-        assert desk.written([(0, KV)], is_last=True) == [], "too late, and no fault of its own"
+        rig = Rig()
+        rig.reserve(keys(2), kv(2))
+        rig.requests.lost(SCHEDULER, 5.0)
+        rig.requests.expire(5.0 + DRAIN_S - 0.1)
+        assert rig.allocator.num_used == 2
+        rig.requests.expire(5.0 + DRAIN_S)
+        assert rig.allocator.num_used == 0
+        assert rig.written([(0, KV)], is_last=True) == [], "too late, and no fault of its own"
 
     def test_a_worker_goes_on_when_its_scheduler_is_lost(self) -> None:
-        desk = Desk()
+        rig = Rig()
         wanted = keys(2)
-        desk.reserve(wanted, kv(2))
-        desk.desk.lost(SCHEDULER, 5.0)
-        (effect,) = desk.written(kv(2), is_last=True, now_s=6.0)
-        desk.desk.expire(100.0)
-        assert desk.desk.num_fills == 1
-        desk.seal(effect)
-        desk.desk.expire(100.0)
-        assert desk.is_idle
-        assert desk.pool.match(SHAPE, wanted).kv_blocks == 2
+        rig.reserve(wanted, kv(2))
+        rig.requests.lost(SCHEDULER, 5.0)
+        (effect,) = rig.written(kv(2), is_last=True, now_s=6.0)
+        rig.requests.expire(100.0)
+        assert rig.requests.num_fills == 1
+        rig.seal(effect)
+        rig.requests.expire(100.0)
+        assert rig.is_idle
+        assert rig.pool.match(SHAPE, wanted).kv_blocks == 2
 
     def test_what_cannot_be_sealed_is_not_kept(self) -> None:
-        desk = Desk()
-        desk.reserve(keys(2), kv(2))
-        (effect,) = desk.written(kv(2), is_last=True)
-        desk.desk.sealed(effect.fill, [], 0.0)
-        assert desk.is_idle
-        assert desk.allocator.num_used == 0
+        rig = Rig()
+        rig.reserve(keys(2), kv(2))
+        (effect,) = rig.written(kv(2), is_last=True)
+        rig.requests.sealed(effect.fill, [], 0.0)
+        assert rig.is_idle
+        assert rig.allocator.num_used == 0
 
 
 class TestReplaced:
     def test_a_newer_state_takes_the_place_of_the_one_before(self) -> None:
-        desk = Desk()
+        rig = Rig()
         wanted = keys(3)
-        desk.store(wanted[:2], [*kv(2), (1, STATE)])
-        desk.store(
+        rig.store(wanted[:2], [*kv(2), (1, STATE)])
+        rig.store(
             wanted[2:], [(0, KV), (0, STATE)], 2,
             parent=wanted[1], first_block=2, replaces=wanted[1],
         )  # fmt: skip
-        assert desk.pool.lookup(wanted[1], STATE) is None
-        assert desk.pool.match(SHAPE, wanted).num_blocks == 3
+        assert rig.pool.lookup(wanted[1], STATE) is None
+        assert rig.pool.match(SHAPE, wanted).num_blocks == 3
 
     def test_one_that_was_hit_stays(self) -> None:
-        desk = Desk()
+        rig = Rig()
         wanted = keys(3)
-        desk.store(wanted[:2], [*kv(2), (1, STATE)])
-        desk.find(wanted[:2], 5)
-        desk.say(CacheFree(5))
-        desk.store(
+        rig.store(wanted[:2], [*kv(2), (1, STATE)])
+        rig.find(wanted[:2], 5)
+        rig.say(CacheFree(5))
+        rig.store(
             wanted[2:], [(0, KV), (0, STATE)], 2,
             parent=wanted[1], first_block=2, replaces=wanted[1],
         )  # fmt: skip
-        assert desk.pool.lookup(wanted[1], STATE) is not None
+        assert rig.pool.lookup(wanted[1], STATE) is not None
 
     def test_it_stays_when_the_new_one_was_not_written(self) -> None:
-        desk = Desk()
+        rig = Rig()
         wanted = keys(3)
-        desk.store(wanted[:2], [*kv(2), (1, STATE)])
-        desk.store(wanted[2:], [(0, KV)], 2, parent=wanted[1], first_block=2, replaces=wanted[1])
-        assert desk.pool.lookup(wanted[1], STATE) is not None
+        rig.store(wanted[:2], [*kv(2), (1, STATE)])
+        rig.store(wanted[2:], [(0, KV)], 2, parent=wanted[1], first_block=2, replaces=wanted[1])
+        assert rig.pool.lookup(wanted[1], STATE) is not None
 
     def test_a_window_that_the_new_boundary_reaches_over_stays(self) -> None:
-        desk = Desk(shape=WINDOWS)
+        rig = Rig(shape=WINDOWS)
         assert WINDOWS.reach(1) == 2
         wanted = keys(5)
-        desk.store(wanted[:2], [*kv(2), (0, 1), (1, 1)])
-        desk.store(
+        rig.store(wanted[:2], [*kv(2), (0, 1), (1, 1)])
+        rig.store(
             wanted[2:3], [(0, KV), (0, 1)], 2,
             parent=wanted[1], first_block=2, replaces=wanted[1],
         )  # fmt: skip
-        assert desk.pool.match(WINDOWS, wanted[:3]).num_blocks == 3
-        desk.store(
+        assert rig.pool.match(WINDOWS, wanted[:3]).num_blocks == 3
+        rig.store(
             wanted[3:], [*kv(2), (0, 1), (1, 1)], 3,
             parent=wanted[2], first_block=3, replaces=wanted[2],
         )  # fmt: skip
-        assert desk.pool.lookup(wanted[2], 1) is None
-        assert desk.pool.match(WINDOWS, wanted).num_blocks == 5
+        assert rig.pool.lookup(wanted[2], 1) is None
+        assert rig.pool.match(WINDOWS, wanted).num_blocks == 5
 
 
 class TestGarbage:
@@ -409,13 +409,13 @@ class TestGarbage:
         ],
     )
     def test_of_a_scheduler(self, message: CacheMessage, words: str) -> None:
-        desk = Desk()
-        desk.find(keys(1), 7)
-        desk.reserve(keys(2), kv(2), 8)
-        used = desk.allocator.num_used
+        rig = Rig()
+        rig.find(keys(1), 7)
+        rig.reserve(keys(2), kv(2), 8)
+        used = rig.allocator.num_used
         with pytest.raises(ProtocolError, match=words):
-            desk.say(message)
-        assert desk.allocator.num_used == used
+            rig.say(message)
+        assert rig.allocator.num_used == used
 
     @pytest.mark.parametrize(
         ("message", "words"),
@@ -430,45 +430,45 @@ class TestGarbage:
         ],
     )
     def test_of_a_worker(self, message: CacheMessage, words: str) -> None:
-        desk = Desk(tp_size=2)
+        rig = Rig(tp_size=2)
         for handle in (8, 10):
-            desk.reserve(keys(2, handle), kv(2), handle)
-        desk.written([(0, KV)], 8)
-        desk.written([], 10, is_last=True)
+            rig.reserve(keys(2, handle), kv(2), handle)
+        rig.written([(0, KV)], 8)
+        rig.written([], 10, is_last=True)
         with pytest.raises(ProtocolError, match=words):
-            desk.say(message, WORKER)
+            rig.say(message, WORKER)
 
     def test_cancelling_what_a_worker_writes(self) -> None:
-        desk = Desk()
-        desk.reserve(keys(2), kv(2))
-        desk.written([(0, KV)])
+        rig = Rig()
+        rig.reserve(keys(2), kv(2))
+        rig.written([(0, KV)])
         with pytest.raises(ProtocolError, match="after a worker wrote"):
-            desk.say(CacheCancel(1))
+            rig.say(CacheCancel(1))
 
     def test_an_engine_without_a_cache_has_nothing_to_say(self) -> None:
         with pytest.raises(ProtocolError, match="uses no prefix cache"):
-            Desk().say(CacheFind(1, b""), 99)
+            Rig().say(CacheFind(1, b""), 99)
 
     def test_handles_of_instances_are_their_own(self) -> None:
-        desk = Desk()
-        desk.connect(10, "scheduler", instance="b")
-        desk.connect(11, "worker", instance="b")
-        desk.reserve(keys(1), kv(1), 5)
+        rig = Rig()
+        rig.connect(10, "scheduler", instance="b")
+        rig.connect(11, "worker", instance="b")
+        rig.reserve(keys(1), kv(1), 5)
         message = CacheReserve(5, ROOT, 0, join_keys(keys(1, 1)), kv(1))
-        assert desk.say(message, 10)
-        desk.desk.lost(11, 0.0)
-        desk.desk.process_gone(11, 0.0)
-        assert desk.desk.num_fills == 1
+        assert rig.say(message, 10)
+        rig.requests.lost(11, 0.0)
+        rig.requests.process_gone(11, 0.0)
+        assert rig.requests.num_fills == 1
 
 
 def test_the_listener_of_the_pool_hears_of_what_engines_store() -> None:
     changes: list[PoolChange] = []
     pool = HybridPool(BlockAllocator(9), BLOCK, listener=changes.append)
-    desk = CacheDesk(pool, drain_s=1.0, has_slow_tier=False)
+    rig = CacheRequests(pool, drain_s=1.0, has_slow_tier=False)
     for conn_id, role in ((1, "scheduler"), (2, "worker")):
-        desk.connect(EnginePeer(conn_id, "a", role, 0, 1, bytes(32)), SHAPE)
-    desk.message(1, CacheReserve(1, ROOT, 0, join_keys(keys(1)), kv(1)), 0.0)
-    (effect,) = desk.message(2, CacheWritten(1, 0, kv(1), True), 0.0)
+        rig.connect(EnginePeer(conn_id, "a", role, 0, 1, bytes(32)), SHAPE)
+    rig.message(1, CacheReserve(1, ROOT, 0, join_keys(keys(1)), kv(1)), 0.0)
+    (effect,) = rig.message(2, CacheWritten(1, 0, kv(1), True), 0.0)
     assert isinstance(effect, Seal)
-    desk.sealed(effect.fill, kv(1), 0.0)
+    rig.sealed(effect.fill, kv(1), 0.0)
     assert [(c.stored, c.key, c.parent, c.index) for c in changes] == [(True, keys(1)[0], ROOT, 0)]
