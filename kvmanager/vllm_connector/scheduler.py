@@ -125,9 +125,6 @@ class SchedulerSide:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
         self._cache.on_connected(welcome)
 
-    def on_agent_gone(self) -> None:
-        """Nothing here is in its arena."""
-
     def on_landed(self, transfer_id: bytes) -> None:
         self._landings.on_landed(transfer_id)
         self._agent_said.set()

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
+from kvmanager.agent.engines.protocol import Welcome
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.layout import KVKind, KVLayout, LayerExtent
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
@@ -132,15 +132,6 @@ class WorkerSide:
 
     def on_agent_gone(self) -> None:
         self._access_or_raise.forget()
-
-    def on_landed(self, transfer_id: bytes) -> None:
-        """The scheduler's side acts on it."""
-
-    def on_cache_found(self, found: CacheFound) -> None:
-        """The scheduler's side acts on it."""
-
-    def on_cache_slots(self, slots: CacheSlots) -> None:
-        """The scheduler's side acts on it."""
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         """An outbox is over without success: stop, and say so once no copy is under way."""

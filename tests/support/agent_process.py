@@ -234,8 +234,6 @@ class DrivenEngine:
     def on_disconnected(self) -> None:
         self.events.put(("disconnected",))
 
-    def on_agent_gone(self) -> None: ...
-
     def on_landed(self, transfer_id: bytes) -> None:
         self.events.put(("landed", transfer_id.hex()))
 

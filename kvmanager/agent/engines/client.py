@@ -70,8 +70,8 @@ MAX_UNSENT_BYTES: Final = 8 << 20
 _RECV_BYTES: Final = 64 << 10
 
 
-class AgentEvents(Protocol):
-    """What the engine is told, always from the client's thread, one call at a time.
+class ConnectionEvents(Protocol):
+    """What either side of an engine is told, from the client's thread, one call at a time.
 
     A call that raises is logged and otherwise ignored. A slow one delays only later events.
     """
@@ -87,20 +87,28 @@ class AgentEvents(Protocol):
         Stop writing into the arena, and reading landings and cached blocks of this epoch.
         """
 
-    def on_agent_gone(self) -> None:
-        """Nobody answers where the agent was. Let go of its arena: as long as an engine has it
-        mapped its memory is not free, and the next agent of this host may lack it.
-        """
-
-    def on_landed(self, transfer_id: bytes) -> None:
-        """The landing is complete and ours until `release`."""
-
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         """A watched landing failed, or an outbox that this engine fills or might be asked to.
 
         `attempt`: which opening of the outbox; 0 for a landing. A worker answers for an outbox with
         `release` of that attempt and does not write into it any more.
         """
+
+
+class WorkerEvents(ConnectionEvents, Protocol):
+    """What a worker is told: it has the arena mapped."""
+
+    def on_agent_gone(self) -> None:
+        """Nobody answers where the agent was. Unmap its arena: as long as an engine has it mapped
+        its memory is not free, and the next agent of this host may lack it.
+        """
+
+
+class SchedulerEvents(ConnectionEvents, Protocol):
+    """What a scheduler is told: it watches landings and asks the prefix cache."""
+
+    def on_landed(self, transfer_id: bytes) -> None:
+        """The landing is complete and ours until `release`."""
 
     def on_cache_found(self, found: CacheFound) -> None:
         """The answer to `cache_find`: what it names stays where it is until `cache_free`."""
@@ -122,7 +130,12 @@ def _joined(keys: Sequence[bytes]) -> bytes:
 class EngineClient:
     """Keeps one connection to the agent at `socket_path`; see the module text for its promises."""
 
-    def __init__(self, socket_path: str | Path, hello: EngineHello, events: AgentEvents) -> None:
+    def __init__(
+        self,
+        socket_path: str | Path,
+        hello: EngineHello,
+        events: WorkerEvents | SchedulerEvents,
+    ) -> None:
         self.arena: Arena | None = None
         """The agent's arena while connected. Whoever keeps it keeps the memory mapped."""
         self._path = str(socket_path)
@@ -421,8 +434,12 @@ class EngineClient:
                     raise _Lost("the agent said Welcome twice")
 
     def _call(self, event: str, *arguments: object) -> None:
+        # Each side has the events of what it does: a scheduler maps nothing, a worker asks nothing.
+        handler = getattr(self._events, event, None)
+        if handler is None:
+            return
         try:
-            getattr(self._events, event)(*arguments)
+            handler(*arguments)
         except Exception:
             logger.exception("%s of the engine raised", event)
 
