@@ -60,7 +60,7 @@ class PdCluster(Protocol):
         """
         ...
 
-    async def ended(self, instance: str) -> None:
+    async def request_ended(self, instance: str) -> None:
         """A request that was sent to this instance is over. Untold it does no harm for long: how
         many there are is asked of the engine every few seconds. Never raises.
         """

@@ -182,10 +182,10 @@ class EmbeddedPdCluster:
         if found is not None:
             await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
 
-    async def ended(self, instance: str) -> None:
-        """See `PdCluster.ended`."""
+    async def request_ended(self, instance: str) -> None:
+        """See `PdCluster.request_ended`."""
         if found := self._instances.by_name.get(instance):
-            found.load.ended()
+            found.load.request_ended()
 
     async def direct(
         self,

@@ -137,8 +137,8 @@ class RemotePdCluster:
         self._leases.drop(slot.landing.transfer_id)
         await self._cleanups.finish(self._release(_reference(slot, reason)))
 
-    async def ended(self, instance: str) -> None:
-        """See `PdCluster.ended`."""
+    async def request_ended(self, instance: str) -> None:
+        """See `PdCluster.request_ended`."""
         call = self._client.call(
             "Ended", InstanceName(instance), Empty, self._config.call_timeout_s
         )

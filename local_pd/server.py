@@ -51,7 +51,7 @@ class PdServer:
             "Renew": Method(SlotRequest, Empty, self._renew),
             "AwaitLanding": Method(AwaitLandingRequest, LandingReport, self._await_landing),
             "Release": Method(SlotRequest, Empty, self._release),
-            "Ended": Method(InstanceName, Empty, self._ended),
+            "Ended": Method(InstanceName, Empty, self._request_ended),
             "Direct": Method(DirectRequest, DirectTarget, self._direct),
             "Prefill": Method(PrefillJob, PrefillReply, self._prefill),
             "Report": Method(Empty, ClusterReport, self._report),
@@ -94,8 +94,8 @@ class PdServer:
         await self._cluster.release_landing(request.transfer_id, request.instance, request.reason)
         return Empty()
 
-    async def _ended(self, request: InstanceName) -> Empty:
-        await self._cluster.ended(request.name)
+    async def _request_ended(self, request: InstanceName) -> Empty:
+        await self._cluster.request_ended(request.name)
         return Empty()
 
     async def _direct(self, request: DirectRequest) -> DirectTarget:

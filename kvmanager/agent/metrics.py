@@ -68,7 +68,7 @@ class AgentMetrics:
             registry=self.registry,
         )
 
-    def ended(self, report: TransferReport) -> None:
+    def transfer_ended(self, report: TransferReport) -> None:
         """Count the end of one end of a transfer."""
         self.transfers.labels(report.kind, report.state).inc()
         if report.kind == "outbox":

@@ -329,7 +329,7 @@ class NodeAgent:
         self.cache.connect(peer, self.book.shape(peer.instance))
         if self.engine_events is not None and hello.namespace:
             _, layout = self.book.layout(peer.fingerprint)
-            self.engine_events.joined(peer.instance, layout, hello.namespace)
+            self.engine_events.engine_joined(peer.instance, layout, hello.namespace)
         return self.cache.placement
 
     def message(self, conn_id: int, message: TransferMessage | CacheMessage) -> None:
@@ -343,7 +343,7 @@ class NodeAgent:
             case Attach():
                 effects = table.attach(conn_id, transfer_id, message.attempt)
             case Ready(_, attempt, ranges):
-                effects = table.ready(conn_id, transfer_id, attempt, ranges, now_s())
+                effects = table.ranges_ready(conn_id, transfer_id, attempt, ranges, now_s())
             case PrefillEnd(_, attempt, tp_rank):
                 effects = table.prefill_end(conn_id, transfer_id, attempt, tp_rank, now_s())
             case AbortOutbox(_, attempt, reason):
@@ -357,15 +357,15 @@ class NodeAgent:
                 effects = []
         self.perform(effects)
 
-    def lost(self, conn_id: int) -> None:
+    def connection_lost(self, conn_id: int) -> None:
         peer = self._peers.pop(conn_id)
         self.book.leave(peer)
         logger.info("engine %s: %s rank %d is lost", peer.instance, peer.role, peer.tp_rank)
         self.perform(self.table.disconnected(conn_id, now_s()))
         if self.cache is not None:
-            self.cache.lost(conn_id)
+            self.cache.connection_lost(conn_id)
         if self.engine_events is not None and peer.role == "scheduler":
-            self.engine_events.left(peer.instance)
+            self.engine_events.engine_left(peer.instance)
 
     def process_gone(self, conn_id: int) -> None:
         self.table.process_gone(conn_id)
@@ -406,7 +406,7 @@ class NodeAgent:
         for effect in effects:
             match effect:
                 case ForwardReady(transfer_id, ranges):
-                    self.io.ready(transfer_id, ranges)
+                    self.io.ranges_ready(transfer_id, ranges)
                 case TellLanded(conn_id, transfer_id):
                     self._engines.send(conn_id, Landed(transfer_id))
                 case TellFailed(conn_id, transfer_id, reason, attempt):
@@ -418,15 +418,15 @@ class NodeAgent:
                 case RecordPrefillEnd(transfer_id):
                     self.io.note_prefill_end(transfer_id)
                 case TransferEnded(key):
-                    self._ended(key)
+                    self._transfer_ended(key)
                 case GaveUpOnEngine((kind, transfer_id)):
                     logger.warning(
                         "%s %s: an engine did not let go of its memory", kind, transfer_id.hex()
                     )
 
-    def _ended(self, key: Key) -> None:
+    def _transfer_ended(self, key: Key) -> None:
         report = self.report(key)
-        self.metrics.ended(report)
+        self.metrics.transfer_ended(report)
         log = logger.debug if report.state == "complete" else logger.warning
         log("%s %s %s: %s", report.kind, report.transfer_id, report.state, report.error)
         for waiter in self._waiters.get(key, ()):

@@ -135,7 +135,7 @@ class TransferIo:
         """Connect now. Raises RuntimeError after `stop`."""
         self._sender.warm(endpoint)
 
-    def ready(self, transfer_id: bytes, ranges: list[tuple[int, int]]) -> None:
+    def ranges_ready(self, transfer_id: bytes, ranges: list[tuple[int, int]]) -> None:
         outgoing = self._outgoing[transfer_id]
         for offset, length in ranges:
             outgoing.handle.ready(offset, length)

@@ -234,7 +234,7 @@ class TransferTable:
                 self.holds.release(outbox.key, other)
         return []
 
-    def ready(
+    def ranges_ready(
         self,
         conn_id: int,
         transfer_id: bytes,

@@ -46,9 +46,9 @@ class HealthTracker:
             return False
         if self._num_failed < self._config.num_failures:
             return False
-        return self.lost(reason)
+        return self.mark_lost(reason)
 
-    def lost(self, reason: str) -> bool:
+    def mark_lost(self, reason: str) -> bool:
         """A request proved that the instance is gone; True when that changed `healthy`."""
         self.reason = reason
         changed, self.healthy = self.healthy, False

@@ -255,7 +255,7 @@ class Instances:
     def engine_lost(self, name: str, reason: str) -> None:
         """A request proved that the engine is gone; it stays out until a probe succeeds."""
         instance = self._instances[name]
-        if instance.engine_health.lost(reason):
+        if instance.engine_health.mark_lost(reason):
             logger.warning("%s: engine lost: %s", name, reason)
             self._on_change(instance)
 
@@ -263,7 +263,7 @@ class Instances:
         """A call proved that the node agent is gone; it stays out until a probe succeeds."""
         target = self._instances[name].spec.agent
         for instance in self._instances.values():
-            if instance.spec.agent == target and instance.agent_health.lost(reason):
+            if instance.spec.agent == target and instance.agent_health.mark_lost(reason):
                 logger.warning("%s: node agent %s lost: %s", instance.name, target, reason)
                 self._on_change(instance)
 

@@ -28,7 +28,7 @@ class LoadEstimate:
         """One more request is on its way to the engine."""
         self._change += 1
 
-    def ended(self) -> None:
+    def request_ended(self) -> None:
         """The engine has one request less to do."""
         self._change -= 1
 

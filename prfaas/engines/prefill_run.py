@@ -181,7 +181,7 @@ class PrefillRunner:
         prefill.add_done_callback(lambda _: self._turns.end(turn, time.monotonic()))
         transfer = asyncio.create_task(self._landed(job, place, prefill))
         renewing = asyncio.create_task(self._keep_lease(job, place))
-        ending = asyncio.create_task(self._ended(prefill, transfer))
+        ending = asyncio.create_task(self._outcome(prefill, transfer))
         gone = asyncio.create_task(place.gone.wait())
         tasks = (prefill, transfer, renewing, ending, gone)
         try:
@@ -202,7 +202,7 @@ class PrefillRunner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ended(
+    async def _outcome(
         self,
         prefill: asyncio.Task[EnginePrefill],
         transfer: asyncio.Task[tuple[TransferReport, float]],

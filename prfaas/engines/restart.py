@@ -49,7 +49,7 @@ class RestartPolicy:
         if self._healthy_since_s is None:
             self._healthy_since_s = now_s
 
-    def ended(self, now_s: float) -> RestartDecision:
+    def process_ended(self, now_s: float) -> RestartDecision:
         """The process ended without being asked to, or had to be killed."""
         config = self._config
         since_s, self._healthy_since_s = self._healthy_since_s, None

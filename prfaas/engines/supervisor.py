@@ -141,7 +141,7 @@ class Supervisor:
     async def _run(self) -> None:
         while True:
             reason = await self._run_once()
-            decision = self._policy.ended(time.monotonic())
+            decision = self._policy.process_ended(time.monotonic())
             if decision.delay_s is None:
                 self._move(ProcessState.FAILED, f"{reason}; {decision.reason}")
                 return

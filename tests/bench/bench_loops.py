@@ -124,8 +124,8 @@ def measure_pool(num_blocks: int, folder: Path) -> list[Row]:
     store = PartStore(kept.arena, kept.index, DeadSsd(folder / "ssd"))
 
     def changed(change: PoolChange) -> None:
-        store.changed(change)
-        feed.changed(change, 0.0)
+        store.part_changed(change)
+        feed.part_changed(change, 0.0)
 
     pool = HybridPool(kept.allocator, BLOCK, listener=changed, ssd_bytes=1 << 50)
     store.attach(pool)
@@ -172,7 +172,7 @@ def restore(pool: HybridPool, feed: FeedLog, keys: list[bytes]) -> None:
         change = PoolChange(True, Tier.SSD, key, parent, index, 0, SHAPE, ())
         if not pool.restore(change, 0.0):
             raise RuntimeError("the pool takes no more")
-        feed.changed(change, 0.0)
+        feed.part_changed(change, 0.0)
         parent = key
 
 

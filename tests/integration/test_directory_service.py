@@ -13,7 +13,7 @@ import pytest
 from kvmanager.agent.cache.feed import FeedLog
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import SERVICE as AGENT_SERVICE
-from kvmanager.agent.messages import FeedLog as FeedReply
+from kvmanager.agent.messages import CacheFeed as FeedReply
 from kvmanager.agent.messages import WatchCache
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.feed_client import FollowTiming

@@ -126,7 +126,7 @@ class Follower:
 async def following(**endpoints: str) -> AsyncIterator[Follower]:
     follower = Follower(**endpoints)
     for instance in endpoints:
-        follower.events.joined(instance, LAYOUT, NAMESPACE)
+        follower.events.engine_joined(instance, LAYOUT, NAMESPACE)
     yield follower
     await follower.events.close()
 
@@ -141,7 +141,7 @@ async def test_what_the_engine_publishes_is_told_as_our_keys(publisher: Publishe
         gone = removed(1) | {"block_hashes": stored(1)["block_hashes"][:1]}
         await publisher.publish(gone)
         await follower.until(lambda held: held == {key(2): KV})
-        follower.events.left("engine")
+        follower.events.engine_left("engine")
         await follower.until(lambda held: held == {})
 
 
@@ -200,7 +200,7 @@ async def test_an_engine_that_ends_holds_nothing_and_may_come_again(
 
 async def test_an_endpoint_that_is_none_and_an_engine_without_one_cost_nothing() -> None:
     async with following(engine="nonsense") as follower:
-        follower.events.joined("other", LAYOUT, NAMESPACE)
+        follower.events.engine_joined("other", LAYOUT, NAMESPACE)
         await asyncio.sleep(0.1)
-        follower.events.left("other")
+        follower.events.engine_left("other")
     assert follower.held == {}

@@ -354,9 +354,9 @@ async def test_requests_count_once_and_until_they_are_over(rig: Rig) -> None:
     load.polled(5, load.poll_starts())
     assert (await awaited(rig, slot))[0] == "landed"
     assert load.num_requests == 6
-    await rig.front.ended(slot.instance)
+    await rig.front.request_ended(slot.instance)
     assert load.num_requests == 5
-    await rig.front.ended("nowhere")
+    await rig.front.request_ended("nowhere")
     await rig.front.release(slot, "answered")
 
 

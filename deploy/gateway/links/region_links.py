@@ -45,8 +45,6 @@ PROBE_PAUSE_S: Final = 2.0
 """After a probe: two at a time through one link would each see a part of it."""
 
 
-
-
 class LinksOverview(msgspec.Struct, frozen=True):
     """All links of the region, the paths they are made of, and why agents could not be asked."""
 

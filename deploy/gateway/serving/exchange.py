@@ -66,7 +66,7 @@ class Services:
         """Tell the PD cluster's front, in the background, that an instance is done with a request
         that it was given.
         """
-        self.background.spawn(self.pd.ended(instance), f"end at {instance}")
+        self.background.spawn(self.pd.request_ended(instance), f"end at {instance}")
 
 
 @dataclass(slots=True)

@@ -60,7 +60,7 @@ class FeedLog:
         """The number of the latest change."""
         return self._seq
 
-    def changed(self, change: PoolChange, now_s: float) -> None:
+    def part_changed(self, change: PoolChange, now_s: float) -> None:
         """A part came to a tier or went from it."""
         key = change.key[:SHORT_KEY_BYTES]
         bit = 1 << (_MAX_PARTS * change.tier + change.part)

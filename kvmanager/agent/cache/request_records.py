@@ -27,7 +27,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring these parts into the arena if that is quick, then call `ready` in any case."""
+    """Bring these parts into the arena if that is quick, then call `fetch_ended` in any case."""
 
     find: ConnHandle
     shape: CacheShape

@@ -1,7 +1,7 @@
 """What engines ask of the prefix cache and are given: the rules of the cache messages.
 
 It does not touch memory, sockets or clocks: it changes the pool's books and returns effects for the
-shell, which feeds back `ready` and `sealed`.
+shell, which feeds back `fetch_ended` and `sealed`.
 
 Finds. A scheduler's connection asks under a handle; it is answered once, with what is pinned for
 it, after the shell has fetched what is on SSD only or has given that up. The pin goes with the
@@ -92,7 +92,7 @@ class CacheRequests:
         self._peers[peer.conn_id] = peer
         self._shapes[peer.conn_id] = shape
 
-    def lost(self, conn_id: int, now_s: float) -> None:
+    def connection_lost(self, conn_id: int, now_s: float) -> None:
         """The connection is closed; its process may live on for a while."""
         peer = self._peers.get(conn_id)
         if peer is None:
@@ -147,7 +147,7 @@ class CacheRequests:
                 return self._written(peer, message, now_s)
         return []
 
-    def ready(self, find_key: ConnHandle, now_s: float) -> list[CacheEffect]:
+    def fetch_ended(self, find_key: ConnHandle, now_s: float) -> list[CacheEffect]:
         """What a find waited for is in the arena, or will not be in time."""
         find = self._finds.get(find_key)
         if find is None or find.is_answered:

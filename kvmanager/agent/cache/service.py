@@ -288,9 +288,9 @@ class AgentCache:
         """What an engine said; raises ProtocolError."""
         self._perform(self.requests.message(conn_id, message, now_s()))
 
-    def lost(self, conn_id: int) -> None:
+    def connection_lost(self, conn_id: int) -> None:
         """The connection is closed."""
-        self.requests.lost(conn_id, now_s())
+        self.requests.connection_lost(conn_id, now_s())
 
     def process_gone(self, conn_id: int) -> None:
         """The process behind a lost connection has ended."""
@@ -322,7 +322,7 @@ class AgentCache:
         try:
             await self._fetch_quickly(effect.shape, effect.keys, effect.parts)
         finally:
-            self._perform(self.requests.ready(effect.find, now_s()))
+            self._perform(self.requests.fetch_ended(effect.find, now_s()))
 
     async def _seal(self, effect: Seal) -> None:
         sealed: list[BlockPart] = []
@@ -397,8 +397,8 @@ class AgentCache:
             self._spawn(self.store.drop_lost(), "dropping lost parts")
 
     def _changed(self, change: PoolChange) -> None:
-        self.store.changed(change)
-        self.feed.changed(change, now_s())
+        self.store.part_changed(change)
+        self.feed.part_changed(change, now_s())
         self._news.set()
 
     def _spawn(self, work: Coroutine[None, None, None], doing: str) -> asyncio.Task[None]:

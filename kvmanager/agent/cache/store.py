@@ -97,7 +97,7 @@ class PartStore:
 
     # ---- what the pool says
 
-    def changed(self, change: PoolChange) -> None:
+    def part_changed(self, change: PoolChange) -> None:
         """Journal a change of the arena, remember or remove a file of the SSD."""
         part_id = change.key, change.part
         if change.tier is Tier.SSD:

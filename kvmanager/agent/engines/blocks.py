@@ -416,7 +416,7 @@ class MergedBlocks:
     def __init__(self) -> None:
         self._held: dict[str, dict[bytes, int]] = {}
 
-    def changed(self, instance: str, changes: Iterable[BlockBits]) -> list[BlockBits]:
+    def instance_changed(self, instance: str, changes: Iterable[BlockBits]) -> list[BlockBits]:
         """The same changes of one engine, each with what is held by all engines together."""
         held = self._held.setdefault(instance, {})
         merged = []
@@ -428,7 +428,7 @@ class MergedBlocks:
             merged.append((key, self._bits(key)))
         return merged
 
-    def left(self, instance: str) -> Iterator[BlockBits]:
+    def instance_left(self, instance: str) -> Iterator[BlockBits]:
         """The engine is gone: what is left of the blocks that it held, as each is taken."""
         gone = self._held.pop(instance, {})
         return ((key, self._bits(key)) for key in gone)

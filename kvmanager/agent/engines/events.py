@@ -56,7 +56,7 @@ class EngineCaches:
         self._telling: set[asyncio.Task[None]] = set()
         """What is left of engines that have gone."""
 
-    def joined(self, instance: str, layout: KVLayout, namespace: bytes) -> None:
+    def engine_joined(self, instance: str, layout: KVLayout, namespace: bytes) -> None:
         """This engine is connected to the agent: follow it, if an endpoint is known."""
         endpoint = self._endpoints.get(instance)
         if endpoint is None or instance in self._tasks or not namespace:
@@ -65,18 +65,20 @@ class EngineCaches:
         def tell(changes: list[BlockBits]) -> None:
             # A follower that ends late must not speak for an engine that has left.
             if self._tasks.get(instance) is task and changes:
-                self._changed(self._merged.changed(instance, changes))
+                self._changed(self._merged.instance_changed(instance, changes))
 
         follower = _Follower(self._context, instance, endpoint, layout, namespace, tell)
         task = asyncio.create_task(follower.run())
         self._tasks[instance] = task
 
-    def left(self, instance: str) -> None:
+    def engine_left(self, instance: str) -> None:
         """The engine is not connected any more, and its memory is not worth a word."""
         task = self._tasks.pop(instance, None)
         if task is not None:
             task.cancel()
-            telling = asyncio.create_task(_in_steps(self._merged.left(instance), self._changed))
+            telling = asyncio.create_task(
+                _in_steps(self._merged.instance_left(instance), self._changed)
+            )
             self._telling.add(telling)
             telling.add_done_callback(self._telling.discard)
 

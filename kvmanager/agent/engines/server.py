@@ -53,7 +53,7 @@ class EngineHandler(Protocol):
     def message(self, conn_id: int, message: TransferMessage | CacheMessage) -> None:
         """Raises ProtocolError for what this engine could not say: it loses its connection."""
 
-    def lost(self, conn_id: int) -> None:
+    def connection_lost(self, conn_id: int) -> None:
         """A welcomed connection is closed. Its process may still run."""
 
     def process_gone(self, conn_id: int) -> None:
@@ -206,7 +206,7 @@ class _EngineConnection(asyncio.Protocol):
             if pidfd >= 0:
                 os.close(pidfd)
             return
-        self._server.handler.lost(self.conn_id)
+        self._server.handler.connection_lost(self.conn_id)
         if pidfd >= 0:
             self._server.watch_exit(self.conn_id, pidfd)
 

@@ -64,17 +64,17 @@ class Follower:
 
 def test_flags_say_which_kinds_a_tier_holds_whole() -> None:
     feed = FeedLog()
-    feed.changed(change(1, 0), 0.0)
+    feed.part_changed(change(1, 0), 0.0)
     assert feed.flags(key(1)) == ARENA_KV
-    feed.changed(change(1, 1), 0.0)
+    feed.part_changed(change(1, 1), 0.0)
     assert feed.flags(key(1)) == ARENA_KV, "one of two windows is none"
-    feed.changed(change(1, 2), 0.0)
-    feed.changed(change(1, 3), 0.0)
-    feed.changed(change(1, 0, tier=Tier.SSD), 0.0)
+    feed.part_changed(change(1, 2), 0.0)
+    feed.part_changed(change(1, 3), 0.0)
+    feed.part_changed(change(1, 0, tier=Tier.SSD), 0.0)
     feed.engine_changed([(key(1), 1)], 0.0)
     every = ARENA_KV | ARENA_WINDOW | ARENA_STATE | SSD_KV | ENGINE_KV
     assert feed.flags(key(1)) == every
-    feed.changed(change(1, 2, stored=False), 0.0)
+    feed.part_changed(change(1, 2, stored=False), 0.0)
     feed.engine_changed([(key(1)[:8], 0)], 0.0)
     assert feed.flags(key(1)) == ARENA_KV | ARENA_STATE | SSD_KV
     assert feed.flags(key(2)) == 0
@@ -82,14 +82,14 @@ def test_flags_say_which_kinds_a_tier_holds_whole() -> None:
 
 def test_a_follower_gets_what_changed_and_how_old_it_is() -> None:
     feed, follower = FeedLog(), Follower()
-    feed.changed(change(1), 1.0)
+    feed.part_changed(change(1), 1.0)
     first = feed.read("", 0, 5.0)
     assert first.is_snapshot
     assert not first.more
     follower.apply(first)
     assert not feed.has_news(follower.epoch, follower.seq)
-    feed.changed(change(2), 6.0)
-    feed.changed(change(1, stored=False), 7.0)
+    feed.part_changed(change(2), 6.0)
+    feed.part_changed(change(1, stored=False), 7.0)
     reply = feed.read(follower.epoch, follower.seq, 9.0)
     assert (reply.is_snapshot, reply.age_s) == (False, 3.0)
     follower.apply(reply)
@@ -100,14 +100,14 @@ def test_a_follower_gets_what_changed_and_how_old_it_is() -> None:
 
 def test_what_does_not_change_the_flags_is_no_news() -> None:
     feed = FeedLog()
-    feed.changed(change(1, 1), 0.0)
+    feed.part_changed(change(1, 1), 0.0)
     feed.engine_changed([(key(3), 0)], 0.0)
     assert feed.seq == 0
 
 
 def test_another_epoch_or_a_number_to_come_begins_anew() -> None:
     feed = FeedLog()
-    feed.changed(change(1), 0.0)
+    feed.part_changed(change(1), 0.0)
     assert feed.read("another", 1, 0.0).is_snapshot
     assert feed.read(feed.epoch, 99, 0.0).is_snapshot
     assert not feed.read(feed.epoch, 0, 0.0).is_snapshot
@@ -117,13 +117,13 @@ def test_another_epoch_or_a_number_to_come_begins_anew() -> None:
 def test_who_may_have_missed_what_is_forgotten_begins_anew() -> None:
     feed, follower = FeedLog(keep_gone=3), Follower()
     for number in range(10):
-        feed.changed(change(number), 0.0)
+        feed.part_changed(change(number), 0.0)
     follower.catch_up(feed)
     seq = follower.seq
     for number in range(3):
-        feed.changed(change(number, stored=False), 0.0)
+        feed.part_changed(change(number, stored=False), 0.0)
     assert not feed.read(feed.epoch, seq, 0.0).is_snapshot
-    feed.changed(change(3, stored=False), 0.0)
+    feed.part_changed(change(3, stored=False), 0.0)
     assert feed.read(feed.epoch, seq, 0.0).is_snapshot
     follower.catch_up(feed)
     assert set(follower.held) == {key(number)[:8] for number in range(4, 10)}
@@ -132,10 +132,10 @@ def test_who_may_have_missed_what_is_forgotten_begins_anew() -> None:
 def test_a_long_snapshot_ends_though_much_was_forgotten_before_it() -> None:
     feed, follower = FeedLog(keep_gone=2), Follower()
     for number in range(50):
-        feed.changed(change(number), 0.0)
+        feed.part_changed(change(number), 0.0)
     for number in range(100, 200):
-        feed.changed(change(number), 0.0)
-        feed.changed(change(number, stored=False), 0.0)
+        feed.part_changed(change(number), 0.0)
+        feed.part_changed(change(number, stored=False), 0.0)
     follower.catch_up(feed, max_keys=7)
     assert follower.num_snapshots == 1
     assert len(follower.held) == 50
@@ -162,7 +162,7 @@ def test_followers_end_up_with_what_is_held(seed: int, keep_gone: int, page: int
         if rng.random() < 0.2:
             feed.engine_changed([(key(number), rng.randrange(8))], 0.0)
         else:
-            feed.changed(change(number, part, stored=rng.random() < 0.5), 0.0)
+            feed.part_changed(change(number, part, stored=rng.random() < 0.5), 0.0)
         follower = rng.choice(followers)
         if rng.random() < 0.3:
             follower.apply(feed.read(follower.epoch, follower.seq, 0.0, page))

@@ -180,11 +180,11 @@ class TestFind:
         for slot in fill.slots:
             rig.pool.commit(fill.fill_id, slot.index, slot.part, 0.0)
         rig.pool.abort(fill.fill_id)
-        (answer,) = rig.requests.ready(effect.find, 0.0)
+        (answer,) = rig.requests.fetch_ended(effect.find, 0.0)
         assert isinstance(answer, Tell)
         assert isinstance(answer.message, CacheFound)
         assert answer.message.num_blocks == 2
-        assert rig.requests.ready(effect.find, 0.0) == [], "answered once"
+        assert rig.requests.fetch_ended(effect.find, 0.0) == [], "answered once"
         assert rig.requests.use.hit_tokens == {Tier.ARENA: 0, Tier.SSD: 128}
 
     def test_what_does_not_come_in_time_is_not_answered_with(self) -> None:
@@ -196,20 +196,20 @@ class TestFind:
         rig.pool.make_room(30)
         (effect,) = rig.say(CacheFind(4, join_keys(wanted)))
         assert isinstance(effect, Fetch)
-        (answer,) = rig.requests.ready(effect.find, 0.0)
+        (answer,) = rig.requests.fetch_ended(effect.find, 0.0)
         assert isinstance(answer, Tell)
         assert answer.message == CacheFound(4, 0, 1, [])
         (effect,) = rig.say(CacheFind(5, join_keys(wanted)))
         assert isinstance(effect, Fetch)
         rig.say(CacheFree(5))
-        assert rig.requests.ready(effect.find, 0.0) == [], "freed meanwhile"
+        assert rig.requests.fetch_ended(effect.find, 0.0) == [], "freed meanwhile"
 
     def test_a_lost_scheduler_leaves_what_it_pinned_to_its_workers_for_a_while(self) -> None:
         rig = Rig()
         wanted = keys(2)
         rig.store(wanted, [*kv(2), (1, STATE)])
         rig.find(wanted)
-        rig.requests.lost(SCHEDULER, 10.0)
+        rig.requests.connection_lost(SCHEDULER, 10.0)
         rig.requests.process_gone(SCHEDULER, 11.0)
         assert not rig.pool.make_room(30), "a worker may still read"
         rig.requests.expire(10.0 + DRAIN_S - 1)
@@ -224,7 +224,7 @@ class TestFind:
         rig.store(wanted, [*kv(2), (1, STATE)])
         rig.find(wanted)
         for conn_id in (SCHEDULER, WORKER):
-            rig.requests.lost(conn_id, 10.0)
+            rig.requests.connection_lost(conn_id, 10.0)
             assert not rig.is_idle
         for conn_id in (SCHEDULER, WORKER):
             rig.requests.process_gone(conn_id, 11.0)
@@ -278,7 +278,7 @@ class TestFill:
 
     def test_nothing_is_given_while_a_rank_has_no_worker(self) -> None:
         rig = Rig(tp_size=2)
-        rig.requests.lost(WORKER_1, 0.0)
+        rig.requests.connection_lost(WORKER_1, 0.0)
         assert rig.reserve(keys(1), kv(1)).slots == []
         rig.connect(9, "worker", 1)
         assert rig.reserve(keys(1), kv(1), 2).slots
@@ -294,14 +294,14 @@ class TestFill:
         assert warning not in rig.say(asked[1], 5)
         rig.connect(7, "worker", 0, instance="b")
         assert warning not in rig.say(asked[2], 5)
-        rig.requests.lost(7, 0.0)
+        rig.requests.connection_lost(7, 0.0)
         assert warning in rig.say(asked[3], 5)
 
     def test_a_killed_workers_memory_waits_for_the_end_of_its_process(self) -> None:
         rig = Rig(tp_size=2)
         rig.reserve(keys(2), kv(2))
         rig.written([(0, KV)], rank=0)
-        rig.requests.lost(WORKER_1, 5.0)
+        rig.requests.connection_lost(WORKER_1, 5.0)
         rig.requests.expire(6.0)
         assert rig.allocator.num_used == 2, "both workers may still write"
         rig.requests.process_gone(WORKER_1, 7.0)
@@ -314,7 +314,7 @@ class TestFill:
     def test_a_silent_workers_memory_comes_back_after_the_drain_time(self) -> None:
         rig = Rig()
         rig.reserve(keys(2), kv(2))
-        rig.requests.lost(SCHEDULER, 5.0)
+        rig.requests.connection_lost(SCHEDULER, 5.0)
         rig.requests.expire(5.0 + DRAIN_S - 0.1)
         assert rig.allocator.num_used == 2
         rig.requests.expire(5.0 + DRAIN_S)
@@ -325,7 +325,7 @@ class TestFill:
         rig = Rig()
         wanted = keys(2)
         rig.reserve(wanted, kv(2))
-        rig.requests.lost(SCHEDULER, 5.0)
+        rig.requests.connection_lost(SCHEDULER, 5.0)
         (effect,) = rig.written(kv(2), is_last=True, now_s=6.0)
         rig.requests.expire(100.0)
         assert rig.requests.num_fills == 1
@@ -456,7 +456,7 @@ class TestGarbage:
         rig.reserve(keys(1), kv(1), 5)
         message = CacheReserve(5, ROOT, 0, join_keys(keys(1, 1)), kv(1))
         assert rig.say(message, 10)
-        rig.requests.lost(11, 0.0)
+        rig.requests.connection_lost(11, 0.0)
         rig.requests.process_gone(11, 0.0)
         assert rig.requests.num_fills == 1
 

@@ -49,7 +49,7 @@ class Life:
         self.pool = HybridPool(
             self.kept.allocator,
             BLOCK,
-            listener=self.store.changed,
+            listener=self.store.part_changed,
             ssd_bytes=ssd_bytes if self.ssd is not None else 0,
         )
         self.store.attach(self.pool)

@@ -419,10 +419,10 @@ def test_the_order_of_messages() -> None:
 
 def test_engines_of_a_host_hold_what_any_of_them_holds() -> None:
     merged = MergedBlocks()
-    assert merged.changed("a", [(b"x", KV), (b"y", KV)]) == [(b"x", KV), (b"y", KV)]
-    assert merged.changed("b", [(b"x", KV | STATE)]) == [(b"x", KV | STATE)]
-    assert merged.changed("a", [(b"x", 0)]) == [(b"x", KV | STATE)]
-    assert merged.changed("a", [(b"x", WINDOW)]) == [(b"x", KV | WINDOW | STATE)]
-    assert list(merged.left("b")) == [(b"x", WINDOW)]
-    assert sorted(merged.left("a")) == [(b"x", 0), (b"y", 0)]
-    assert list(merged.left("a")) == []
+    assert merged.instance_changed("a", [(b"x", KV), (b"y", KV)]) == [(b"x", KV), (b"y", KV)]
+    assert merged.instance_changed("b", [(b"x", KV | STATE)]) == [(b"x", KV | STATE)]
+    assert merged.instance_changed("a", [(b"x", 0)]) == [(b"x", KV | STATE)]
+    assert merged.instance_changed("a", [(b"x", WINDOW)]) == [(b"x", KV | WINDOW | STATE)]
+    assert list(merged.instance_left("b")) == [(b"x", WINDOW)]
+    assert sorted(merged.instance_left("a")) == [(b"x", 0), (b"y", 0)]
+    assert list(merged.instance_left("a")) == []

@@ -33,7 +33,7 @@ class Handler:
     def message(self, conn_id: int, message: EngineMessage) -> None:
         self.heard.append(message)
 
-    def lost(self, conn_id: int) -> None:
+    def connection_lost(self, conn_id: int) -> None:
         self.heard.append("lost")
 
     def process_gone(self, conn_id: int) -> None:

@@ -45,7 +45,7 @@ def test_blocks_on_ssd_cost_collections_nothing() -> None:
     before = num_visited()
     for change in changes:
         assert pool.pool.restore(change, 0.0)
-        feed.changed(change, 0.0)
+        feed.part_changed(change, 0.0)
     pool.changes.clear()  # what the test itself has heard
     assert num_visited() - before < NUM_BLOCKS / 10
 

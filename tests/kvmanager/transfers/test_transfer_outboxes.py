@@ -34,10 +34,10 @@ class TestOutbox:
     def test_whole_life(self, table: TransferTable) -> None:
         outbox = table.open_outbox(outbox_spec(), 0)
         assert table.attach(1, TID, 1) == []
-        assert table.ready(1, TID, 1, [(0, 10), (20, 5)], 1) == [
+        assert table.ranges_ready(1, TID, 1, [(0, 10), (20, 5)], 1) == [
             ForwardReady(TID, [(0, 10), (20, 5)])
         ]
-        assert table.ready(1, TID, 1, [(5, 20)], 1) == [ForwardReady(TID, [(10, 10)])]
+        assert table.ranges_ready(1, TID, 1, [(5, 20)], 1) == [ForwardReady(TID, [(10, 10)])]
         assert table.prefill_end(1, TID, 1, 0, 2) == [RecordPrefillEnd(TID)]
         assert table.prefill_end(1, TID, 1, 0, 3) == []
         assert table.outbox_ended(TID, None, 4) == [TransferEnded(outbox.key)]
@@ -59,7 +59,7 @@ class TestOutbox:
         self, table: TransferTable, bad: tuple[int, int]
     ) -> None:
         outbox = table.open_outbox(outbox_spec(), 0)
-        effects = table.ready(1, TID, 1, [(0, 1), bad], 1)
+        effects = table.ranges_ready(1, TID, 1, [(0, 1), bad], 1)
         assert any(isinstance(effect, CancelOutbox) for effect in effects)
         assert any(isinstance(effect, TellFailed) for effect in effects)
         assert outbox.state is State.FAILED
@@ -82,7 +82,7 @@ class TestOutbox:
         assert isinstance(told, TellFailed)
         assert told.conn_id == 3
         assert "another engine" in told.reason
-        assert table.ready(3, TID, 1, [(0, 5)], 1) == [told]
+        assert table.ranges_ready(3, TID, 1, [(0, 5)], 1) == [told]
         assert table.holds.holders((Kind.OUTBOX, TID)) == {1, 2}
 
     def test_only_workers_with_its_layout_that_were_connected_may_fill_it(
@@ -146,8 +146,8 @@ class TestOutbox:
     def test_engine_death_fails_what_is_not_filled(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
         table.open_outbox(outbox_spec(IDS[1]), 0)
-        table.ready(1, TID, 1, [(0, 24)], 1)
-        table.ready(1, IDS[1], 2, [(0, 25)], 1)
+        table.ranges_ready(1, TID, 1, [(0, 24)], 1)
+        table.ranges_ready(1, IDS[1], 2, [(0, 25)], 1)
         table.attach(2, TID, 1)
         effects = table.disconnected(1, 2)
         assert CancelOutbox(TID, "its engine is lost") in effects
@@ -169,7 +169,7 @@ class TestOutbox:
 
     def test_empty_ranges_change_nothing(self, table: TransferTable) -> None:
         outbox = table.open_outbox(outbox_spec(), 0)
-        assert table.ready(1, TID, 1, [(5, 0), (25, 0)], 1) == []
+        assert table.ranges_ready(1, TID, 1, [(5, 0), (25, 0)], 1) == []
         assert outbox.state is State.OPEN
 
     def test_what_an_engine_says_behind_the_end_is_not_forwarded(
@@ -178,13 +178,13 @@ class TestOutbox:
         table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID, 1)
         table.cancel(TID, "gone", 1)
-        assert table.ready(1, TID, 1, [(0, 5)], 2) == [], "it was told already"
+        assert table.ranges_ready(1, TID, 1, [(0, 5)], 2) == [], "it was told already"
         assert table.prefill_end(1, TID, 1, 0, 2) == []
 
     def test_late_engine_is_told(self, table: TransferTable) -> None:
         table.open_outbox(outbox_spec(), 0)
         table.cancel(TID, "gone", 1)
-        for effects in (table.attach(1, TID, 1), table.ready(1, TID, 1, [(0, 1)], 1)):
+        for effects in (table.attach(1, TID, 1), table.ranges_ready(1, TID, 1, [(0, 1)], 1)):
             assert effects == [TellFailed(1, TID, "the transfer is over: cancelled (gone)", 1)]
 
     def test_an_engine_whose_connection_is_lost_may_write_until_the_drain_time_is_over(
@@ -260,7 +260,7 @@ class TestAttempts:
         return table
 
     def test_a_late_ready_is_not_taken_for_the_new_bytes(self, again: TransferTable) -> None:
-        (told,) = again.ready(1, TID, 1, [(0, 10)], 3)
+        (told,) = again.ranges_ready(1, TID, 1, [(0, 10)], 3)
         assert told == TellFailed(1, TID, "no such transfer at this agent", 1)
         assert again.outboxes[TID].ready.total == 0
 
@@ -286,7 +286,7 @@ class TestAttempts:
     ) -> None:
         table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID, 1)
-        table.ready(1, TID, 1, [(0, 25)], 0)
+        table.ranges_ready(1, TID, 1, [(0, 25)], 0)
         table.outbox_ended(TID, None, 0)
         table.expire(61)
         assert not table.outboxes

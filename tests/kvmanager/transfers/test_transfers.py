@@ -320,7 +320,7 @@ class TableMachine(RuleBasedStateMachine):
                 effects = self.table.attach(conn_id, transfer_id, attempt)
             case "r":
                 ranges = [(0, part)]
-                effects = self.table.ready(conn_id, transfer_id, attempt, ranges, self.now_s)
+                effects = self.table.ranges_ready(conn_id, transfer_id, attempt, ranges, self.now_s)
             case "p":
                 effects = self.table.prefill_end(conn_id, transfer_id, attempt, 0, self.now_s)
             case "x":

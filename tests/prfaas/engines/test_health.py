@@ -59,8 +59,8 @@ def test_a_good_probe_resets_the_count() -> None:
 def test_a_lost_request_is_proof() -> None:
     tracker = HealthTracker(HealthConfig())
     tracker.probe_succeeded()
-    assert tracker.lost("connection reset")
-    assert not tracker.lost("connection reset")
+    assert tracker.mark_lost("connection reset")
+    assert not tracker.mark_lost("connection reset")
     assert (tracker.healthy, tracker.reason) == (False, "connection reset")
     assert not tracker.gone
     for _ in range(3):
@@ -88,14 +88,14 @@ def test_requests_given_since_the_last_look_count() -> None:
 def test_requests_that_ended_since_the_last_look_do_not_count() -> None:
     load = LoadEstimate()
     load.polled(3, load.poll_starts())
-    load.ended()
+    load.request_ended()
     assert load.num_requests == 2
     started = load.poll_starts()
     load.given()
     load.polled(2, started)
     assert load.num_requests == 3
     for _ in range(5):  # of requests that the engine had lost
-        load.ended()
+        load.request_ended()
     assert load.num_requests == 0
     load.polled(1, load.poll_starts())
     assert load.num_requests == 1
