@@ -83,12 +83,10 @@ class EmbeddedPdCluster:
 
     @property
     def name(self) -> str:
-        """The cluster's name in the region."""
         return self._name
 
     @property
     def has_prefill_instances(self) -> bool:
-        """See `PdCluster.has_prefill_instances`."""
         if not self._instances.by_name:
             return any(spec.role == "prefill" for spec in self._specs)
         return any(item.role == "prefill" for item in self._instances.by_name.values())
@@ -113,7 +111,6 @@ class EmbeddedPdCluster:
         block_keys: bytes = b"",
         prefer_nodes: Sequence[str] = (),
     ) -> DecodeSlot:
-        """See `PdCluster.reserve`."""
         candidates = decode_order(self._views(), model, self._affinity(prefer_nodes))
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
@@ -150,7 +147,6 @@ class EmbeddedPdCluster:
         self._slots.renew(transfer_id, config.lease_s, time.monotonic())
 
     async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
-        """See `PdCluster.await_landing`."""
         return await self.await_landing_of(slot.landing.transfer_id, slot.instance, timeout_s)
 
     async def await_landing_of(
@@ -171,7 +167,6 @@ class EmbeddedPdCluster:
         return report
 
     async def release(self, slot: DecodeSlot, reason: str) -> None:
-        """See `PdCluster.release`."""
         await self.release_landing(slot.landing.transfer_id, slot.instance, reason)
 
     async def release_landing(self, transfer_id: str, instance: str, reason: str) -> None:
@@ -183,7 +178,6 @@ class EmbeddedPdCluster:
             await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
 
     async def request_ended(self, instance: str) -> None:
-        """See `PdCluster.request_ended`."""
         if found := self._instances.by_name.get(instance):
             found.load.request_ended()
 
@@ -195,7 +189,6 @@ class EmbeddedPdCluster:
         *,
         prefer_nodes: Sequence[str] = (),
     ) -> DirectTarget:
-        """See `PdCluster.direct`."""
         views, affinity = self._views(), self._affinity(prefer_nodes)
         left = [view for view in views if view.name not in exclude]
         choice = choose_direct(left, model, affinity)
@@ -210,7 +203,6 @@ class EmbeddedPdCluster:
         )
 
     async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
-        """See `PdCluster.prefill_locally`."""
         try:
             result = await self._handoff.run(job)
         except PrefillFailed as error:
@@ -223,7 +215,7 @@ class EmbeddedPdCluster:
         return result
 
     async def report(self) -> ClusterReport:
-        """See `PdCluster.report`. `running` counts the requests of all engines."""
+        """`running` counts the requests of all engines."""
         views = self._views()
         instances = tuple(
             self._instances.by_name[view.name].report(view.num_requests) for view in views
@@ -240,7 +232,6 @@ class EmbeddedPdCluster:
         )
 
     async def drain(self, instance: str) -> None:
-        """See `PdCluster.drain`."""
         self._set_draining(instance, draining=True)
         found = self._instances.by_name[instance]
         # What an engine has to do is known from its metrics only; nothing signals it. A request may
@@ -257,11 +248,9 @@ class EmbeddedPdCluster:
             raise NoInstance(f"{self._name}: {instance} is not drained but gone: {found.reason}")
 
     async def resume(self, instance: str) -> None:
-        """See `PdCluster.resume`."""
         self._set_draining(instance, draining=False)
 
     async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
-        """See `PdCluster.set_role`."""
         found = self._instances.by_name.get(instance)
         if found is None:
             raise UnknownInstance(self._name, instance)
@@ -282,7 +271,6 @@ class EmbeddedPdCluster:
         return replace(status, ready=not found.draining)
 
     async def close(self) -> None:
-        """See `PdCluster.close`."""
         self._closed = True
         await self._handoff.close()
         await self._leases.close()

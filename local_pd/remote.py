@@ -1,7 +1,8 @@
 """A local PD cluster whose front runs in another process, reached over gRPC.
 
-To its user it is a `PdCluster` like the embedded one. It keeps the leases of the slots it handed
-out, from this process, so that slots of a gateway that died run out. It does not know instances.
+To its user it is a `PdCluster` like the embedded one; the contract is written there. It keeps the
+leases of the slots it handed out, from this process, so that slots of a gateway that died run out.
+It does not know instances.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from local_pd.messages import (
 from local_pd.server import SERVICE
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.ownership import Cleanups, cancel_requested
-from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
+from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply, remote_report
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
@@ -70,12 +71,11 @@ class RemotePdCluster:
 
     @property
     def name(self) -> str:
-        """The cluster's name in the region."""
         return self._name
 
     @property
     def has_prefill_instances(self) -> bool:
-        """See `PdCluster.has_prefill_instances`; as configured until the first report."""
+        """As configured until the first report."""
         return self._has_prefill_instances
 
     async def start(self) -> None:
@@ -91,7 +91,6 @@ class RemotePdCluster:
         block_keys: bytes = b"",
         prefer_nodes: Sequence[str] = (),
     ) -> DecodeSlot:
-        """See `PdCluster.reserve`."""
         request = ReserveRequest(
             num_tokens=num_tokens,
             token_digest=token_digest,
@@ -115,7 +114,6 @@ class RemotePdCluster:
         return slot
 
     async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
-        """See `PdCluster.await_landing`."""
         request = AwaitLandingRequest(
             transfer_id=slot.landing.transfer_id, instance=slot.instance, timeout_s=timeout_s
         )
@@ -127,18 +125,16 @@ class RemotePdCluster:
             logger.warning("%s: landing %s: %s", self._name, request.transfer_id, error)
             return LandingReport(state="unknown", error=str(error))
         except asyncio.CancelledError:
-            # See `prefill_locally`.
+            # A channel that closes cancels its calls, which looks like our task being cancelled.
             if cancel_requested():
                 raise
             return LandingReport(state="unknown", error=str(self._shutting_down()))
 
     async def release(self, slot: DecodeSlot, reason: str) -> None:
-        """See `PdCluster.release`."""
         self._leases.drop(slot.landing.transfer_id)
         await self._cleanups.finish(self._release(_reference(slot, reason)))
 
     async def request_ended(self, instance: str) -> None:
-        """See `PdCluster.request_ended`."""
         call = self._client.call(
             "Ended", InstanceName(instance), Empty, self._config.call_timeout_s
         )
@@ -153,7 +149,6 @@ class RemotePdCluster:
         *,
         prefer_nodes: Sequence[str] = (),
     ) -> DirectTarget:
-        """See `PdCluster.direct`."""
         request = DirectRequest(
             request_id=request_id,
             model=model,
@@ -168,46 +163,28 @@ class RemotePdCluster:
             raise self._explain(error) from error
 
     async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
-        """See `PdCluster.prefill_locally`. Cancelling cancels the job at the remote front."""
         if self._closed:
             raise self._shutting_down()
         call = self._client.call("Prefill", job, PrefillReply, self._config.job_timeout_s)
-        try:
-            return await from_reply(call, self._name)
-        except asyncio.CancelledError:
-            # A channel that closes cancels its calls, which looks like our task being cancelled.
-            if cancel_requested():
-                raise
-            raise self._shutting_down() from None
+        return await from_reply(call, self._name)
 
     async def report(self) -> ClusterReport:
-        """See `PdCluster.report`."""
-        try:
-            report = await self._client.call(
-                "Report", Empty(), ClusterReport, self._config.report_timeout_s
-            )
-        except RpcError as error:
-            return ClusterReport(
-                name=self._name,
-                healthy=False,
-                queue_depth=0,
-                running=0,
-                instances=(),
-                reason=f"front not reachable: {error.message}",
-            )
-        self._has_prefill_instances = any(item.role == "prefill" for item in report.instances)
+        report = await remote_report(self._client, self._name, self._config.report_timeout_s)
+        # A front that cannot be reached tells of no instances: what it said before holds.
+        if report.instances:
+            self._has_prefill_instances = any(item.role == "prefill" for item in report.instances)
         return report
 
     async def drain(self, instance: str) -> None:
-        """See `PdCluster.drain`. Raises FrontUnreachable as well, also after `drain_timeout_s`."""
+        """As `PdCluster.drain`; raises FrontUnreachable as well, also after `drain_timeout_s`."""
         await self._about("Drain", instance, self._config.drain_timeout_s)
 
     async def resume(self, instance: str) -> None:
-        """See `PdCluster.resume`. Raises FrontUnreachable as well."""
+        """As `PdCluster.resume`; raises FrontUnreachable as well."""
         await self._about("Resume", instance, self._config.call_timeout_s)
 
     async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
-        """See `PdCluster.set_role`. Raises FrontUnreachable as well: it may have been done."""
+        """As `PdCluster.set_role`; raises FrontUnreachable as well: it may have been done."""
         request = RoleRequest(instance=instance, change=change)
         try:
             reply = await self._client.call(

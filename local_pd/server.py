@@ -41,7 +41,7 @@ CODE_OF: Final[dict[type[PdError], ErrorCode]] = {
 T = TypeVar("T")
 
 
-class PdServer:
+class PdServer(RpcServer):
     """`cluster` behind gRPC at `bind` ("host:port", port 0 picks one). Does not own the cluster."""
 
     def __init__(self, cluster: EmbeddedPdCluster, bind: str, tls: TlsFiles | None = None) -> None:
@@ -59,15 +59,7 @@ class PdServer:
             "Resume": Method(InstanceName, Empty, self._resume),
             "SetRole": Method(RoleRequest, RoleReply, self._set_role),
         }
-        self._server = RpcServer(bind, {SERVICE: methods}, tls)
-
-    async def start(self) -> int:
-        """Begin to serve; the real port. Raises RpcError when the address cannot be bound."""
-        return await self._server.start()
-
-    async def stop(self, grace_s: float = 1.0) -> None:
-        """Refuse new calls, give running ones `grace_s`, then cancel them."""
-        await self._server.stop(grace_s)
+        super().__init__(bind, {SERVICE: methods}, tls)
 
     async def _reserve(self, request: ReserveRequest) -> DecodeSlot:
         return await _mapped(

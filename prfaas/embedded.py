@@ -88,7 +88,6 @@ class EmbeddedPrefillCluster:
 
     @property
     def name(self) -> str:
-        """The cluster's name in the region."""
         return self._name
 
     async def start(self) -> None:
@@ -103,7 +102,6 @@ class EmbeddedPrefillCluster:
         await self._instances.wait_ready(timeout_s, progress)
 
     async def submit(self, job: PrefillJob) -> PrefillResult:
-        """See `PrefillCluster.submit`."""
         try:
             result = await self._submit(job)
         except PrefillFailed as error:
@@ -116,7 +114,6 @@ class EmbeddedPrefillCluster:
         return result
 
     async def report(self) -> ClusterReport:
-        """See `PrefillCluster.report`."""
         instances = tuple(
             item.report(self._queue.running_on(item.name))
             for item in self._instances.by_name.values()
@@ -135,7 +132,6 @@ class EmbeddedPrefillCluster:
         )
 
     async def drain(self, instance: str) -> None:
-        """See `PrefillCluster.drain`."""
         self._set_draining(instance, draining=True)
         try:
             while self._queue.running_on(instance) > 0:
@@ -144,11 +140,9 @@ class EmbeddedPrefillCluster:
             self._instances.drained(instance)
 
     async def resume(self, instance: str) -> None:
-        """See `PrefillCluster.resume`."""
         self._set_draining(instance, draining=False)
 
     async def close(self) -> None:
-        """See `PrefillCluster.close`."""
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()

@@ -1,15 +1,13 @@
 """A prefill cluster whose front runs in another process, reached over gRPC.
 
-To its user it is a `PrefillCluster` like the embedded one: same results, same error codes, plus
-"unreachable". It does not know instances or engines.
+To its user it is a `PrefillCluster` like the embedded one, whose methods are described there: same
+results, same error codes, plus "unreachable". It does not know instances or engines.
 """
 
-import asyncio
 from dataclasses import dataclass
 
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
-from prfaas.engines.ownership import cancel_requested
-from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply
+from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply, remote_report
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.server import SERVICE
 from scheduler.reports import ClusterReport
@@ -43,48 +41,26 @@ class RemotePrefillCluster:
 
     @property
     def name(self) -> str:
-        """The cluster's name in the region."""
         return self._name
 
     async def start(self) -> None:
         """Nothing to start: the front runs elsewhere, the connection opens with the first call."""
 
     async def submit(self, job: PrefillJob) -> PrefillResult:
-        """See `PrefillCluster.submit`. Cancelling cancels the job at the remote front."""
         if self._closed:
             raise PrefillFailed("closed", f"cluster {self._name} is shutting down")
         call = self._client.call("Submit", job, PrefillReply, self._config.job_timeout_s)
-        try:
-            return await from_reply(call, self._name)
-        except asyncio.CancelledError:
-            # A channel that closes cancels its calls, which looks like our task being cancelled.
-            if cancel_requested():
-                raise
-            message = f"cluster {self._name} is shutting down"
-            raise PrefillFailed("closed", message) from None
+        return await from_reply(call, self._name)
 
     async def report(self) -> ClusterReport:
-        """See `PrefillCluster.report`."""
-        try:
-            return await self._client.call(
-                "Report", Empty(), ClusterReport, self._config.report_timeout_s
-            )
-        except RpcError as error:
-            return ClusterReport(
-                name=self._name,
-                healthy=False,
-                queue_depth=0,
-                running=0,
-                instances=(),
-                reason=f"front not reachable: {error.message}",
-            )
+        return await remote_report(self._client, self._name, self._config.report_timeout_s)
 
     async def drain(self, instance: str) -> None:
-        """See `PrefillCluster.drain`. Raises RpcError when the front cannot be reached."""
+        """As `PrefillCluster.drain`; raises RpcError when the front cannot be reached."""
         await self._about("Drain", instance, self._config.drain_timeout_s)
 
     async def resume(self, instance: str) -> None:
-        """See `PrefillCluster.resume`. Raises RpcError when the front cannot be reached."""
+        """As `PrefillCluster.resume`; raises RpcError when the front cannot be reached."""
         await self._about("Resume", instance, self._config.report_timeout_s)
 
     async def close(self) -> None:

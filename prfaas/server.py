@@ -4,7 +4,7 @@ It does not know what the cluster does with a job; it carries calls to any `Pref
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
 from prfaas.cluster import PrefillCluster
@@ -18,7 +18,7 @@ from transport.rpc import Method, RpcError, RpcServer
 SERVICE: Final = "prfaas.PrefillCluster"
 
 
-class PrefillServer:
+class PrefillServer(RpcServer):
     """`cluster` behind gRPC at `bind` ("host:port", port 0 picks one). Does not own the cluster."""
 
     def __init__(self, cluster: PrefillCluster, bind: str, tls: TlsFiles | None = None) -> None:
@@ -29,15 +29,7 @@ class PrefillServer:
             "Drain": Method(InstanceName, Empty, self._drain),
             "Resume": Method(InstanceName, Empty, self._resume),
         }
-        self._server = RpcServer(bind, {SERVICE: methods}, tls)
-
-    async def start(self) -> int:
-        """Begin to serve; the real port. Raises RpcError when the address cannot be bound."""
-        return await self._server.start()
-
-    async def stop(self, grace_s: float = 1.0) -> None:
-        """Refuse new calls, give running ones `grace_s`, then cancel them."""
-        await self._server.stop(grace_s)
+        super().__init__(bind, {SERVICE: methods}, tls)
 
     async def _submit(self, job: PrefillJob) -> PrefillReply:
         return await to_reply(self._cluster.submit(job))
@@ -47,9 +39,7 @@ class PrefillServer:
 
     async def _drain(self, request: InstanceName) -> Empty:
         try:
-            await self._cluster.drain(request.name)
-        except UnknownInstance as error:
-            raise RpcError("NOT_FOUND", str(error)) from error
+            await _mapped(self._cluster.drain(request.name))
         except asyncio.CancelledError:
             # Who waited for its end is gone; nobody else would give the instance work again.
             await self._cluster.resume(request.name)
@@ -57,8 +47,12 @@ class PrefillServer:
         return Empty()
 
     async def _resume(self, request: InstanceName) -> Empty:
-        try:
-            await self._cluster.resume(request.name)
-        except UnknownInstance as error:
-            raise RpcError("NOT_FOUND", str(error)) from error
+        await _mapped(self._cluster.resume(request.name))
         return Empty()
+
+
+async def _mapped(work: Awaitable[None]) -> None:
+    try:
+        await work
+    except UnknownInstance as error:
+        raise RpcError("NOT_FOUND", str(error)) from error

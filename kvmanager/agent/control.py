@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kvmanager.agent.cache.service import AgentCache, LandingBase
-from kvmanager.agent.engines.instances import UnknownLayout
 from kvmanager.agent.messages import (
     Await,
     CacheFeed,
@@ -40,18 +39,29 @@ from kvmanager.agent.messages import (
     TransferReport,
     WatchCache,
 )
-from kvmanager.agent.service import NodeAgent
+from kvmanager.agent.request_values import (
+    ID_BYTES,
+    KEY_BYTES,
+    MAX_REASON_CHARS,
+    endpoint_of,
+    hex_bytes,
+    transfer_id_of,
+)
+from kvmanager.agent.service import ControlMethod, NodeAgent
 from kvmanager.agent.transfer_io import now_s
 from kvmanager.layout import KVLayout
 from kvmanager.transfers.holds import Key, Kind
-from kvmanager.transfers.records import LandingSpec, OutboxSpec, TransferError
-from transport import Elements, Endpoint, OutgoingSpec
+from kvmanager.transfers.records import (
+    BadRequest,
+    LandingSpec,
+    OutboxSpec,
+    TransferError,
+    UnknownTransfer,
+)
+from transport import Elements, OutgoingSpec
 from transport.rpc import Method, RpcError
 
-ID_BYTES: Final = 16
-KEY_BYTES: Final = 32
 MAX_NUM_TOKENS: Final = 1 << 31
-MAX_REASON_CHARS: Final = 1000
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
@@ -64,32 +74,33 @@ class ControlService:
         self._agent = agent
 
     def methods(self) -> dict[str, Method[Any, Any]]:
-        of_parts = {
+        """Every method, by its name, which is its request's."""
+        own: list[ControlMethod] = [
+            (Reserve, ReserveReply, self.reserve),
+            (Renew, RenewReply, self.renew),
+            (Cancel, CancelReply, self.cancel),
+            (OpenOutbox, OpenOutboxReply, self.open_outbox),
+            (Await, TransferReport, self.wait),
+            (Status, StatusReply, self.status),
+            (WatchCache, CacheFeed, self.watch_cache),
+            (ListCache, ListCacheReply, self.list_cache),
+            (ProbeLanding, ProbeLandingReply, self.probe_landing),
+            (ProbeSend, ProbeSendReply, self.probe_send),
+            (ProbeStatus, ProbeStatusReply, self.probe_status),
+            (ProbeEnd, ProbeEndReply, self.probe_end),
+        ]
+        return {
             request_type.__name__: self._method(request_type, reply_type, handler)
-            for request_type, reply_type, handler in self._agent.control_methods
-        }
-        return of_parts | {
-            "Reserve": self._method(Reserve, ReserveReply, self.reserve),
-            "Renew": self._method(Renew, RenewReply, self.renew),
-            "Cancel": self._method(Cancel, CancelReply, self.cancel),
-            "OpenOutbox": self._method(OpenOutbox, OpenOutboxReply, self.open_outbox),
-            "Await": self._method(Await, TransferReport, self.wait),
-            "Status": self._method(Status, StatusReply, self.status),
-            "WatchCache": self._method(WatchCache, CacheFeed, self.watch_cache),
-            "ListCache": self._method(ListCache, ListCacheReply, self.list_cache),
-            "ProbeLanding": self._method(ProbeLanding, ProbeLandingReply, self.probe_landing),
-            "ProbeSend": self._method(ProbeSend, ProbeSendReply, self.probe_send),
-            "ProbeStatus": self._method(ProbeStatus, ProbeStatusReply, self.probe_status),
-            "ProbeEnd": self._method(ProbeEnd, ProbeEndReply, self.probe_end),
+            for request_type, reply_type, handler in (*own, *self._agent.control_methods)
         }
 
     async def reserve(self, request: Reserve) -> ReserveReply:
         agent = self._agent
         wanted = request.layout_fingerprint
         fingerprint, layout = agent.book.layout(
-            _bytes(wanted, KEY_BYTES, "layout_fingerprint") if wanted else None
+            hex_bytes(wanted, KEY_BYTES, "layout_fingerprint") if wanted else None
         )
-        token_digest = _bytes(request.token_digest, None, "token_digest")
+        token_digest = hex_bytes(request.token_digest, None, "token_digest")
         base = await self._base(request, fingerprint, layout)
         cached_tokens = base.cached_tokens if base is not None else 0
         spec = LandingSpec(
@@ -132,24 +143,23 @@ class ControlService:
     async def open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         agent = self._agent
         fingerprint, layout = agent.book.layout(
-            _bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
+            hex_bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
         )
         try:
             expected = layout.transfer_bytes(_num_tokens(request.num_tokens), request.cached_tokens)
         except ValueError as error:
-            raise RpcError("INVALID", str(error)) from error
+            raise BadRequest(str(error)) from error
         if request.nbytes != expected:
-            raise RpcError(
-                "INVALID",
+            raise BadRequest(
                 f"{request.num_tokens} tokens take {expected} bytes here with "
-                f"{request.cached_tokens} of them cached, not {request.nbytes}",
+                f"{request.cached_tokens} of them cached, not {request.nbytes}"
             )
-        endpoint = _endpoint(request.host, request.port)
-        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        endpoint = endpoint_of(request.host, request.port)
+        transfer_id = transfer_id_of(request.transfer_id)
         spec = OutboxSpec(
             transfer_id, request.nbytes, request.num_tokens, fingerprint, request.lease_s
         )
-        token = _bytes(request.token, KEY_BYTES, "token")
+        token = hex_bytes(request.token, KEY_BYTES, "token")
         wire = OutgoingSpec(
             transfer_id,
             token,
@@ -168,18 +178,17 @@ class ControlService:
         )
 
     async def renew(self, request: Renew) -> RenewReply:
-        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        transfer_id = transfer_id_of(request.transfer_id)
         return RenewReply(self._agent.table.renew(transfer_id, request.lease_s, now_s()))
 
     async def cancel(self, request: Cancel) -> CancelReply:
-        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        transfer_id = transfer_id_of(request.transfer_id)
         reason = request.reason[:MAX_REASON_CHARS] or "cancelled by the control plane"
         return CancelReply(self._agent.cancel(transfer_id, reason))
 
     async def wait(self, request: Await) -> TransferReport:
-        if not math.isfinite(request.timeout_s) or request.timeout_s < 0:
-            raise RpcError("INVALID", f"a timeout of {request.timeout_s} s")
-        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        _check_timeout(request.timeout_s)
+        transfer_id = transfer_id_of(request.transfer_id)
         key = self._find(transfer_id, request.kind)
         await self._agent.wait_ended(key, request.timeout_s)
         return self._agent.report(key)
@@ -188,8 +197,7 @@ class ControlService:
         return self._agent.status()
 
     async def watch_cache(self, request: WatchCache) -> CacheFeed:
-        if not math.isfinite(request.timeout_s) or request.timeout_s < 0:
-            raise RpcError("INVALID", f"a timeout of {request.timeout_s} s")
+        _check_timeout(request.timeout_s)
         return await self._cache().watch(request)
 
     async def list_cache(self, request: ListCache) -> ListCacheReply:
@@ -197,7 +205,7 @@ class ControlService:
 
     def _cache(self) -> AgentCache:
         if self._agent.cache is None:
-            raise RpcError("INVALID", "this agent has no prefix cache (cache_gib is 0)")
+            raise BadRequest("this agent has no prefix cache (cache_gib is 0)")
         return self._agent.cache
 
     async def probe_landing(self, request: ProbeLanding) -> ProbeLandingReply:
@@ -205,23 +213,23 @@ class ControlService:
 
     async def probe_send(self, request: ProbeSend) -> ProbeSendReply:
         return await self._agent.prober.open_send(
-            _bytes(request.transfer_id, ID_BYTES, "transfer_id"),
+            transfer_id_of(request.transfer_id),
             keys=(
-                _bytes(request.token, KEY_BYTES, "token"),
-                _bytes(request.fingerprint, KEY_BYTES, "fingerprint"),
+                hex_bytes(request.token, KEY_BYTES, "token"),
+                hex_bytes(request.fingerprint, KEY_BYTES, "fingerprint"),
             ),
-            endpoint=_endpoint(request.host, request.port),
+            endpoint=endpoint_of(request.host, request.port),
             nbytes=request.nbytes,
             lease_s=request.lease_s,
             clock_s=now_s,
         )
 
     async def probe_status(self, request: ProbeStatus) -> ProbeStatusReply:
-        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        transfer_id = transfer_id_of(request.transfer_id)
         return self._agent.prober.status(transfer_id, request.role, request.lease_s, now_s())
 
     async def probe_end(self, request: ProbeEnd) -> ProbeEndReply:
-        transfer_id = _bytes(request.transfer_id, ID_BYTES, "transfer_id")
+        transfer_id = transfer_id_of(request.transfer_id)
         reason = request.reason[:MAX_REASON_CHARS] or "ended by its caller"
         return ProbeEndReply(self._agent.prober.end(transfer_id, reason, now_s()))
 
@@ -231,7 +239,7 @@ class ControlService:
             return Kind.OUTBOX, transfer_id
         if kind != "outbox" and transfer_id in table.landings:
             return Kind.LANDING, transfer_id
-        raise RpcError("NOT_FOUND", f"no {kind or 'transfer'} {transfer_id.hex()} here")
+        raise UnknownTransfer(f"no {kind or 'transfer'} {transfer_id.hex()} here")
 
     def _method(
         self,
@@ -248,33 +256,16 @@ class ControlService:
             except TransferError as error:
                 refused.labels(name, error.code).inc()
                 raise RpcError(error.code, str(error)) from error
-            except UnknownLayout as error:
-                refused.labels(name, "INVALID").inc()
-                raise RpcError("INVALID", str(error)) from error
-            except RpcError as error:
-                refused.labels(name, error.code).inc()
-                raise
 
         return Method(request_type, reply_type, handle)
 
 
-def _bytes(text: str, size: int | None, field: str) -> bytes:
-    try:
-        value = bytes.fromhex(text)
-    except ValueError as error:
-        raise RpcError("INVALID", f"{field} is not hex") from error
-    if size is not None and len(value) != size:
-        raise RpcError("INVALID", f"{field} has {len(value)} bytes, not {size}")
-    return value
-
-
-def _endpoint(host: str, port: int) -> Endpoint:
-    if not host or not 0 < port <= 65535:
-        raise RpcError("INVALID", f"{host!r}:{port} is no endpoint")
-    return Endpoint(host, port)
+def _check_timeout(timeout_s: float) -> None:
+    if not math.isfinite(timeout_s) or timeout_s < 0:
+        raise BadRequest(f"a timeout of {timeout_s} s")
 
 
 def _num_tokens(number: int) -> int:
     if not 0 < number <= MAX_NUM_TOKENS:
-        raise RpcError("INVALID", f"a transfer of {number} tokens")
+        raise BadRequest(f"a transfer of {number} tokens")
     return number

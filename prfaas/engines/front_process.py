@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY, start_http_server
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from transport import Endpoint
+from transport.rpc import RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 
@@ -31,16 +32,8 @@ class Front(Protocol):
     async def close(self) -> None: ...
 
 
-class FrontServer(Protocol):
-    """What carries calls to the cluster."""
-
-    async def start(self) -> int: ...
-
-    async def stop(self, grace_s: float = 1.0) -> None: ...
-
-
 async def serve_front(
-    front: Front, server: FrontServer, host: str, *, metrics_prefix: str, metrics_port: int = 0
+    front: Front, server: RpcServer, host: str, *, metrics_prefix: str, metrics_port: int = 0
 ) -> None:
     """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT.
 

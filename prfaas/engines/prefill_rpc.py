@@ -1,15 +1,19 @@
-"""How the outcome of a prefill leg crosses gRPC: as a value, because RPC's codes are too coarse.
+"""What both kinds of front say over gRPC, and how a caller asks one that runs elsewhere.
 
-It does not know which service carries it.
+The outcome of a prefill leg crosses as a value, because RPC's codes are too coarse. It does not
+know which service carries the calls.
 """
 
+import asyncio
 from collections.abc import Awaitable
 
 import msgspec
 
 from prfaas.engines.errors import PrefillCode, PrefillFailed
+from prfaas.engines.ownership import cancel_requested
 from prfaas.jobs import PrefillResult
-from transport.rpc import RpcError
+from scheduler.reports import ClusterReport
+from transport.rpc import RpcClient, RpcError
 
 
 class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,12 +43,35 @@ async def to_reply(outcome: Awaitable[PrefillResult]) -> PrefillReply:
 
 
 async def from_reply(call: Awaitable[PrefillReply], front: str) -> PrefillResult:
-    """At the client: await the call and unpack it. Raises PrefillFailed only."""
+    """At the client: await the call and unpack it. Raises PrefillFailed only.
+
+    Cancelling cancels the job at the remote front.
+    """
     try:
         reply = await call
     except RpcError as error:
         code: PrefillCode = "timeout" if error.code == "TIMEOUT" else "unreachable"
         raise PrefillFailed(code, f"front {front}: {error.message}") from error
+    except asyncio.CancelledError:
+        # A channel that closes cancels its calls, which looks like our task being cancelled.
+        if cancel_requested():
+            raise
+        raise PrefillFailed("closed", f"cluster {front} is shutting down") from None
     if reply.result is None:
         raise PrefillFailed(reply.code, reply.message)
     return reply.result
+
+
+async def remote_report(client: RpcClient, front: str, timeout_s: float) -> ClusterReport:
+    """The front's own report, or one that says why it could not be reached. Never raises."""
+    try:
+        return await client.call("Report", Empty(), ClusterReport, timeout_s)
+    except RpcError as error:
+        return ClusterReport(
+            name=front,
+            healthy=False,
+            queue_depth=0,
+            running=0,
+            instances=(),
+            reason=f"front not reachable: {error.message}",
+        )

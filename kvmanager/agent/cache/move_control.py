@@ -26,15 +26,18 @@ from kvmanager.agent.cache.move_records import MovedParts
 from kvmanager.agent.cache.moves import CacheMover
 from kvmanager.agent.engines.instances import InstanceBook
 from kvmanager.agent.engines.protocol import MAX_CACHE_BLOCKS
+from kvmanager.agent.request_values import (
+    KEY_BYTES,
+    MAX_REASON_CHARS,
+    endpoint_of,
+    hex_bytes,
+    transfer_id_of,
+)
 from kvmanager.hashing import split_keys
 from kvmanager.layout import KVLayout
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.records import BadRequest
-from transport import Elements, Endpoint, OutgoingSpec, Priority
-
-ID_BYTES: Final = 16
-TOKEN_BYTES: Final = 32
-MAX_REASON_CHARS: Final = 1000
+from transport import Elements, OutgoingSpec, Priority
 
 _PRIORITIES: Final = {"request": Priority.REQUEST, "replication": Priority.REPLICATION}
 _REPLICATION_TENANT: Final = "replication"
@@ -60,10 +63,10 @@ class CacheMoveControl:
         if request.nbytes != what.nbytes:
             raise BadRequest(f"these parts take {what.nbytes} bytes, not {request.nbytes}")
         wire = OutgoingSpec(
-            _hex(request.transfer_id, ID_BYTES, "transfer_id"),
-            _hex(request.token, TOKEN_BYTES, "token"),
+            transfer_id_of(request.transfer_id),
+            hex_bytes(request.token, KEY_BYTES, "token"),
             what.fingerprint,
-            _endpoint(request.host, request.port),
+            endpoint_of(request.host, request.port),
             priority=_PRIORITIES[request.priority],
             tenant=request.tenant or _REPLICATION_TENANT,
             elements=Elements(layout.elements),
@@ -72,11 +75,11 @@ class CacheMoveControl:
         return SendCacheMoveReply(await self._mover.open_send(what, wire, request.lease_s))
 
     async def status(self, request: CacheMoveStatus) -> CacheMoveStatusReply:
-        transfer_id = _hex(request.transfer_id, ID_BYTES, "transfer_id")
+        transfer_id = transfer_id_of(request.transfer_id)
         return await self._mover.status(transfer_id, request.role, request.lease_s, request.wait_s)
 
     async def end(self, request: EndCacheMove) -> EndCacheMoveReply:
-        transfer_id = _hex(request.transfer_id, ID_BYTES, "transfer_id")
+        transfer_id = transfer_id_of(request.transfer_id)
         reason = request.reason[:MAX_REASON_CHARS] or "ended by its caller"
         return EndCacheMoveReply(self._mover.end(transfer_id, reason))
 
@@ -100,7 +103,7 @@ class CacheMoveControl:
         return MovedParts(fingerprint, shape, root, tuple(keys), parts), layout
 
     def _layout(self, fingerprint: str) -> tuple[bytes, KVLayout]:
-        return self._book.layout(_hex(fingerprint, TOKEN_BYTES, "layout_fingerprint"))
+        return self._book.layout(hex_bytes(fingerprint, KEY_BYTES, "layout_fingerprint"))
 
 
 def _keys(joined: bytes) -> tuple[bytes, list[bytes]]:
@@ -112,22 +115,6 @@ def _keys(joined: bytes) -> tuple[bytes, list[bytes]]:
     if len(keys) > MAX_CACHE_BLOCKS or len(set(keys)) < len(keys):
         raise BadRequest(f"block_keys: {len(keys)} keys; at most {MAX_CACHE_BLOCKS}, none twice")
     return root, keys
-
-
-def _hex(text: str, size: int, field: str) -> bytes:
-    try:
-        value = bytes.fromhex(text)
-    except ValueError as error:
-        raise BadRequest(f"{field} is not hex") from error
-    if len(value) != size:
-        raise BadRequest(f"{field} has {len(value)} bytes, not {size}")
-    return value
-
-
-def _endpoint(host: str, port: int) -> Endpoint:
-    if not host or not 0 < port <= 65535:
-        raise BadRequest(f"{host!r}:{port} is no endpoint")
-    return Endpoint(host, port)
 
 
 def control_methods(

@@ -12,14 +12,14 @@ from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, EngineHello
 from kvmanager.agent.messages import CacheModel, EngineStatus
 from kvmanager.layout import KVLayout, LayoutError
 from kvmanager.pool.shape import CacheShape
-from kvmanager.transfers.records import EnginePeer
+from kvmanager.transfers.records import BadRequest, EnginePeer
 
 
 class EngineNotServed(Exception):
     """This engine cannot be served; the message is told to it."""
 
 
-class UnknownLayout(Exception):
+class UnknownLayout(BadRequest):
     """No connected engine has this KV layout."""
 
 

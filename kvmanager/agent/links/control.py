@@ -18,6 +18,7 @@ import msgspec
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbe, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.links.probing import TENANT, RingSpace
 from kvmanager.agent.links.watch import LinkWatch
+from kvmanager.agent.request_values import KEY_BYTES, endpoint_of, hex_bytes, transfer_id_of
 from kvmanager.agent.transfer_io import SendListener, TransferIo
 from kvmanager.transfers.records import BadRequest, NoArenaRoom
 from netmon.samples import ProbeResult
@@ -28,8 +29,6 @@ MAX_PROBES: Final = 4
 """At a time."""
 MAX_LEASE_S: Final = 30.0
 RING_BYTES: Final = 4 << 20
-_ID_BYTES: Final = 16
-_KEY_BYTES: Final = 32
 
 
 class LinkControl:
@@ -63,15 +62,14 @@ class LinkControl:
             raise BadRequest(f"a probe of {request.nbytes} bytes; at most {MAX_PROBE_BYTES}")
         if not math.isfinite(request.lease_s) or request.lease_s <= 0:
             raise BadRequest(f"a lease of {request.lease_s} s")
-        if not request.host or not 0 < request.port <= 65535:
-            raise BadRequest(f"{request.host!r}:{request.port} is no endpoint")
+        endpoint = endpoint_of(request.host, request.port)
         if self._num_probes >= MAX_PROBES:
             raise NoArenaRoom(f"{MAX_PROBES} probes run here already; wait until one is over")
         spec = OutgoingSpec(
-            _hex(request.transfer_id, _ID_BYTES, "transfer_id"),
-            _hex(request.token, _KEY_BYTES, "token"),
-            _hex(request.fingerprint, _KEY_BYTES, "fingerprint"),
-            Endpoint(request.host, request.port),
+            transfer_id_of(request.transfer_id),
+            hex_bytes(request.token, KEY_BYTES, "token"),
+            hex_bytes(request.fingerprint, KEY_BYTES, "fingerprint"),
+            endpoint,
             priority=Priority.REPLICATION,
             tenant=TENANT,
         )
@@ -110,16 +108,6 @@ class LinkControl:
         result = ProbeResult(acked_bytes=progress.acked_bytes, duration_s=duration_s)
         self._watch.probed(endpoint, result)
         return SendLinkProbeReply(progress.acked_bytes, duration_s, error)
-
-
-def _hex(text: str, size: int, field: str) -> bytes:
-    try:
-        value = bytes.fromhex(text)
-    except ValueError as error:
-        raise BadRequest(f"{field} is not hex") from error
-    if len(value) != size:
-        raise BadRequest(f"{field} has {len(value)} bytes, not {size}")
-    return value
 
 
 def link_methods(
