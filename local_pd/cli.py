@@ -1,24 +1,19 @@
 """`prfaas pd`: a local PD cluster front as a process of its own.
 
-It only reads the configuration file and runs the parts; see front_process for the life of it.
+It only makes the parts that the file describes; `front_process` runs them.
 """
 
-import asyncio
-import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvmanager.config_files.fields import tls_files
-from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.front_config import PdFrontConfig
 from local_pd.server import PdServer
-from prfaas.engines.front_config import EXPECTED
-from prfaas.engines.front_process import serve_front
+from prfaas.engines.front_process import run_front, serve_front
 from transport import Endpoint
-from transport.rpc import RpcError
 
 
 def pd_command(
@@ -29,15 +24,7 @@ def pd_command(
     log_level: Annotated[str, typer.Option(help="Level of this process's log.")] = "INFO",
 ) -> None:
     """Run the front of a local PD cluster: its instances, landings, engines if told to."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
-    with exit_on_bad_file():
-        options = {"listen": listen}
-        loaded = read_settings(config, PdFrontConfig, expected=EXPECTED, options=options)
-    try:
-        asyncio.run(serve_pd(loaded))
-    except RpcError as error:
-        typer.echo(error.message, err=True)
-        raise typer.Exit(1) from error
+    run_front(config, PdFrontConfig, serve_pd, listen=listen, log_level=log_level)
 
 
 async def serve_pd(config: PdFrontConfig) -> None:

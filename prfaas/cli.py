@@ -1,25 +1,20 @@
 """`prfaas prefill`: a prefill cluster front as a process of its own.
 
-It only reads the configuration file and runs the parts; see front_process for the life of it.
+It only makes the parts that the file describes; `front_process` runs them.
 """
 
-import asyncio
-import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvmanager.config_files.fields import tls_files
-from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.engines.front_config import EXPECTED
-from prfaas.engines.front_process import serve_front
+from prfaas.engines.front_process import run_front, serve_front
 from prfaas.front_config import PrefillFrontConfig
 from prfaas.queue_values import QueueConfig
 from prfaas.server import PrefillServer
 from transport import Endpoint
-from transport.rpc import RpcError
 
 
 def prefill_command(
@@ -30,15 +25,7 @@ def prefill_command(
     log_level: Annotated[str, typer.Option(help="Level of this process's log.")] = "INFO",
 ) -> None:
     """Run the front of a prefill cluster: its queue, its instances, its engines if told to."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
-    with exit_on_bad_file():
-        options = {"listen": listen}
-        loaded = read_settings(config, PrefillFrontConfig, expected=EXPECTED, options=options)
-    try:
-        asyncio.run(serve_prefill(loaded))
-    except RpcError as error:
-        typer.echo(error.message, err=True)
-        raise typer.Exit(1) from error
+    run_front(config, PrefillFrontConfig, serve_prefill, listen=listen, log_level=log_level)
 
 
 async def serve_prefill(config: PrefillFrontConfig) -> None:

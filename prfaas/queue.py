@@ -209,10 +209,6 @@ class PrefillQueue:
         """Fail the jobs that waited too long."""
         return self._advance(now_s)
 
-    def next_deadline_s(self) -> float | None:
-        """When `tick` has something to do if nothing else happens."""
-        return self._by_age[0].submitted_s + self._config.max_wait_s if self._by_age else None
-
     def check_invariants(self) -> None:
         """For tests: what must hold between any two calls."""
         self._order.check_invariants()

@@ -190,12 +190,6 @@ class Directory:
             self._columns[column]: int(flags[column]) for column in np.flatnonzero(flags).tolist()
         }
 
-    def short_key_holders(self) -> dict[bytes, dict[NodeName, int]]:
-        """All of it, for comparisons: by short key, the flags of each node that holds anything."""
-        keys, _ = self._table.items()
-        names = [int(key).to_bytes(SHORT_KEY_BYTES, "little") for key in keys]
-        return {name: self.holders(name) for name in names}
-
     def _enter(self, column: int, keys: Keys, flags: Flags) -> None:
         keys, flags = _last_of_each(keys, flags)
         places = self._table.find(keys)

@@ -40,7 +40,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvmanager.pool import audit, listing, purge
-from kvmanager.pool.eviction import EvictionPolicy, Lru, eviction_policy
+from kvmanager.pool.eviction import EvictionPolicy, Lru
 from kvmanager.pool.fills import Fills
 from kvmanager.pool.nodes import Geometry, Node, Part
 from kvmanager.pool.parts import PartBooks
@@ -59,22 +59,6 @@ from kvmanager.pool.records import (
 )
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.blocks import BlockAllocator, Run
-
-__all__ = [
-    "BlockPart",
-    "Fill",
-    "HybridPool",
-    "Listener",
-    "Order",
-    "Pin",
-    "PoolChange",
-    "PoolStatus",
-    "PrefixMatch",
-    "Slot",
-    "Spill",
-    "Tier",
-    "eviction_policy",
-]
 
 MAX_LOST_PER_STEP: Final = 128
 """Parts that one call looks at, of those that are to go since an SSD copy was lost: a listener may

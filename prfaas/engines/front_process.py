@@ -1,6 +1,6 @@
-"""Runs a stand-alone cluster front until it is told to stop.
+"""Runs a stand-alone cluster front, from its command line until it is told to stop.
 
-It does not know which front: anything with the few methods below will do.
+It does not know which kind of front it runs.
 """
 
 import asyncio
@@ -9,16 +9,23 @@ import logging
 import os
 import signal
 import sys
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
+import typer
 from prometheus_client import REGISTRY, start_http_server
 
+from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
+from prfaas.engines.front_config import EXPECTED, FrontConfig
 from transport import Endpoint
-from transport.rpc import RpcServer
+from transport.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
+
+ConfigT = TypeVar("ConfigT", bound=FrontConfig)
 
 
 class Front(Protocol):
@@ -30,6 +37,28 @@ class Front(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+def run_front(
+    path: Path,
+    kind: type[ConfigT],
+    serve: Callable[[ConfigT], Coroutine[Any, Any, None]],
+    *,
+    listen: str | None,
+    log_level: str,
+) -> None:
+    """Serve the front that the file at `path` describes; `listen` overrides the file's address.
+
+    Exits 2 when the file is wrong, 1 when the address is not free; stderr says why.
+    """
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
+    with exit_on_bad_file():
+        config = read_settings(path, kind, expected=EXPECTED, options={"listen": listen})
+    try:
+        asyncio.run(serve(config))
+    except RpcError as error:
+        typer.echo(error.message, err=True)
+        raise typer.Exit(1) from error
 
 
 async def serve_front(

@@ -18,7 +18,8 @@ from typing import Final, Protocol
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.eviction import EvictionPolicy
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.pool.pool import HybridPool, PoolChange, PrefixMatch
+from kvmanager.pool.pool import HybridPool
+from kvmanager.pool.records import PoolChange, PrefixMatch
 from kvmanager.pool.shape import CacheShape, PartKind
 from kvmanager.transfers.blocks import BlockAllocator
 

@@ -4,8 +4,17 @@ from collections.abc import Sequence
 
 from kvmanager.pool.eviction import eviction_policy
 from kvmanager.pool.listing import Listing
-from kvmanager.pool.pool import BlockPart, Fill, HybridPool, Pin, PoolChange, PrefixMatch, Tier
-from kvmanager.pool.records import ListedPrefix, Order
+from kvmanager.pool.pool import HybridPool
+from kvmanager.pool.records import (
+    BlockPart,
+    Fill,
+    ListedPrefix,
+    Order,
+    Pin,
+    PoolChange,
+    PrefixMatch,
+    Tier,
+)
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import BlockAllocator
 

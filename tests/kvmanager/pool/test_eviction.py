@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from pool_cases import HYBRID, STATE, Harness, last_key
 
 from kvmanager.pool.eviction import EvictionQueue, eviction_policy
-from kvmanager.pool.pool import HybridPool, PrefixMatch, Tier
+from kvmanager.pool.pool import HybridPool
+from kvmanager.pool.records import PrefixMatch, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import BlockAllocator
 from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens

@@ -17,7 +17,8 @@ from pool_cases import listed
 
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.pool.eviction import POLICIES, eviction_policy
-from kvmanager.pool.pool import Fill, HybridPool, Pin, PoolChange, Spill, Tier
+from kvmanager.pool.pool import HybridPool
+from kvmanager.pool.records import Fill, Pin, PoolChange, Spill, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import BlockAllocator, OutOfBlocks, Run
 

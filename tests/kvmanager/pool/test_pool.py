@@ -6,7 +6,8 @@ import pytest
 from pool_cases import FULL, HYBRID, KV, ROOT, STATE, Harness, keys_of, last_key
 
 from kvmanager.pool.listing import NODES_PER_STEP
-from kvmanager.pool.pool import MAX_EVICTED_PER_STEP, BlockPart, HybridPool, PrefixMatch, Tier
+from kvmanager.pool.pool import MAX_EVICTED_PER_STEP, HybridPool
+from kvmanager.pool.records import BlockPart, PrefixMatch, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import Run
 

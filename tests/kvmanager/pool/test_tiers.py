@@ -6,7 +6,8 @@ import pytest
 from pool_cases import FULL, HYBRID, KV, STATE, Harness, keys_of, last_key
 
 from kvmanager.pool import pool as pool_module
-from kvmanager.pool.pool import MAX_LOST_PER_STEP, PrefixMatch, Tier
+from kvmanager.pool.pool import MAX_LOST_PER_STEP
+from kvmanager.pool.records import PrefixMatch, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import Run
 
