@@ -56,7 +56,7 @@ class DirectTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """See `PdCluster.reserve`."""
+    """The arguments of `PdCluster.reserve`."""
 
     num_tokens: int
     token_digest: str
@@ -67,7 +67,7 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """See `PdCluster.direct`."""
+    """The arguments of `PdCluster.direct`."""
 
     request_id: str
     model: str = ""
@@ -76,7 +76,7 @@ class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AwaitLandingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """See `PdCluster.await_landing`."""
+    """The arguments of `PdCluster.await_landing`."""
 
     transfer_id: str
     instance: str
@@ -84,7 +84,7 @@ class AwaitLandingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """See `PdCluster.set_role`."""
+    """The arguments of `PdCluster.set_role`."""
 
     instance: str
     change: RoleChange

@@ -105,7 +105,7 @@ class PrefillQueue:
         self._entries: dict[str, _Entry] = {}
         self._order: QueueOrder[str] = QueueOrder(config.bounded_order)
         self._by_age: list[_Entry] = []
-        """Those that wait, the oldest first."""
+        """The jobs that wait, the oldest first."""
         self._instances: dict[str, _Instance] = {}
         self._num_submitted = 0
         self._num_started = 0
@@ -256,7 +256,7 @@ class PrefillQueue:
         return effects
 
     def _fail_stranded(self) -> list[Effect]:
-        """Those that no instance may serve any more."""
+        """Fail the jobs that no instance may serve any more."""
         effects: list[Effect] = []
         for entry in list(self._by_age):
             trouble = self._no_instance(entry.job.model, entry.tried)

@@ -18,7 +18,7 @@ bytes, times are seconds. Every method is unary; errors are `transport.rpc.RpcEr
 | ProbeStatus | ProbeStatus -> ProbeStatusReply | NOT_FOUND (unknown, or over for long), INVALID |
 | ProbeEnd | ProbeEnd -> ProbeEndReply | INVALID; ending what is over or unknown is no error |
 
-Moves of cached prefixes are in `cache_move_messages`.
+Moves of cached prefixes are in `cache.move_messages`, links in `links.messages`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class OpenOutbox(msgspec.Struct, frozen=True):
     tenant: str = ""
     """Whose KVCache it is: links are shared fairly among tenants."""
     cached_tokens: int = 0
-    """Of the landing: full-attention pages of these tokens are not sent."""
+    """The landing has the full-attention pages of these tokens: they are not sent."""
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):
@@ -205,9 +205,9 @@ class CacheStatus(msgspec.Struct, frozen=True):
     queries: int = 0
     query_tokens: int = 0
     hit_tokens: dict[str, int] = {}
-    """By tier the hit was served from."""
+    """Tokens by the tier that served them."""
     evictions: dict[str, int] = {}
-    """By "tier/kind"."""
+    """Evicted parts by "tier/kind"."""
     arena_blocks_bytes: int = 0
     """Whole blocks of the arena that it holds, those being filled included."""
     fills: int = 0
@@ -381,7 +381,7 @@ class AgentLoad(msgspec.Struct, frozen=True):
     """CPU time that everybody on the host used, of all its CPUs."""
     host_cpus: int
     usable_cpus: float
-    """Of these, how many the agent may use: affinity and the cgroup's quota."""
+    """How many of these CPUs the agent may use: affinity and the cgroup's quota."""
 
 
 class ProbeStatusReply(msgspec.Struct, frozen=True):

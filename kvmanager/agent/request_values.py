@@ -12,7 +12,7 @@ from transport import Endpoint
 
 ID_BYTES: Final = 16
 KEY_BYTES: Final = 32
-"""Of tokens and layout fingerprints."""
+"""The size of tokens and of layout fingerprints."""
 MAX_REASON_CHARS: Final = 1000
 
 

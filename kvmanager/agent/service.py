@@ -102,7 +102,7 @@ class NodeAgent:
         self.engine_events: EngineCaches | None = None
         """What engines say of their own caches; None: nobody wants to know."""
         self.control_methods: list[ControlMethod] = []
-        """Of its parts, beside those of `ControlService`; to be added before that is made."""
+        """The methods of its parts. `ControlService` takes them when it is made."""
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -205,7 +205,7 @@ class NodeAgent:
     # ---- for the control plane
 
     async def make_room(self, spec: LandingSpec, base: LandingBase | None) -> None:
-        """Evict what a landing needs, in steps. Raises TransferError, and lets `base` go then."""
+        """Evict what a landing needs, in steps. Raises TransferError, and drops `base` then."""
         if self.cache is None:
             return
         try:
@@ -217,7 +217,7 @@ class NodeAgent:
             raise
 
     def reserve(self, spec: LandingSpec, base: LandingBase | None = None) -> LandingRecord:
-        """Hold memory and let the sender in. Raises TransferError, and lets `base` go then."""
+        """Hold memory and let the sender in. Raises TransferError, and drops `base` then."""
         try:
             landing = self.table.reserve(spec, now_s())
         except TransferError:
@@ -323,7 +323,7 @@ class NodeAgent:
         )
 
     def _join_cache(self, peer: EnginePeer, hello: EngineHello) -> StatePlacement | None:
-        """The namespace is the scheduler's to tell; a worker writes what its scheduler reserved."""
+        """Only a scheduler names the namespace; a worker writes what its scheduler reserved."""
         if self.cache is None or not (hello.namespace or peer.role == "worker"):
             return None
         self.cache.connect(peer, self.book.shape(peer.instance))
@@ -421,7 +421,7 @@ class NodeAgent:
                     self._transfer_ended(key)
                 case GaveUpOnEngine((kind, transfer_id)):
                     logger.warning(
-                        "%s %s: an engine did not let go of its memory", kind, transfer_id.hex()
+                        "%s %s: an engine did not release its memory", kind, transfer_id.hex()
                     )
 
     def _transfer_ended(self, key: Key) -> None:

@@ -152,7 +152,7 @@ class TransferIo:
         return self._outgoing.get(transfer_id)
 
     def forget(self, transfer_id: bytes) -> None:
-        """The report of this outbox is of no more interest."""
+        """Nobody will ask for the report of this outbox any more."""
         self._outgoing.pop(transfer_id, None)
 
     def links(self, open_ids: set[bytes]) -> list[LinkStatus]:

@@ -52,7 +52,7 @@ class _Node:
 
 
 class Directory:
-    """See the module text."""
+    """What all nodes of a region hold. One writer; not safe for threads."""
 
     def __init__(self) -> None:
         self._sets = HolderSets()

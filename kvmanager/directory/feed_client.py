@@ -55,7 +55,7 @@ class FollowTiming:
 
 @dataclass(slots=True)
 class FollowCounts:
-    """Since the start, over all agents."""
+    """Counts over all agents since the start."""
 
     events: int = 0
     snapshots: int = 0
@@ -86,7 +86,7 @@ class DirectorySink:
 
 
 class DirectoryFollower:
-    """See the module text. `follow` names the agents, again whenever they change."""
+    """Follows agents into one sink. `follow` names the agents, again whenever they change."""
 
     def __init__(
         self,

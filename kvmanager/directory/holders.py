@@ -32,7 +32,7 @@ class HolderSets:
     def __init__(self) -> None:
         self._rows = np.zeros((64, 8), dtype=np.uint16)
         self._current: SetIds = np.arange(64, dtype=np.uint32)
-        """By number; `UNUSED` for numbers of no set."""
+        """The set that counts, by number; `UNUSED` where a number has no set."""
         self._num_columns = 0
         self._free_columns: list[int] = []
         self._ids: dict[bytes, int] = {}
@@ -143,7 +143,7 @@ class HolderSets:
         return new
 
     def _is_current(self) -> npt.NDArray[np.bool_]:
-        """By number, from `NOBODY` on, whether it is that of a set."""
+        """Whether each number from `NOBODY` on is that of a set."""
         is_current: npt.NDArray[np.bool_] = self._current[: self._num] == np.arange(self._num)
         is_current[UNUSED] = False
         return is_current

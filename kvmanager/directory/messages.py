@@ -141,7 +141,7 @@ class NodesReply(msgspec.Struct, frozen=True):
 
 
 def short_keys(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Of whole block keys (`kvmanager.hashing`), the numbers that the directory knows them by."""
+    """The numbers by which the directory knows whole block keys (`kvmanager.hashing`)."""
     return short_keys_of(short_key_bytes(keys))
 
 

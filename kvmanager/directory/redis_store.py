@@ -103,7 +103,7 @@ class RedisSettings:
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Of one node. `holder` is what it is called in blocks."""
+    """What Redis keeps of one node. `holder` is its number in the lists of blocks."""
 
     holder: int
     epoch: str
@@ -127,7 +127,7 @@ class RedisDirectory:
 
     @classmethod
     def at(cls, url: str, settings: RedisSettings | None = None) -> RedisDirectory:
-        """Of the server at `url` (redis://, rediss:// or unix://). ValueError: no such URL."""
+        """The directory in the server at `url` (redis://, rediss:// or unix://). ValueError."""
         return cls(connect(url), settings)
 
     async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
@@ -197,7 +197,7 @@ def _match(rule: ResumeRule, nodes: list[_Known], runs: list[_Run]) -> list[Node
 
 
 def _pairs(items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Of a list that Redis sends instead of a mapping."""
+    """The pairs of a list that Redis sends instead of a mapping."""
     return zip(items[::2], items[1::2], strict=True)
 
 

@@ -21,7 +21,7 @@ class Fills:
         self.unwritten: dict[int, dict[BlockPart, Filling]] = {}
         """What each fill has still to commit or abort."""
         self.waiting: dict[bytes, list[Part]] = {}
-        """By the key of a block whose KV is being filled: what stands on it and was filled too.
+        """What builds on a block whose KV is being filled and was filled too, by the block's key.
 
         Some of it may be over already."""
         self.num_blocks = 0
@@ -43,7 +43,7 @@ class Fills:
                 self.waiting.setdefault(base.node.key, []).append(part)
 
     def commit(self, fill_id: int, at: BlockPart, now_s: float) -> bool:
-        """See `HybridPool.commit`."""
+        """Take the part as written; whether it is, or will be, present (`HybridPool.commit`)."""
         filling = self.unwritten[fill_id].pop(at)
         self.num_blocks -= filling.num_blocks
         part = filling.part
@@ -58,7 +58,7 @@ class Fills:
         return True
 
     def abort(self, fill_id: int) -> None:
-        """See `HybridPool.abort`."""
+        """End the fill and free what is not committed (`HybridPool.abort`)."""
         for filling in self.unwritten.pop(fill_id, {}).values():
             part, filling.part = filling.part, None
             self.num_blocks -= filling.num_blocks

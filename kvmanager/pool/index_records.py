@@ -55,7 +55,7 @@ class IndexHeader(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Shape(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """From now on `shape_id` means this shape."""
+    """`shape_id` means this shape in the records that follow."""
 
     shape_id: _Count
     shape: CacheShape
@@ -194,7 +194,7 @@ def read_index(data: bytes, header: IndexHeader) -> IndexContents:
 
 
 def part_id(record: Stored | Dropped) -> PartId:
-    """Of two records with the same one, the later is valid."""
+    """What a record is about: of two records with the same subject the later one is valid."""
     return record.key, record.part, record.tier
 
 

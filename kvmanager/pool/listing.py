@@ -136,7 +136,7 @@ def _down(nodes: Mapping[bytes, Node], leaf: Node) -> Iterator[Node]:
 
 
 def _own(nodes: Mapping[bytes, Node], num_next: Mapping[bytes, int], leaf: Node) -> Iterator[Node]:
-    """Those of the prefix's blocks that no other prefix has, last first."""
+    """The prefix's blocks that no other prefix has, the last one first."""
     for node in _down(nodes, leaf):
         if node is not leaf and num_next[node.key] > 1:
             return

@@ -31,7 +31,7 @@ NO_USE = -1
 
 
 class PartBooks:
-    """See the module text. One thread only."""
+    """The presence of every part in every tier. One thread only."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ MAX_EVICTED_PER_STEP: Final = 128
 
 
 class HybridPool:
-    """See the module text. One thread only; several shapes may share it."""
+    """The pool of one arena; several shapes may share it. One thread only."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class HybridPool:
     # ---- letting go
 
     def keep_arena(self) -> None:
-        """From now on nothing leaves the arena: somebody who is not in the books may be reading it.
+        """Let nothing leave the arena any more: somebody unknown to the pool may be reading it.
         What is free can be filled.
         """
         self._books.keeps_arena = True
@@ -400,7 +400,7 @@ class HybridPool:
     def _missing(
         self, geometry: Geometry, nodes: Sequence[Node | None], wanted: Sequence[BlockPart]
     ) -> list[BlockPart]:
-        """Those of `wanted` that memory can be given for, bases first."""
+        """The parts of `wanted` that memory can be given for, bases first."""
         missing: dict[BlockPart, None] = {}
         for index, number in wanted:
             if index >= len(nodes):

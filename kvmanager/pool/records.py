@@ -109,7 +109,7 @@ class PoolStatus:
     num_arena_blocks: int
     """Blocks of the arena that the pool holds, those being filled included."""
     pinned_bytes: int
-    """Of the arena."""
+    """Pinned bytes of the arena."""
 
 
 @dataclass(frozen=True, slots=True)

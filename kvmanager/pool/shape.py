@@ -31,7 +31,7 @@ _PART_KINDS: Final = {KVKind.FULL: 0, KVKind.MLA: 0, KVKind.WINDOW: 1, KVKind.RE
 
 
 class PartKind(IntEnum):
-    """See the module text."""
+    """The parts that every block of a model consists of."""
 
     KV = 0
     WINDOW = 1

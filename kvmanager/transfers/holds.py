@@ -102,7 +102,7 @@ class BlockHolds:
     def end_transfer(self, key: Key, drained_at_s: float) -> None:
         """The transfer is over: free its blocks once nobody holds them.
 
-        Engines that have not let go by `drained_at_s` are taken to be done.
+        Engines that have not released it by `drained_at_s` are taken to be done.
         """
         record = self._records.get(key)
         if record is not None and record.drained_at_s is None:

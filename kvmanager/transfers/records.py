@@ -202,7 +202,7 @@ class TransferEnded:
 
 @dataclass(frozen=True, slots=True)
 class GaveUpOnEngine:
-    """An engine did not let go of the memory within the drain time: it has a fault."""
+    """An engine did not release the memory within the drain time: it has a fault."""
 
     key: Key
 

@@ -86,7 +86,7 @@ class TableLimits:
 
 
 class TransferTable:
-    """See the module text. One thread only."""
+    """All landings and outboxes of one agent. One thread only."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class TransferTable:
         self._peers: dict[int, EnginePeer] = {}
         self._lingering_until_s: dict[int, float] = {}
         self.last_attempt = 0
-        """Of the outbox that was opened last."""
+        """The number of the opening that came last."""
 
     # ---- the control plane
 

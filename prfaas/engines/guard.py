@@ -31,7 +31,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _fields(pid: str) -> list[str]:
-    """Of /proc/PID/stat: state, ppid, pgrp, session, ...; the name before may contain anything."""
+    """The fields of /proc/PID/stat behind the name, which may contain anything: state, ppid, ..."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

@@ -109,7 +109,7 @@ class Instance:
         self.spec = spec
         self.role: Role = spec.role
         self.role_epoch = 0
-        """Of the order that gave it its role; 0: the role of its spec."""
+        """The epoch of the order that gave it its role; 0: it has the role of its spec."""
         self.http = http
         self.agent = agent
         self.engine_health = HealthTracker(config.health)
@@ -287,9 +287,7 @@ class Instances:
         self._holds[name] = loop.call_later(self._config.drained_hold_s, self._hold_over, name)
 
     def set_role(self, name: str, role: Role, epoch: int) -> None:
-        """From now on the instance has this role by the order of this epoch. Raises KeyError for an
-        unknown name.
-        """
+        """Give the instance this role by the order of this epoch. KeyError: no such instance."""
         instance = self._instances[name]
         instance.role, instance.role_epoch = role, epoch
         self._on_change(instance)

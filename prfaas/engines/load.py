@@ -33,7 +33,7 @@ class LoadEstimate:
         self._change -= 1
 
     def poll_starts(self) -> int:
-        """To be handed to `polled`: what the answer of a poll that starts now may contain."""
+        """What the answer of a poll that starts now may contain; hand it to `polled`."""
         return self._change
 
     def polled(self, num_requests: int, started: int) -> None:

@@ -50,7 +50,7 @@ class Cleanups:
 
 
 def cancel_requested() -> bool:
-    """In a handler of CancelledError: whether the running task itself was asked to end.
+    """Whether the running task itself was asked to end; for handlers of CancelledError.
 
     If not, something it waited for was cancelled by its owner.
     """

@@ -35,7 +35,7 @@ class InstanceName(msgspec.Struct, frozen=True):
 
 
 async def to_reply(outcome: Awaitable[PrefillResult]) -> PrefillReply:
-    """At the server: await the outcome and pack it."""
+    """Await the outcome and pack it, at the server."""
     try:
         return PrefillReply(result=await outcome)
     except PrefillFailed as error:
@@ -43,7 +43,7 @@ async def to_reply(outcome: Awaitable[PrefillResult]) -> PrefillReply:
 
 
 async def from_reply(call: Awaitable[PrefillReply], front: str) -> PrefillResult:
-    """At the client: await the call and unpack it. Raises PrefillFailed only.
+    """Await the call and unpack its outcome, at the client. Raises PrefillFailed only.
 
     Cancelling cancels the job at the remote front.
     """

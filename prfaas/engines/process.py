@@ -77,12 +77,12 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the session's leader, which guards the command."""
+        """The process id of the session's leader, which guards the command."""
         return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """Of the command; 128 + N when signal N ended it; None while it runs."""
+        """The command's exit status; 128 + N when signal N ended it; None while it runs."""
         status = self._process.returncode
         return 128 - status if status is not None and status < 0 else status
 

@@ -23,7 +23,7 @@ class Turn:
     since_s: float
 
     def service_s(self, started_s: float, prefill_s: float) -> float:
-        """Of the `prefill_s` after `started_s`, what fell into its turn: above 0 where that is."""
+        """How much of the `prefill_s` after `started_s` fell into its turn; above 0 if any did."""
         took_s = started_s + prefill_s - self.since_s
         return min(prefill_s, max(LEAST_SERVICE_S, took_s))
 

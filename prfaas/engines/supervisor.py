@@ -91,7 +91,7 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the session that holds the process and its children; None when none runs."""
+        """The id of the session that holds the process and its children; None when none runs."""
         return self._child.pid if self._child is not None else None
 
     def members(self) -> list[int]:

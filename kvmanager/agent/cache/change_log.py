@@ -27,12 +27,12 @@ class Latest(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChangeLog:
-    """See the module text. The numbers of changes rise from one `add` to the next."""
+    """The changes in order. The numbers of changes rise from one `add` to the next."""
 
     def __init__(self) -> None:
         self._pages: list[dict[bytes, Latest]] = []
         self._first_seqs: list[int] = []
-        """Of each page a number at or below all of its changes and above those of pages before."""
+        """For each page a number not above its changes, and above those of the page before."""
         self._room = 0
         """How many more keys the last page takes; what has left it counts, dicts keep the place."""
         self._num_keys = 0

@@ -1,4 +1,4 @@
-"""What a node agent knows of the two ends of a cache move. Values; `cache_moves` has the rules."""
+"""What a node agent knows of the two ends of a cache move. Values; the rules are in `moves`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MoveLanding(Move):
 
 @dataclass(slots=True)
 class MoveSend(Move):
-    """`pin_id` is None once the parts are let go."""
+    """`pin_id` is None once the parts are unpinned."""
 
     endpoint: Endpoint = field(kw_only=True)
     pin_id: int | None = None

@@ -4,7 +4,7 @@ A move is a transfer of its own, no outbox and no landing of the table: its byte
 the pool, end to end. At the source the parts are pinned while they are sent. At the destination
 they are a fill of the pool; when every byte has landed they are committed in order, so that a chain
 is never without its beginning. Each end lives on a lease that `status` renews. However an end
-comes, memory goes back only when the transport has let go of it.
+comes, memory goes back only when the transport does not use it any more.
 
 Use it on the agent's event loop; time is an argument. It does not know why anything is moved.
 """
@@ -38,7 +38,7 @@ from transport import Endpoint, OutgoingSpec
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
 MAX_MOVES: Final = 8
-"""At a time, of each role."""
+"""Moves of one role that may run at the same time."""
 MAX_LEASE_S: Final = 300.0
 KEEP_S: Final = 30.0
 """How long the end of a move can be asked for."""

@@ -59,7 +59,7 @@ MAX_TAKEN_BACK: Final = 4096
 
 
 class CacheRequests:
-    """See the module text. One thread only."""
+    """All open finds and fills of one agent. One thread only."""
 
     def __init__(
         self,

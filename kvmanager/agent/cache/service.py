@@ -52,7 +52,7 @@ MAX_LISTED: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class LandingBase:
-    """What a landing stands on: the keys of its prompt and the KV that the cache has of it.
+    """What a landing builds on: the keys of its prompt and the KV that the cache has of it.
 
     `runs` are where each block's KV part of the first `cached_tokens` lies, pinned.
     """
@@ -67,7 +67,7 @@ class LandingBase:
 
 
 class AgentCache:
-    """See the module text. `send` says a message to an engine connection."""
+    """The prefix cache of one agent. `send` says a message to an engine connection."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class AgentCache:
         return LandingBase(layout, shape, root, tuple(keys), cached_tokens, runs, pin_id)
 
     def adopt_base(self, transfer_id: bytes, base: LandingBase) -> None:
-        """The landing stands on it now; it is let go with the landing's memory."""
+        """The landing builds on it now; it is unpinned when the landing's memory is freed."""
         self._bases[transfer_id] = base
 
     def drop_base(self, base: LandingBase) -> None:
@@ -183,7 +183,7 @@ class AgentCache:
             self.pool.unpin(base.pin_id)
 
     def transfer_freed(self, key: Key) -> None:
-        """Nobody touches this transfer's memory any more, nor what a landing stands on."""
+        """Nobody touches this transfer's memory any more, nor what a landing builds on."""
         kind, transfer_id = key
         base = self._bases.pop(transfer_id, None) if kind is Kind.LANDING else None
         if base is not None:

@@ -53,7 +53,7 @@ class StoreUse:
 
 
 class PartStore:
-    """See the module text. Use it on one event loop; `attach` the pool before anything else."""
+    """The parts' bytes, checksums and files. Use it on one event loop, after `attach`."""
 
     def __init__(
         self, arena: Arena, index: PoolIndex | None = None, ssd: SsdStore | None = None
@@ -384,13 +384,13 @@ class PartStore:
             self._index.flush()
 
     async def stop(self) -> None:
-        """Begin nothing any more, and let go of the SSD."""
+        """Begin nothing any more, and close the SSD."""
         self._closed = True
         if self._ssd is not None:
             await asyncio.to_thread(self._ssd.close)
 
     def close(self) -> None:
-        """After `stop`, when nobody waits for anything. The index is its owner's to close."""
+        """Call it after `stop`, when nobody waits. The index's owner closes the index."""
         self.flush()
         self._threads.shutdown()
 

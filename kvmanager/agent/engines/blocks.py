@@ -2,13 +2,13 @@
 
 Pure: batches in, changes out. Does not know sockets, other engines, or who wants to know.
 
-vLLM names its cache blocks by hashes of whole prefixes: the
-hash at a token boundary is the same in every group of layers. A `BlockStored` event brings the
+vLLM names its cache blocks by hashes of whole prefixes: the hash at a token boundary is the same
+in every group of layers. A `BlockStored` event brings the
 token ids of a range and the hash of its parent, so that a hash leads to the token ids before it and
 these to our keys. Events of sliding windows and recurrent states leave out blocks without saying
 which; their hashes mean something once a complete event of another group has named them.
 
-Nothing is claimed that might not be there. Dropped are: what hangs on an unknown parent, blocks
+Nothing is claimed that might not be there. What is dropped: children of an unknown parent, blocks
 with multimodal inputs or prompt embeddings and all that follow them, prompts with a LoRA adapter
 (events bring its name, our keys also depend on its path), events of other tiers than GPU memory,
 and everything known before a lost event, since a removal may have been among the lost. Prefixes
@@ -116,7 +116,7 @@ class _Node:
 
 
 class EngineBlocks:
-    """See the module text. One engine; single-threaded."""
+    """The blocks of one engine. One thread only."""
 
     def __init__(self, layout: KVLayout, namespace: bytes, *, max_blocks: int = MAX_BLOCKS) -> None:
         """`namespace` is what the engine's root keys are made of (`kvmanager.hashing`)."""
@@ -126,12 +126,12 @@ class EngineBlocks:
         self._num_groups = Counter(_LAYOUT_KINDS[group.kind] for group in layout.groups)
         self._groups: dict[int, _Group] = {}
         self._roots: dict[EngineHash, _Node] = {}
-        """By their salts."""
+        """Roots by their salts."""
         self._nodes: dict[EngineHash, _Node] = {}
         self._told: dict[_Node, None] = {}
         """The ends of our blocks of which anything is held."""
         self._maybe_idle: deque[_Node] = deque()
-        """What nobody may hold any more, each node once; the longest ago first."""
+        """Nodes that perhaps nobody holds any more, each once, the oldest entry first."""
         self._cleared: list[dict[EngineHash, _Node]] = []
         """What was known before, to be freed little by little."""
 

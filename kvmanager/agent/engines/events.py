@@ -113,7 +113,7 @@ class _Follower:
         self._tell = tell
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the engine until cancelled."""
         retry_s = RETRY_S
         while True:
             try:
