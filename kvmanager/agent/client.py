@@ -38,6 +38,16 @@ from kvmanager.agent.messages import (
     ListCacheReply,
     OpenOutbox,
     OpenOutboxReply,
+    Renew,
+    RenewReply,
+    Reserve,
+    ReserveReply,
+    Status,
+    StatusReply,
+    TransferReport,
+    WatchCache,
+)
+from kvmanager.agent.probe_messages import (
     ProbeEnd,
     ProbeEndReply,
     ProbeLanding,
@@ -47,14 +57,6 @@ from kvmanager.agent.messages import (
     ProbeSendReply,
     ProbeStatus,
     ProbeStatusReply,
-    Renew,
-    RenewReply,
-    Reserve,
-    ReserveReply,
-    Status,
-    StatusReply,
-    TransferReport,
-    WatchCache,
 )
 from kvmanager.landing import ReservedLanding
 from transport import TlsFiles

@@ -22,14 +22,6 @@ from kvmanager.agent.messages import (
     ListCacheReply,
     OpenOutbox,
     OpenOutboxReply,
-    ProbeEnd,
-    ProbeEndReply,
-    ProbeLanding,
-    ProbeLandingReply,
-    ProbeSend,
-    ProbeSendReply,
-    ProbeStatus,
-    ProbeStatusReply,
     Renew,
     RenewReply,
     Reserve,
@@ -38,6 +30,16 @@ from kvmanager.agent.messages import (
     StatusReply,
     TransferReport,
     WatchCache,
+)
+from kvmanager.agent.probe_messages import (
+    ProbeEnd,
+    ProbeEndReply,
+    ProbeLanding,
+    ProbeLandingReply,
+    ProbeSend,
+    ProbeSendReply,
+    ProbeStatus,
+    ProbeStatusReply,
 )
 from kvmanager.agent.request_values import (
     ID_BYTES,

@@ -10,7 +10,7 @@ import pytest
 from deploy.region.doctor.diagnosis import Diagnosis, Finding, Stage, diagnose
 from deploy.region.doctor.kernel_checks import KernelCheck
 from deploy.region.doctor.measurement import EndLoad, LandingMemory, Measurement, PathNumbers
-from kvmanager.agent.messages import KernelTcp
+from kvmanager.agent.probe_messages import KernelTcp
 
 MIB = 1 << 20
 GBIT = 1e9 / 8

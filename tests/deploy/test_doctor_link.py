@@ -22,7 +22,8 @@ from deploy.region.doctor.measurement import Measurement, summarise
 from deploy.region.doctor.probe import CannotMeasure, ProbeRun, Sample
 from deploy.region.launch.rundir import RegionState, RunDirectoryError
 from deploy.region.spec.loading import load_region
-from kvmanager.agent.messages import AgentLoad, KernelTcp, ProbeStatusReply, StatusReply
+from kvmanager.agent.messages import StatusReply
+from kvmanager.agent.probe_messages import AgentLoad, KernelTcp, ProbeStatusReply
 from transport.sending.link_state import ConnectionState, LinkState
 from transport.sending.tuning import TuningWindow
 from transport.tcp_info import parse

@@ -15,12 +15,7 @@ import pytest
 from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots
-from kvmanager.agent.messages import (
-    ListCache,
-    ListCacheReply,
-    Reserve,
-    ReserveReply,
-)
+from kvmanager.agent.messages import ListCache, ListCacheReply, Reserve, ReserveReply
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import CacheShape
 from transport.rpc import RpcError

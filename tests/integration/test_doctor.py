@@ -17,7 +17,7 @@ from agent_process import AgentProcess, wait_until
 from certificates import make_authority, openssl
 
 from deploy.lab.emulator import RelayProcess
-from kvmanager.agent.messages import (
+from kvmanager.agent.probe_messages import (
     ProbeEnd,
     ProbeEndReply,
     ProbeLanding,

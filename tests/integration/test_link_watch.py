@@ -21,7 +21,7 @@ from deploy.lab.emulator import RelayProcess
 from deploy.ops.client import ask
 from kvmanager.agent.client import AgentClient, probe_link
 from kvmanager.agent.links.messages import LinkFeed, WatchLinks
-from kvmanager.agent.messages import (
+from kvmanager.agent.probe_messages import (
     ProbeEnd,
     ProbeEndReply,
     ProbeLanding,

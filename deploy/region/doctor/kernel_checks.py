@@ -16,7 +16,7 @@ from deploy.region.doctor.windows import (
     path_rtt_s,
     send_buffer_bytes,
 )
-from kvmanager.agent.messages import KernelTcp
+from kvmanager.agent.probe_messages import KernelTcp
 from transport.config import NEAR_RTT_S
 
 MIB = 1 << 20

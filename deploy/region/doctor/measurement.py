@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from deploy.region.doctor.probe import CannotMeasure, ProbeRun, Sample
-from kvmanager.agent.messages import AgentLoad, KernelTcp
+from kvmanager.agent.probe_messages import AgentLoad, KernelTcp
 from transport import LinkState
 
 MIN_PLATEAU_S = 0.4

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvmanager.agent.client import AgentClient
-from kvmanager.agent.messages import ProbeLandingReply, ProbeSend, ProbeStatusReply, StatusReply
+from kvmanager.agent.messages import StatusReply
+from kvmanager.agent.probe_messages import ProbeLandingReply, ProbeSend, ProbeStatusReply
 from transport import Endpoint
 from transport.rpc import RpcError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.region.doctor.measurement import Measurement
-from kvmanager.agent.messages import KernelTcp
+from kvmanager.agent.probe_messages import KernelTcp
 from transport.config import NEAR_RTT_S
 from transport.sockets import MAX_SEND_BUFFER_BYTES
 

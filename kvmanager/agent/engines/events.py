@@ -25,8 +25,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvmanager.agent.engines.blocks import BlockBits, EngineBlocks, MergedBlocks
+from kvmanager.agent.engines.blocks import BlockBits, EngineBlocks
 from kvmanager.agent.engines.kv_events import EventSequence, MessageOrder, decode_batch
+from kvmanager.agent.engines.merged_blocks import MergedBlocks
 from kvmanager.layout import KVLayout
 
 logger = logging.getLogger("prfaas.kvmanager.agent")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from kvmanager.agent.messages import AgentLoad, KernelTcp
+from kvmanager.agent.probe_messages import AgentLoad, KernelTcp
 from transport import kernel_limits
 
 _CAP_NET_ADMIN = 12

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvmanager.agent.links.host_load import agent_load, kernel_tcp
-from kvmanager.agent.messages import (
+from kvmanager.agent.probe_messages import (
     ProbeLanding,
     ProbeLandingReply,
     ProbeRole,

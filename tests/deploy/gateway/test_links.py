@@ -10,7 +10,7 @@ from link_cases import path_report
 
 from deploy.gateway.links.region_links import SAME_S, RegionLinks
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbeReply, WatchLinks
-from kvmanager.agent.messages import ProbeLandingReply
+from kvmanager.agent.probe_messages import ProbeLandingReply
 from netmon.estimate import LinkReport
 from scheduler.reports import ClusterReport, InstanceReport
 from transport.rpc import RpcError

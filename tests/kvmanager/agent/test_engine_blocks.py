@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmanager.agent.engines.blocks import EngineBlocks, MergedBlocks
+from kvmanager.agent.engines.blocks import EngineBlocks
 from kvmanager.agent.engines.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -20,6 +20,7 @@ from kvmanager.agent.engines.kv_events import (
     MessageOrder,
     decode_batch,
 )
+from kvmanager.agent.engines.merged_blocks import MergedBlocks
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.pool.shape import CacheShape

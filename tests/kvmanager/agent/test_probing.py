@@ -16,7 +16,7 @@ from kvmanager.agent.links.probing import (
     RingSpace,
     SinkSpace,
 )
-from kvmanager.agent.messages import ProbeLanding
+from kvmanager.agent.probe_messages import ProbeLanding
 from kvmanager.agent.transfer_io import TransferIo
 from kvmanager.transfers.records import BadRequest, NoArenaRoom, UnknownTransfer
 from transport import (
