@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 from typing import Final
@@ -26,7 +27,7 @@ from deploy.gateway.intake.limits import Limits
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.pages import Handler, Pages, PageSources
+from deploy.gateway.pages import Handler, Pages
 from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
@@ -36,7 +37,7 @@ from deploy.gateway.scheduling.roles import RoleKeeper
 from deploy.gateway.scheduling.scheduler import RegionScheduler, live_settings
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import PATHS, Services
-from deploy.gateway.serving.records import RecordRing
+from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.request import Serving
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
@@ -67,7 +68,7 @@ class Gateway:
         """
         self.config = config
         self.metrics = GatewayMetrics()
-        self.records = RecordRing(config.num_records)
+        self.records: deque[RequestRecord] = deque(maxlen=config.num_records)
         self._pd = pd
         self._prefill_clusters = dict(prefill_clusters)
         self._caches = caches
@@ -213,25 +214,23 @@ class Gateway:
 
     def _build_pages(self, link_names: Mapping[str, str]) -> Pages:
         return Pages(
-            PageSources(
-                config=self.config,
-                keys=self._keys,
-                limits=self._limits,
-                intake=self._intake,
-                models=self._models,
-                metrics=self.metrics,
-                records=self.records,
-                watcher=self._watcher,
-                background=self._background,
-                scheduler=self.scheduler,
-                admission=self.admission,
-                long_term=self.long_term,
-                roles=RolePages(self.roles, self._pd, self.config.timeouts.cluster_s),
-                caches=self._caches,
-                links=self._region_links,
-                link_names=dict(link_names),
-                services=self._started,
-            )
+            config=self.config,
+            keys=self._keys,
+            limits=self._limits,
+            intake=self._intake,
+            models=self._models,
+            metrics=self.metrics,
+            records=self.records,
+            watcher=self._watcher,
+            background=self._background,
+            scheduler=self.scheduler,
+            admission=self.admission,
+            long_term=self.long_term,
+            role_pages=RolePages(self.roles, self._pd, self.config.timeouts.cluster_s),
+            caches=self._caches,
+            links=self._region_links,
+            link_names=dict(link_names),
+            services=self._started,
         )
 
 

@@ -1,8 +1,8 @@
 """What goes wrong at the gateway, as OpenAI error objects, and the one table that maps errors.
 
     ApiError            an answer for the client: status, type, code, message
-    EngineLost          an engine broke off before its answer began; another one may do
-      EngineTimeout     it kept silent for too long; there is no time for another try
+    EngineLost          an engine broke off before its answer began; another engine may answer
+      EngineTimeout     the engine kept silent for too long; there is no time for another try
 
 Foreign errors (cluster fronts, RPC, aiohttp) become `ApiError` in `api_error_for` and nowhere else.
 Does not know which request an error belongs to.
@@ -26,8 +26,8 @@ JSON_TYPE: Final = "application/json"
 class ApiError(Exception):
     """An HTTP answer that is an OpenAI error object.
 
-    `code` is a stable word for programs, `param` the offending request field, `retry_after_s` a
-    Retry-After header.
+    `code` is a stable word for programs, `param` the request field at fault, and `retry_after_s`
+    becomes the Retry-After header.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Extra response headers this error asks for."""
+        """Response headers that belong to this error."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -122,11 +122,11 @@ _TABLE: Final = (
     _Row(_is(PrefillFailed), 502, "prefill_failed"),
     _Row(_is(aiohttp.ClientError, OSError), 502, "engine_unavailable", 1),
 )
-"""First row that applies wins; what no row knows is a fault of ours and answers 500."""
+"""The first row that applies wins. An error in no row is a bug of the gateway and answers 500."""
 
 
 def api_error_for(error: BaseException) -> ApiError:
-    """The answer a client gets for `error`; internals of unknown errors are not shown."""
+    """The answer that a client gets for `error`. It shows nothing of unknown errors."""
     if isinstance(error, ApiError):
         return error
     for row in _TABLE:

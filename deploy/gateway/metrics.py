@@ -1,6 +1,6 @@
 """Prometheus metrics of one gateway (`prfaas_gateway_*`), in a registry of their own.
 
-Knows records, not how they come about.
+Knows records, but not the steps that fill them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TOKEN_BUCKETS: Final = tuple(2**power for power in range(5, 21))
 
 
 class GatewayMetrics:
-    """Counters and histograms; one instance per gateway so that tests do not share them."""
+    """Counters and histograms. Each gateway has its own registry: a process may run several."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        # The library's own look-up by labels takes a lock and rebuilds strings.
+        # The library's own look-up by labels takes a lock and builds strings at each call.
         self._child = cache(lambda family, *labels: _labelled(family, labels))
         prefix = "prfaas_gateway_"
 
@@ -90,28 +90,28 @@ class GatewayMetrics:
         )
 
     def watch(self, num_in_flight: Callable[[], int], num_settling: Callable[[], int]) -> None:
-        """Where a scrape gets the number of requests and of background tasks from."""
+        """Set the functions that count requests and background tasks for a scrape."""
         self._in_flight.set_function(num_in_flight)
         self._settling.set_function(num_settling)
 
     def rejected(self, code: str) -> None:
-        """A request refused before it was routed."""
+        """Count a request that was refused before it was routed."""
         self._rejected.labels(code).inc()
 
     def decided(self, decision: Decision) -> None:
-        """A route taken."""
+        """Count a route that was taken."""
         self._child(self._decisions, decision.route, decision.reason.value).inc()
 
     def retried(self, reason: str) -> None:
-        """A second try."""
+        """Count a second try."""
         self._retries.labels(reason).inc()
 
     def prefill_failed(self, target: str, code: str) -> None:
-        """A prefill leg that ended without KVCache."""
+        """Count a prefill leg that ended without KVCache."""
         self._prefill_failures.labels(target, code).inc()
 
     def looked_up(self, pd_cluster: str, shape: RequestShape) -> None:
-        """A prompt of which the directory was asked."""
+        """Count a prompt that was looked up in the directory."""
         self._query_tokens.inc(shape.num_prompt_tokens)
         cached: list[tuple[str, str, int]] = [
             ("local", pd_cluster, shape.local_cached_tokens),
@@ -122,17 +122,17 @@ class GatewayMetrics:
             self._child(self._cached_tokens, side, cluster).inc(num_tokens)
 
     def transferred(self, target: str, nbytes: int, saved_bytes: int) -> None:
-        """KVCache that arrived, and what was there before."""
+        """Count KVCache that arrived, and KVCache that was not sent."""
         self._transfer_bytes.labels(target).inc(nbytes)
         self._saved_bytes.labels(target).inc(saved_bytes)
 
     def predicted(self, route: str, predicted_s: float, measured_s: float) -> None:
-        """A stream's TTFT, as predicted when it was routed and as measured."""
+        """Compare a stream's TTFT with what was predicted when it was routed."""
         if measured_s > 0 and predicted_s < math.inf:
             self._child(self._error, route).observe(abs(predicted_s / measured_s - 1))
 
     def ended(self, record: RequestRecord) -> None:
-        """A request whose answer is over."""
+        """Count a request whose answer is over."""
         route = record.route or "none"
         self._child(
             self._requests, record.endpoint, route, record.outcome, str(record.status)
@@ -145,13 +145,13 @@ class GatewayMetrics:
             self._child(self._tokens, route).observe(record.num_prompt_tokens)
 
     def settled(self, record: RequestRecord) -> None:
-        """A request whose parts are all known."""
+        """Observe the TTFT parts of a request whose legs are over."""
         if record.first_route == "prefill_cluster":
             for part, seconds in record.parts.known().items():
                 self._parts.labels(record.route, part).observe(seconds)
 
     def render(self) -> bytes:
-        """The exposition text, with that of everything else in this process (cluster fronts)."""
+        """The exposition text, with the metrics of embedded cluster fronts."""
         return generate_latest(self.registry) + generate_latest(REGISTRY)
 
 

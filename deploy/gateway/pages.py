@@ -7,9 +7,11 @@ operators need an API key. Does not route or relay anything.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from typing import Final, TypeAlias, get_args
 
 import msgspec
@@ -39,7 +41,7 @@ from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import Services
 from deploy.gateway.serving.planning import NotRendered, judge
-from deploy.gateway.serving.records import RecordRing
+from deploy.gateway.serving.records import RequestRecord
 from scheduler.routing.decision import Reason
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -50,9 +52,11 @@ _MAX_LISTED: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageSources:
-    """Everything that pages show. `link_names` names the link to each prefill cluster; `services`
-    raises `ApiError` until the gateway has started.
+class Pages:
+    """The pages of one gateway, and everything that they show.
+
+    `link_names` names the link to each prefill cluster; `services` raises `ApiError` until the
+    gateway has started.
     """
 
     config: GatewayConfig
@@ -61,24 +65,17 @@ class PageSources:
     intake: Intake
     models: ServedModels
     metrics: GatewayMetrics
-    records: RecordRing
+    records: deque[RequestRecord]
     watcher: RegionWatcher
     background: Background
     scheduler: RegionScheduler
     admission: Admission
     long_term: LongTermService
-    roles: RolePages
+    role_pages: RolePages
     caches: RegionCaches | None
     links: RegionLinks | None
     link_names: Mapping[str, str]
     services: Callable[[], Services]
-
-
-class Pages:
-    """The pages of one gateway."""
-
-    def __init__(self, sources: PageSources) -> None:
-        self._from = sources
 
     def routes(self) -> Iterable[web.RouteDef]:
         """Every page, for the application's router."""
@@ -107,18 +104,18 @@ class Pages:
     async def _list_models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
         self._check_key(request)
-        return _json({"object": "list", "data": self._from.models.cards()})
+        return _json({"object": "list", "data": self.models.cards()})
 
     async def _show_model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{model}."""
         self._check_key(request)
-        return _json(self._from.models.card(request.match_info["model"]))
+        return _json(self.models.card(request.match_info["model"]))
 
     async def _health(self, _request: web.Request) -> web.Response:
         """GET /health: 200 when a request could be served."""
-        if self._from.limits.is_draining:
+        if self.limits.is_draining:
             return _json({"status": "draining"}, 503)
-        if not self._from.watcher.is_healthy():
+        if not self.watcher.is_healthy():
             return _json({"status": "no healthy engine"}, 503)
         return _json({"status": "ok"})
 
@@ -129,49 +126,50 @@ class Pages:
     async def _metrics(self, request: web.Request) -> web.Response:
         """GET /metrics."""
         self._check_operator(request)
-        body = self._from.metrics.render()
+        body = self.metrics.render()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def _requests(self, request: web.Request) -> object:
         """GET /prfaas/requests?limit=N: the latest records, newest first."""
-        return {"requests": self._from.records.latest(_limit(request, 100))}
+        return {"requests": list(islice(reversed(self.records), _limit(request, 100)))}
 
     async def _request(self, request: web.Request) -> object:
-        """GET /prfaas/requests/{id}."""
-        found = self._from.records.find(request.match_info["id"])
+        """GET /prfaas/requests/{id}: all records with this id, newest first."""
+        # There may be several: clients choose ids, and may use one again.
+        request_id = request.match_info["id"]
+        found = [record for record in reversed(self.records) if record.request_id == request_id]
         if not found:
             raise ApiError(404, "unknown_request", "No record of this request (any more).")
         return {"requests": found}
 
     async def _region(self, _request: web.Request) -> object:
         """GET /prfaas/region: what routing sees."""
-        sources = self._from
         return {
-            "threshold_tokens": sources.config.threshold_tokens,
-            "in_flight": sources.limits.num_in_flight,
-            "buffered_bytes": sources.limits.num_body_bytes,
-            "settling": len(sources.background),
-            "links": sources.link_names,
-            "thresholds": sources.scheduler.thresholds_now(),
-            "admission": sources.admission.overview(),
-            "pd": sources.watcher.pd_report(),
-            "prefill": sources.watcher.prefill_reports(),
+            "threshold_tokens": self.config.threshold_tokens,
+            "in_flight": self.limits.num_in_flight,
+            "buffered_bytes": self.limits.num_body_bytes,
+            "settling": len(self.background),
+            "links": self.link_names,
+            "thresholds": self.scheduler.thresholds_now(),
+            "admission": self.admission.overview(),
+            "pd": self.watcher.pd_report(),
+            "prefill": self.watcher.prefill_reports(),
         }
 
     async def _scheduling(self, _request: web.Request) -> object:
         """GET /prfaas/scheduling: what was learnt, and what routes rest on."""
-        return scheduling_overview(self._from.scheduler)
+        return scheduling_overview(self.scheduler)
 
     async def _plan(self, _request: web.Request) -> object:
-        """GET /prfaas/plan."""
-        return self._from.long_term.overview()
+        """GET /prfaas/plan: what the long-term loop decided last."""
+        return self.long_term.overview()
 
     async def _links(self, _request: web.Request) -> object:
-        """GET /prfaas/links."""
-        if self._from.links is None:
+        """GET /prfaas/links: the links, and the paths they are made of."""
+        if self.links is None:
             message = "This gateway was started without following its links."
             raise ApiError(404, "no_links", message)
-        return self._from.links.overview()
+        return self.links.overview()
 
     async def _caches(self, _request: web.Request) -> object:
         """GET /prfaas/cache: what every node holds, and what the directory knows of it."""
@@ -192,8 +190,8 @@ class Pages:
         """POST /prfaas/cache/explain: how a prompt would fare now. The body is that of a completion
         or a chat completion. An engine renders it, so it needs a key and room as these do.
         """
-        services = self._from.services()
-        async with self._from.intake.received(request) as exchange:
+        services = self.services()
+        async with self.intake.received(request) as exchange:
             self._needed_caches()
             try:
                 judged = await judge(services, exchange)
@@ -205,22 +203,22 @@ class Pages:
             return _json(explanation(model, judged.shape, judged.cached, decision))
 
     def _needed_caches(self) -> RegionCaches:
-        if self._from.caches is None:
+        if self.caches is None:
             message = "This gateway was started without a directory of what is cached."
             raise ApiError(404, "no_cache_directory", message)
-        return self._from.caches
+        return self.caches
 
     async def _roles(self, _request: web.Request) -> object:
         """GET /v1/pd_role."""
-        return await self._from.roles.overview()
+        return await self.role_pages.overview()
 
     async def _change_role(self, request: web.Request) -> web.Response:
         """POST /v1/pd_role."""
         # A change always needs an operator's key where there are keys, not only with protect_admin.
-        self._from.keys.check_operator(_authorization(request))
-        self._from.limits.check_accepting()
-        body = await self._from.limits.read_small(request)
-        status, role = await self._from.roles.change(body, request.query)
+        self.keys.check_operator(_authorization(request))
+        self.limits.check_accepting()
+        body = await self.limits.read_small(request)
+        status, role = await self.role_pages.change(body, request.query)
         return _json(role, status)
 
     def _for_operators(self, page: Page) -> Handler:
@@ -233,11 +231,11 @@ class Pages:
         return answer
 
     def _check_key(self, request: web.Request) -> None:
-        self._from.keys.check(_authorization(request))
+        self.keys.check(_authorization(request))
 
     def _check_operator(self, request: web.Request) -> None:
-        if self._from.config.protect_admin:
-            self._from.keys.check_operator(_authorization(request))
+        if self.config.protect_admin:
+            self.keys.check_operator(_authorization(request))
 
 
 def _limit(request: web.Request, default: int) -> int:

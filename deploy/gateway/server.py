@@ -1,7 +1,4 @@
-"""Runs a gateway's HTTP server until told to stop, then drains it.
-
-Does not know where the gateway's clusters come from, nor signals.
-"""
+"""Runs a gateway's HTTP server until it is told to stop, then drains it. Does not know signals."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 _KEEP_ALIVE_S: Final = 75.0
 _LAST_WORDS_S: Final = 0.5
 _LINGER_S: Final = 2.0
-"""A client that is refused while it still sends may go on for so long, to read the answer."""
+"""A client that is refused while it still sends has so long to read the answer."""
 
 
 async def serve_gateway(
@@ -29,8 +26,8 @@ async def serve_gateway(
 ) -> None:
     """Serve until `stop` is set: then refuse new requests, let the others end, close.
 
-    `on_ready` gets host and real port. Raises `OSError` when the address is not free. Cancelling
-    skips the drain; what requests hold is given back all the same.
+    `on_ready` gets the host and the port in use. Raises `OSError` if the address is not free.
+    Cancelling skips the drain; what requests hold is given back all the same.
     """
     runner = await start_server(gateway)
     try:
@@ -47,14 +44,14 @@ async def serve_gateway(
 
 
 async def start_server(gateway: Gateway) -> web.AppRunner:
-    """Bind and start; `cleanup()` of the result ends it, `addresses` are its sockets."""
+    """Bind and start. `addresses` of the result are its sockets, and `cleanup()` ends it."""
     runner = web.AppRunner(
         create_app(gateway),
-        # A client that goes away cancels its handler: that is what frees engines and landings.
+        # A client that goes away must cancel its handler, which frees its engine and landing.
         handler_cancellation=True,
         access_log=None,
         keepalive_timeout=_KEEP_ALIVE_S,
-        # Draining has been done before: what still runs is cut off.
+        # The drain is over by then: what still runs is cut off.
         shutdown_timeout=_LAST_WORDS_S,
         lingering_time=_LINGER_S,
     )

@@ -1,15 +1,14 @@
-"""What the region has cached of one prompt: its block keys, who holds them, what that spares whom.
+"""What the region has cached of one prompt: its block keys, who holds them, and what that saves.
 
-A prompt's keys are those of all full blocks before its last token, which is always computed where
-decoding happens. What is held is told by nodes; what a cluster is spared is what its best node
-holds, of the nodes whose engines could use it:
+A prompt has keys for all full blocks before its last token, which is always computed where decoding
+happens. A cluster saves what its best node holds, of the nodes whose engines could use it:
 
-    local       nodes of the PD cluster that decode: the longest prefix one of them can resume
+    local       nodes of the PD cluster that decode: the longest prefix that one of them can resume
     prefill     nodes of each prefill cluster: the same
     landing     nodes of the PD cluster that decode: leading blocks whose KV need not be sent
 
-Pure but for `prompt_keys`, which hashes long prompts in turns with what else is due. Does not know
-directories, routes or requests.
+All but `prompt_keys` is pure; that lets the event loop run while it hashes a long prompt. Does not
+know directories, routes or requests.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from scheduler.reports import ClusterReport, InstanceReport, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 
 _STEP_BLOCKS: Final = 256
-"""Their hashing takes less than half a millisecond."""
+"""Hashing this many blocks takes less than half a millisecond."""
 
 Nodes: TypeAlias = Mapping[str, str]
 
@@ -46,16 +45,16 @@ class PromptKeys:
 
     @property
     def joined(self) -> bytes:
-        """As node agents take them."""
+        """All keys in one string, as node agents take them; empty without blocks."""
         return join_keys((self.root, *self.blocks)) if self.blocks else b""
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlaces:
-    """The nodes that serve one model, by what they can do: name in the directory -> control
-    address of the node agent.
+    """The nodes that serve one model, by what they can do. `Nodes` maps a node's name in the
+    directory to the control address of its agent.
 
-    `model` None: none of them caches it, or nobody has said so yet.
+    `model` is None if no node caches the model, or none has said so yet.
     """
 
     pd_cluster: str = ""
@@ -67,7 +66,7 @@ class CachePlaces:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrompt:
-    """What is known to be cached of one prompt. The default: nothing, and no keys either."""
+    """What is known to be cached of one prompt; by default nothing."""
 
     keys: PromptKeys | None = None
     places: CachePlaces = CachePlaces()
@@ -75,22 +74,22 @@ class CachedPrompt:
 
     @property
     def block_keys(self) -> bytes:
-        """For the landing, b"" without a cache."""
+        """The keys for the landing; empty if nothing is cached for this model."""
         return self.keys.joined if self.keys is not None else b""
 
     @property
     def local_tokens(self) -> int:
-        """What the PD cluster is spared on its best node."""
+        """Tokens that the PD cluster need not compute on its best node."""
         return self._tokens(_most(self._at(self._pd, self.places.decode_nodes), _usable))
 
     @property
     def landing_tokens(self) -> int:
-        """What need not be sent to the decode node that holds most of it."""
+        """Tokens whose KV need not be sent to the decode node that holds most of it."""
         return self._tokens(_most(self._at(self._pd, self.places.decode_nodes), _kv))
 
     @property
     def prefill_tokens(self) -> dict[str, int]:
-        """What each prefill cluster is spared on its best node."""
+        """Tokens that each prefill cluster need not compute on its best node."""
         return {
             cluster: self._tokens(_most(self._at(cluster, nodes), _usable))
             for cluster, nodes in self.places.prefill_nodes.items()
@@ -114,7 +113,7 @@ class CachedPrompt:
         return target, places.prefill_nodes.get(target, _NONE)
 
     def computing_tokens(self, target: str) -> dict[str, int]:
-        """What agents of those nodes can resume, by control address."""
+        """Tokens that the nodes which compute for `target` can resume, by control address."""
         cluster, nodes = self.computing(target)
         return {
             nodes[item.node]: self._tokens(_usable(item))
@@ -124,11 +123,11 @@ class CachedPrompt:
 
     @property
     def longest_tokens(self) -> int:
-        """The longest prefix that any node of the region has in its arena or on its SSD."""
+        """Length of the longest prefix that any node has in its arena or on its SSD."""
         return self._tokens(max((item.pool.usable_blocks for item in self.coverage), default=0))
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """What a transfer is spared when the KV of these tokens is at the landing already."""
+        """Bytes that a transfer saves if the KV of these tokens is at the landing already."""
         model = self.places.model
         if model is None:
             return 0
@@ -136,7 +135,7 @@ class CachedPrompt:
         return per_block * num_tokens // model.block_tokens
 
     def shape(self, shape: RequestShape) -> RequestShape:
-        """`shape` with what is known here."""
+        """`shape` with the cached tokens that are known here."""
         if not self.coverage:
             return shape
         return replace(
@@ -165,8 +164,8 @@ class CachedPrompt:
 
 
 async def prompt_keys(model: CacheModel, token_ids: TokenIds, tenant: str) -> PromptKeys | None:
-    """The keys of a whole prompt's blocks, the last token left out; None when it has no full block.
-    The event loop does what else is due between every `_STEP_BLOCKS`.
+    """The keys of a whole prompt's blocks without the last token; None if it has no full block.
+    The event loop runs between every `_STEP_BLOCKS`.
     """
     prefix = token_ids[:-1]
     if len(prefix) < model.block_tokens:
@@ -190,7 +189,7 @@ def places_of(
     is_only_model: bool = False,
 ) -> CachePlaces:
     """Where prompts for `model` may be cached, by the latest reports. The PD cluster's engines say
-    how: those of a prefill cluster that cache it otherwise could not send it there either.
+    how it is cached: a prefill cluster that caches it otherwise could not send it there either.
 
     Unless it `is_only_model`, instances that do not say what they serve are left out: the name may
     be an adapter's, whose KVCache has other keys.
@@ -234,7 +233,7 @@ def _usable(item: NodeCoverage) -> int:
 
 
 def _kv(item: NodeCoverage) -> int:
-    # Memory of engines cannot be built on by a landing.
+    # A landing cannot build on what is only in an engine's own memory.
     return item.pool.kv_blocks
 
 

@@ -1,6 +1,6 @@
-"""API keys: whether an Authorization header names one of them, whose it is, and what it may do.
+"""API keys: checks an Authorization header, and tells the tenant and whether it is an operator.
 
-Keys are compared as digests in constant time, and every key is compared, so that timing tells
+Digests of keys are compared in constant time, and every key is compared, so that timing tells
 nothing about their number, length or content. Does not know which paths need a key.
 """
 
@@ -15,15 +15,15 @@ from deploy.gateway.errors import ApiError
 
 
 class KeyRing:
-    """The accepted API keys. Without keys everything is accepted."""
+    """The accepted API keys. Without keys every request is accepted."""
 
     def __init__(self, keys: Iterable[ApiKey], operators: Iterable[str] = ()) -> None:
-        """`operators`: tenants that may do what `check_operator` guards; none: all may."""
+        """`operators` are the tenants that pass `check_operator`. Without any, all tenants pass."""
         self._tenants = tuple((_digest(key.key.get_secret_value()), key.tenant) for key in keys)
         self._operators = frozenset(operators)
 
     def check(self, authorization: str | None) -> str:
-        """The tenant of "Bearer <one of the keys>"; "" when no keys are asked for.
+        """The tenant whose key the header "Bearer KEY" has; "" if there are no keys.
 
         Raises `ApiError` 401 for anything else.
         """
@@ -43,9 +43,7 @@ class KeyRing:
         return found
 
     def check_operator(self, authorization: str | None) -> None:
-        """Raises `ApiError`: 401 as `check` does, 403 for the key of a tenant that only asks for
-        completions.
-        """
+        """Raises `ApiError` 401 as `check` does, and 403 if the tenant is no operator."""
         tenant = self.check(authorization)
         if self._operators and tenant not in self._operators:
             message = f"The API key of {tenant} is not an operator's; use one that is."

@@ -1,9 +1,9 @@
-"""One request body: what routing must know of it, and the body an engine gets.
+"""One request body: what routing must know of it, and the body that an engine gets.
 
-The body is parsed for a handful of top-level fields and otherwise stays the client's own bytes.
-Field types are left to the engine, which coerces some and words its own errors: whatever looks
-unusual here is served whole by one engine. As in the engine's own parser the last of duplicate keys
-counts, so the parameters appended by `with_kv_transfer_params` win over anything before them.
+The body is parsed for a handful of top-level fields and otherwise stays the client's own bytes. The
+engine judges the types of fields: it coerces some and words its own errors. Whatever looks unusual
+here is served whole by one engine. As in the engine's own parser the last of duplicate keys counts,
+so the parameters that `with_kv_transfer_params` appends win over anything before them.
 
 Does not know routes, tokenizers or HTTP.
 """
@@ -29,11 +29,11 @@ _POSITION: Final = re.compile(r"\(byte (\d+)\)")
 _TEXT_PARTS: Final = frozenset({"text", "refusal", "thinking", "input_text", "output_text"})
 _ESCAPE: Final = rb"\u"
 _ESCAPED_MORE_BYTES: Final = 3
-"""JSON's six bytes for a character instead of the three of UTF-8 that most of them take."""
+"""An escape takes six bytes; most of the escaped characters take three in UTF-8."""
 
 
 class _Body(msgspec.Struct):
-    """The top-level fields of both endpoints that matter here, undecoded."""
+    """The top-level fields of both endpoints that routing needs, undecoded."""
 
     model: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
@@ -67,16 +67,16 @@ _part_decoder: Final = msgspec.json.Decoder(_Part)
 _str_decoder: Final = msgspec.json.Decoder(str)
 _int_decoder: Final = msgspec.json.Decoder(int)
 _PART_TYPE: Final = re.compile(rb'\{\s*"type"\s*:\s*"(\w+)"')
-"""Clients give the type first: no need to read megabytes of what follows."""
+"""Clients write the type first, so the megabytes that follow need not be parsed."""
 _IDS: Final = re.compile(rb"[\s\[]*\d")
 _NOTHING_LEARNT: Final = LengthEstimator()
 
 
 class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed request. `token_ids` are set when the client sent ids itself: no need to render.
+    """A parsed request. `token_ids` is set if the client sent ids, so that no rendering is needed.
 
-    Unless it is exact, the length in `shape` is what `content` makes before anything was learnt of
-    the model.
+    A length in `shape` that is not exact is estimated from `content`, without anything that was
+    learnt of the model.
     """
 
     kind: Kind
@@ -93,13 +93,13 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
 def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[InboundRequest]:
     """Read what routing needs, a long list of ids in short steps.
 
-    Raises `ApiError` 400 for what is not a JSON object, with the byte position, and for
-    kv_transfer_params sent by the client: those name memory on our nodes.
+    Raises `ApiError` 400 with the byte position for what is not a JSON object.
     """
     try:
         fields = _body_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _invalid_json(body, error) from None
+    # These parameters name memory on the region's nodes, so no client may send them.
     if _is_set(fields.kv_transfer_params):
         raise ApiError(
             400,
@@ -123,8 +123,8 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
 
 
 def kind_of(body: bytes) -> Kind:
-    """The endpoint that `body` is for: a chat has messages. What is no JSON object at all is left
-    for `parsing_request` to refuse.
+    """The endpoint that `body` is for: a chat has messages. `parsing_request` refuses a body that
+    is no JSON object.
     """
     try:
         fields = _body_decoder.decode(body)
@@ -148,7 +148,7 @@ def _shape(
     *,
     bound: int,
 ) -> RequestShape:
-    """`bound`: of the tokens if all is text, as a byte of it never becomes more than one."""
+    """`bound` limits the tokens if all is text: a byte never becomes more than one token."""
     at_most = None if content.media else _truncated(fields, bound)
     num_prompts, is_unusual = 1, False
     if kind == "completion" and token_ids is None:
@@ -170,20 +170,20 @@ def _shape(
 
 
 def _truncated(fields: _Body, bound: int) -> int:
-    """`bound`, or the length that the client lets the engine cut the prompt to."""
+    """The length to which the client lets the engine cut the prompt, at most `bound`."""
     most: int = _optional(_int_decoder, fields.truncate_prompt_tokens) or 0
     return min(bound, most) if most > 0 else bound
 
 
 def _content(kind: Kind, body: bytes, fields: _Body, token_ids: TokenIds | None) -> PromptContent:
-    """What the prompt is made of, media left out of the bytes of its text."""
+    """What the prompt is made of; the bytes of media do not count as text."""
     if token_ids is not None:
         return PromptContent(num_ids=len(token_ids))
     media: Counter[Media] = Counter()
     text_bytes = num_ids = 0
     if kind == "completion":
         if isinstance(fields.prompt, Raw) and _IDS.match(memoryview(fields.prompt)):
-            # Several prompts of ids, or ids that the engine will cut or refuse.
+            # Several prompts of ids, or ids that the engine will cut or refuse: count the commas.
             num_ids = bytes(fields.prompt).count(b",") + 1
         else:
             text_bytes = _num_bytes(fields.prompt)
@@ -193,7 +193,7 @@ def _content(kind: Kind, body: bytes, fields: _Body, token_ids: TokenIds | None)
         text_bytes = sum(map(_num_bytes, prompt)) - media_bytes
     if _is_set(fields.prompt_embeds):
         media[Media.EMBEDS] = _num_bytes(fields.prompt_embeds)
-    # Megabytes of media are not searched for what the text beside them has.
+    # Megabytes of media would have to be searched for the escapes of the text beside them.
     num_escapes = 0 if media else body.count(_ESCAPE)
     text_bytes = max(text_bytes // 2, text_bytes - _ESCAPED_MORE_BYTES * num_escapes)
     return PromptContent(text_bytes, num_ids, media)
@@ -212,7 +212,7 @@ def _client_token_ids(kind: Kind, fields: _Body) -> Steps[TokenIds | None]:
 
 
 def _count_prompts(prompt: Raw | UnsetType) -> tuple[int, bool]:
-    """How many prompts, and whether the field is something only the engine can judge."""
+    """The number of prompts, and whether the field is something that only the engine can judge."""
     if _starts_with(prompt, b'"'):
         return 1, False
     items = _optional(_items_decoder, prompt)
@@ -223,9 +223,7 @@ def _count_prompts(prompt: Raw | UnsetType) -> tuple[int, bool]:
 
 
 def _media_parts(messages: Raw | UnsetType) -> tuple[Counter[Media], int]:
-    """What messages hold besides text, and how many bytes that takes of them. What cannot be told
-    from media counts as an image.
-    """
+    """The media in messages, and how many bytes they take. What may be media counts as an image."""
     found: Counter[Media] = Counter()
     num_bytes = 0
     try:
@@ -237,7 +235,7 @@ def _media_parts(messages: Raw | UnsetType) -> tuple[Counter[Media], int]:
         if not _is_set(content) or _starts_with(content, b'"'):
             continue
         parts = _optional(_items_decoder, content)
-        # No string and no list is one part, of which only the engine can say what it is.
+        # Content that is neither a string nor a list counts as one part of unknown kind.
         for part in [content] if parts is None else parts:
             kind = Media.IMAGE if parts is None else _media_kind(part)
             if kind is not None:
@@ -247,7 +245,7 @@ def _media_parts(messages: Raw | UnsetType) -> tuple[Counter[Media], int]:
 
 
 def _media_kind(part: Raw | UnsetType) -> Media | None:
-    """What a part of a message's content holds; None for text."""
+    """The kind of media in a part of a message's content; None for text."""
     if _starts_with(part, b'"'):
         return None
     match = _PART_TYPE.match(memoryview(part)) if isinstance(part, Raw) else None

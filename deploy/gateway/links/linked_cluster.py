@@ -1,8 +1,8 @@
 """A prefill cluster behind a link with an address of its own.
 
-A landing names the address that its agent advertises. Senders of one cluster may have to connect
-to another one: the near end of a tunnel, or of an emulated link. Which is which is known to whoever
-joins clusters, so neither agents nor fronts have to.
+A landing names the address that its agent advertises. The senders of a prefill cluster may have to
+connect to another address: the near end of a tunnel or of an emulated link. Only the gateway maps
+one to the other; agents and fronts do not know.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transport import Endpoint
 
 
 class LinkedPrefillCluster:
-    """Passes everything to `cluster`, with landings at the addresses its senders can reach.
+    """Passes everything to `cluster`, with landings at the addresses that its senders can reach.
 
-    `endpoints`: advertised "host:port" -> "host:port" to connect to. Others stay as they are.
+    `endpoints` maps an advertised "host:port" to the one to connect to. Others stay as they are.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LinkedPrefillCluster:
         await self._cluster.start()
 
     async def submit(self, job: PrefillJob) -> PrefillResult:
-        """See `PrefillCluster.submit`."""
+        """Run a job; its landing gets the address to connect to. See `PrefillCluster.submit`."""
         landing = job.landing
         endpoint = self._endpoints.get(Endpoint(landing.host, landing.port))
         if endpoint is not None:
@@ -53,17 +53,17 @@ class LinkedPrefillCluster:
         return await self._cluster.submit(job)
 
     async def report(self) -> ClusterReport:
-        """See `PrefillCluster.report`."""
+        """The cluster's report. See `PrefillCluster.report`."""
         return await self._cluster.report()
 
     async def drain(self, instance: str) -> None:
-        """See `PrefillCluster.drain`."""
+        """Give an instance no new jobs. See `PrefillCluster.drain`."""
         await self._cluster.drain(instance)
 
     async def resume(self, instance: str) -> None:
-        """See `PrefillCluster.resume`."""
+        """Give an instance jobs again. See `PrefillCluster.resume`."""
         await self._cluster.resume(instance)
 
     async def close(self) -> None:
-        """See `PrefillCluster.close`."""
+        """Close the cluster. See `PrefillCluster.close`."""
         await self._cluster.close()

@@ -1,6 +1,6 @@
-"""Keeps the latest report of every cluster, so that routing needs no waiting.
+"""Keeps the latest report of every cluster, so that routing never waits for one.
 
-Reports that are too old count as none. Does not know requests, nor what reports are used for.
+A report that is too old counts as none. Does not know requests or what reports are used for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 @dataclass(slots=True)
 class _Latest:
-    """One source of reports and the last one it gave."""
+    """A source of reports, its last report, and when that was asked for."""
 
     source: Callable[[], Awaitable[ClusterReport]]
     report: ClusterReport | None = None
@@ -31,7 +31,7 @@ class _Latest:
 
 
 class RegionWatcher:
-    """Polls all clusters; `view` is what was seen last."""
+    """Polls all clusters and keeps their last reports."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RegionWatcher:
         on_report: Callable[[ClusterReport], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_report` is given every report; polling goes on when it has taken it."""
+        """`on_report` gets every report. A cluster is polled again only after it has returned."""
         self._config = config
         self._clock = clock
         self._on_report = on_report
@@ -54,7 +54,7 @@ class RegionWatcher:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Poll everything once, then go on in the background."""
+        """Poll every cluster once, then go on in the background."""
         sources = (self._pd, *self._prefill.values())
         await asyncio.gather(*(self._poll(source) for source in sources))
         self._tasks = [asyncio.create_task(self._keep_polling(source)) for source in sources]
@@ -66,11 +66,11 @@ class RegionWatcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def pd_report(self) -> ClusterReport | None:
-        """The PD cluster's last report, None when there is none or it is too old."""
+        """The PD cluster's last report; None if there is none, or if it is too old."""
         return self._fresh(self._pd)
 
     def prefill_reports(self) -> dict[str, ClusterReport | None]:
-        """The last report of every prefill cluster, None when there is none or it is too old."""
+        """The last report of every prefill cluster; None if there is none, or if it is too old."""
         return {name: self._fresh(latest) for name, latest in self._prefill.items()}
 
     def reports(self) -> list[ClusterReport | None]:
@@ -78,16 +78,16 @@ class RegionWatcher:
         return [self.pd_report(), *self.prefill_reports().values()]
 
     def is_healthy(self) -> bool:
-        """Whether a request could be served at all."""
+        """Whether the PD cluster can serve requests."""
         report = self.pd_report()
         return report is not None and report.healthy
 
     def reported_pd(self) -> Reported:
-        """The PD cluster's report and its time, on the clock given."""
+        """The PD cluster's report, and when it was asked for (on `clock`)."""
         return self._reported(self._pd_name, self._pd)
 
     def reported_prefill(self) -> list[Reported]:
-        """The same of every prefill cluster."""
+        """The same for every prefill cluster."""
         return [self._reported(name, latest) for name, latest in self._prefill.items()]
 
     def cache_places(self, model: str) -> CachePlaces:
@@ -106,7 +106,7 @@ class RegionWatcher:
 
     async def _poll(self, latest: _Latest) -> None:
         try:
-            # A report surely holds what was there when it was asked for, not what came meanwhile.
+            # The report counts from the time of the question: it may lack what came meanwhile.
             asked_s = self._clock()
             async with asyncio.timeout(self._config.timeouts.cluster_s):
                 latest.report = await latest.source()
@@ -114,7 +114,7 @@ class RegionWatcher:
             if self._on_report is not None:
                 await self._on_report(latest.report)
         except Exception as error:
-            # Whatever a front's client raises: no report is the answer, and it grows stale.
+            # Whatever a front's client raises, the last report stays and grows stale.
             logger.warning("no report from a cluster: %s", error or type(error).__name__)
 
     async def _keep_polling(self, latest: _Latest) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import aiohttp
@@ -26,44 +27,26 @@ _READ_BUFFER_BYTES: Final = 1 << 18
 _KEEP_ALIVE_S: Final = 4.0
 
 
+@dataclass(slots=True)
 class EngineAnswer:
     """An answer that has begun: `begun` is the whole body, or what has been read of a stream.
 
-    `response` is None once nothing more will come. `correction` is to be applied to the usage on
-    the way to the client; most answers have none.
+    A stream has a `gate`, and a `response` until nothing more will come. `correction` is to be
+    applied to the usage on the way to the client; most answers have none.
     """
 
-    __slots__ = (
-        "begun",
-        "correction",
-        "gate",
-        "headers",
-        "instance",
-        "is_stream",
-        "response",
-        "status",
-    )
+    instance: str
+    status: int
+    headers: Mapping[str, str]
+    begun: bytes
+    gate: EventGate | None = None
+    response: aiohttp.ClientResponse | None = None
+    correction: Correction | None = None
 
-    def __init__(
-        self,
-        instance: str,
-        response: aiohttp.ClientResponse,
-        begun: bytes,
-        *,
-        gate: EventGate | None = None,
-        status: int = 0,
-    ) -> None:
-        self.instance = instance
-        self.status = status or response.status
-        # An error taken out of a stream is a JSON body, whatever the engine's headers said.
-        self.headers: Mapping[str, str] = (
-            {"Content-Type": JSON_TYPE} if status else response.headers
-        )
-        self.begun = begun
-        self.gate = gate
-        self.is_stream = gate is not None
-        self.response = response if gate is not None else None
-        self.correction: Correction | None = None
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is a stream of events; otherwise the body is whole."""
+        return self.gate is not None
 
     def close(self) -> None:
         """Cut the connection if the answer is not over; the engine then aborts its request."""
@@ -142,7 +125,7 @@ class EngineHttpClient:
         is_stream = response.status == 200 and response.content_type == EVENT_STREAM
         if not is_stream:
             body = await self._read_whole(instance, response)
-            return EngineAnswer(instance, response, body)
+            return EngineAnswer(instance, response.status, response.headers, body)
         gate = EventGate()
         begun = b""
         # Comments alone (keep-alive) are no answer.
@@ -155,8 +138,11 @@ class EngineHttpClient:
             # An error instead of the first token. Nothing has been sent to the client yet, so it
             # can still get a status and an error body.
             response.close()
-            return EngineAnswer(instance, response, error[1], status=error[0])
-        return EngineAnswer(instance, response, begun, gate=gate)
+            status, body = error
+            return EngineAnswer(instance, status, {"Content-Type": JSON_TYPE}, body)
+        return EngineAnswer(
+            instance, response.status, response.headers, begun, gate=gate, response=response
+        )
 
     async def _read_whole(self, instance: str, response: aiohttp.ClientResponse) -> bytes:
         body = bytearray()

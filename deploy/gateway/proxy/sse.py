@@ -1,8 +1,8 @@
-"""Server-sent events looked at from outside: where they end, and whether the answer is complete.
+"""Splits a stream of server-sent events into whole events, and tells whether it is complete.
 
-Bytes go in, bytes that may be forwarded come out, the same ones in the same order. Only whole
-events are let through, so that an engine which dies inside one leaves no fragment behind that an
-error event would have to be glued to. Does not parse events and knows no sockets.
+Bytes go in, and the same bytes come out in the same order once they may be forwarded. Only whole
+events are let through: when an engine dies inside an event, the client gets no fragment before the
+error event. Does not parse events and knows no sockets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from typing import Final
 
 MAX_PENDING_BYTES: Final = 16 << 20
-"""An unfinished event longer than this is forwarded as it comes."""
+"""Forward an unfinished event that is longer than this."""
 
 _DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\](?:\n\n|\r\n\r\n|\r\r)\Z")
 _DONE_WINDOW_BYTES: Final = 24
@@ -20,7 +20,7 @@ _FIRST_DATA: Final = re.compile(rb"(?:\A|[\r\n])data:[ ]?")
 
 
 class EventGate:
-    """Lets whole events through and remembers whether the last one said that the answer is done."""
+    """Lets whole events through and remembers whether the last one was `data: [DONE]`."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
@@ -29,7 +29,7 @@ class EventGate:
         self.is_done = False
         """The stream so far ends with `data: [DONE]`: the answer is whole."""
         self.num_events = 0
-        """Whole ones that were let through, comments and the end mark included."""
+        """Whole events that were let through, comments and the end mark included."""
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes that may be forwarded after `chunk`; empty while an event is unfinished."""
@@ -48,16 +48,16 @@ class EventGate:
         return self._passed(whole)
 
     def rest(self) -> bytes:
-        """What is left of an event that never ended; to be forwarded only after a clean end."""
+        """The bytes of an event that never ended. Forward them only after a clean end."""
         rest = bytes(self._pending)
         self._pending.clear()
         return rest
 
     def last_data(self) -> bytes:
-        """What follows `data:` in the last event before the end mark, where a stream that is done
-        gives its usage; empty when there is none, or it is longer than `_LAST_BYTES`.
+        """What follows `data:` in the last event before the end mark, which has the usage. Empty if
+        there is no such event, or if it is longer than `_LAST_BYTES`.
         """
-        # The end mark often comes by itself.
+        # The end mark often comes in a chunk of its own, so the chunk before is needed, too.
         *_, last, _ = [b"", b"", *(self._before + self._latest)[-_LAST_BYTES:].split(b"data:")]
         return last.strip()
 
@@ -70,7 +70,7 @@ class EventGate:
 
 
 def first_data(events: bytes) -> bytes | None:
-    """What follows the first `data:` of `events`, None when there are only comments so far."""
+    """What follows the first `data:` of `events`; None if there are only comments so far."""
     match = _FIRST_DATA.search(events)
     return events[match.end() :] if match else None
 
@@ -81,7 +81,7 @@ def error_event(error_body: bytes) -> bytes:
 
 
 def _last_boundary(data: bytearray, start: int) -> int:
-    """Index after the last blank line found from `start` on, 0 when there is none."""
+    """Index after the last blank line from `start` on, 0 if there is none."""
     return max(
         _after(data.rfind(b"\n\n", start), 2),
         _after(data.rfind(b"\r\n\r\n", start), 4),

@@ -1,4 +1,4 @@
-"""Carries an answer that has begun from an engine to the client, byte for byte but for its usage.
+"""Carries a stream from an engine to the client, byte for byte but for its usage.
 
 A stream that ends without `data: [DONE]` never looks whole: the client gets an SSE error event and
 then a broken connection instead of the end of the body. Does not know routes or records.
@@ -39,16 +39,16 @@ _NOT_FORWARDED: Final = frozenset(
 )
 """Hop-by-hop headers (RFC 9110, 7.6.1) and those the gateway sets itself."""
 
-End = Literal["whole", "engine_lost", "client_gone"]
+StreamOutcome = Literal["ok", "engine_lost", "client_gone"]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """How a stream ended, how many bytes and events of it went to the client, and the JSON of its
-    last event when it is whole.
+    """How a stream ended, and how many bytes and events of it went to the client. `last_data` is
+    the JSON of its last event if the stream is whole.
     """
 
-    end: End
+    outcome: StreamOutcome
     nbytes: int
     error: str = ""
     num_events: int = 0
@@ -60,7 +60,7 @@ class ClientGone(Exception):
 
 
 def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """The engine's response headers a client may see."""
+    """The headers of an engine's response that the client gets."""
     return {key: value for key, value in headers.items() if key.lower() not in _NOT_FORWARDED}
 
 
@@ -101,12 +101,10 @@ async def relay_stream(
             await _break_off(answer.instance, request, client, error)
             return StreamEnd("engine_lost", watch.nbytes, error, gate.num_events)
         if not error:
-            # What follows the end mark without a blank line is noise, but it is the engine's.
+            # Bytes after the end mark without a blank line are forwarded as well.
             await _write(client, gate.rest())
             answer.response = None
-        return StreamEnd(
-            "whole", watch.nbytes, num_events=gate.num_events, last_data=gate.last_data()
-        )
+        return StreamEnd("ok", watch.nbytes, num_events=gate.num_events, last_data=gate.last_data())
     except ClientGone as gone:
         return StreamEnd("client_gone", watch.nbytes, str(gone), gate.num_events)
     finally:
@@ -115,10 +113,10 @@ async def relay_stream(
 
 
 class _StallWatch:
-    """Cuts off a client that takes nothing for `stall_s` while something waits for it.
+    """Cuts off a client that takes nothing for `stall_s` while bytes wait for it.
 
-    One timer a stream instead of a timeout a write: a stream has thousands of writes. The client
-    is noticed after one to two times `stall_s`; its handler is then cancelled.
+    A stream has one timer instead of a timeout for each of its thousands of writes. It notices the
+    client after one to two times `stall_s`; the handler is cancelled then.
     """
 
     def __init__(self, request: web.Request, stall_s: float) -> None:
@@ -138,7 +136,7 @@ class _StallWatch:
         if transport is None:
             return
         if self._seen_bytes == self.nbytes and self._request.protocol.writing_paused:
-            logger.info("a client read nothing for %g s: cut off", self._stall_s)
+            logger.info("cut off a client that read nothing for %g s", self._stall_s)
             transport.abort()
             return
         self._seen_bytes = self.nbytes
@@ -146,7 +144,7 @@ class _StallWatch:
 
 
 async def _write(client: web.StreamResponse, data: bytes) -> None:
-    # aiohttp names a lost client like a lost engine; tell them apart where it is known.
+    # aiohttp raises the same errors for a lost client as for a lost engine.
     try:
         await client.write(data)
     except (aiohttp.ClientError, OSError) as error:
@@ -156,7 +154,9 @@ async def _write(client: web.StreamResponse, data: bytes) -> None:
 async def _break_off(
     instance: str, request: web.Request, client: web.StreamResponse, error: str
 ) -> None:
-    """Tell the client that the answer is not whole, and end the connection, not the body."""
+    """Tell the client that the answer is not whole, and close the connection without ending the
+    body.
+    """
     logger.warning("engine %s broke off a stream: %s", instance, error)
     body = ApiError(502, "engine_lost", "The engine broke off while answering.").body()
     transport = request.transport
@@ -165,5 +165,5 @@ async def _break_off(
     try:
         await _write(client, error_event(body))
     finally:
-        # close() sends what is buffered, but never the mark that would end the body.
+        # close() sends what is buffered, but not the mark that would end the body.
         transport.close()

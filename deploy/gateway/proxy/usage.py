@@ -1,8 +1,8 @@
-"""`usage.prompt_tokens_details.cached_tokens` of an answer: where it is, and how it is corrected.
+"""Finds and corrects `usage.prompt_tokens_details.cached_tokens` in an engine's answer.
 
-A decode engine counts what a transfer brought as cached. Nobody had cached that: it was computed
-elsewhere for this very request. Only the number's own bytes change; everything around it stays as
-the engine wrote it. Does not know how many tokens were cached where they were computed.
+A decode engine counts the tokens that a transfer brought as cached, although another engine
+computed them for this very request. Only the bytes of the number change; all others stay as the
+engine wrote them. Does not know how many tokens the prefill engine found cached.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ class CachedTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """For the answer of an engine that was given a landing of `num_landed` tokens.
+    """Corrects the answer of an engine that was given a landing of `num_landed` tokens.
 
-    `cached` waits for what was cached where they were computed; None: the engine did it after all.
+    `cached` waits for the number of tokens that the prefill engine found cached. It returns None if
+    the decode engine computed the prompt itself.
     """
 
     num_landed: int
     cached: Callable[[], Awaitable[int | None]]
 
     async def apply(self, data: bytes, places: Iterable[CachedTokens]) -> bytes:
-        """`data` with the right number at `places`, where it is wrong."""
-        # An engine that did not take the landing reports less: what its own cache held.
+        """`data` with the right number at those `places` where it is wrong."""
+        # An engine that did not take the landing reports less, the tokens in its own cache.
         wrong = [place for place in places if place.num_tokens >= self.num_landed]
         if not wrong or (num_tokens := await self.cached()) is None:
             return data
@@ -65,19 +66,19 @@ class Correction:
 
 
 def in_answer(body: bytes) -> list[CachedTokens]:
-    """The number of a whole answer, a JSON object; none when it has none."""
+    """The number in a whole answer (a JSON object); empty if it has none."""
     return list(_found(body, 0, len(body))) if _MARK in body else []
 
 
 def in_events(events: bytes) -> list[CachedTokens]:
-    """The numbers of whole server-sent events, in order; mostly the last chunk has the only one."""
+    """The numbers in whole server-sent events, in order. Mostly only the last chunk has one."""
     if _MARK not in events:
         return []
     return [item for event in _EVENT.finditer(events) for item in _found(events, *event.span(1))]
 
 
 def replaced(data: bytes, places: Iterable[CachedTokens], num_tokens: int) -> bytes:
-    """`data` with `num_tokens` at each of these places, which were found in it in order."""
+    """`data` with `num_tokens` at each of these places, which must be in order."""
     parts, begun = [], 0
     for place in places:
         parts += [data[begun : place.start], b"%d" % num_tokens]
@@ -86,7 +87,7 @@ def replaced(data: bytes, places: Iterable[CachedTokens], num_tokens: int) -> by
 
 
 def _found(data: bytes, start: int, end: int) -> Iterator[CachedTokens]:
-    """In the JSON object `data[start:end]`, going down one member at a time."""
+    """The number in the JSON object `data[start:end]`, searched one level at a time."""
     for name, decoder in _LEVELS:
         try:
             value = getattr(decoder.decode(memoryview(data)[start:end]), name)
@@ -103,11 +104,11 @@ def _found(data: bytes, start: int, end: int) -> Iterator[CachedTokens]:
 
 
 def _position(data: bytes, start: int, end: int, name: bytes, value: bytes) -> int:
-    """Where the member's value begins, -1 when it cannot be told.
+    """The index at which the member's value begins, -1 if it is not found.
 
-    A decoder says what a value is and not where it stands. Inside a string quotes are escaped, so
-    the name in quotes, a colon and these very bytes are the member, or one that is spelled alike
-    further in; vLLM writes usage behind the choices, so the last one is it.
+    A decoder tells the value of a member, but not its position. Inside a string quotes are escaped,
+    so the name in quotes, a colon and the bytes of the value can only be this member or a nested
+    one of the same name. vLLM writes usage behind the choices, so the last match is the member.
     """
     pattern = re.compile(rb'"%s"[ \t\r\n]*:[ \t\r\n]*' % re.escape(name))
     found = [match.end() for match in pattern.finditer(data, start, end)]

@@ -1,7 +1,7 @@
-"""Tasks that outlive the request which started them: giving memory back, settling records.
+"""Tasks that outlive the request that started them: they give memory back and settle records.
 
-Every task is owned here until it ends, so that none is lost to garbage collection and a shutdown
-can wait for all of them. Does not know what they do.
+`Background` owns every task until it ends, so that none is lost to garbage collection and a
+shutdown can wait for all of them. Does not know what they do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Owner of background tasks of one event loop."""
+    """Owns the background tasks of one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -26,10 +26,10 @@ class Background:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run `work` as a task; a failure nobody awaits is logged."""
+        """Run `work` as a task. A failure is logged, since nobody may await it."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._done)
         return task
 
     async def drain(self, timeout_s: float) -> None:
@@ -45,7 +45,7 @@ class Background:
             task.cancel()
         await asyncio.gather(*leftover, return_exceptions=True)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.debug("%s ended with %r", task.get_name(), error)

@@ -1,4 +1,4 @@
-"""What happened to each request: a record that fills up, and a bounded ring of the latest ones.
+"""What happened to a request: a record that fills up.
 
 Only `serving.exchange` fills records. Does not know HTTP. Time is an argument.
 """
@@ -6,8 +6,7 @@ Only `serving.exchange` fills records. Does not know HTTP. Time is an argument.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -202,28 +201,3 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             parts.load_and_first_step_s = rest_s
         else:
             parts.load_and_decode_s = rest_s
-
-
-class RecordRing:
-    """The latest `capacity` records."""
-
-    def __init__(self, capacity: int) -> None:
-        self._records: deque[RequestRecord] = deque(maxlen=capacity)
-
-    def append(self, record: RequestRecord) -> None:
-        """Keep `record`, which may still change."""
-        self._records.append(record)
-
-    def latest(self, limit: int) -> list[RequestRecord]:
-        """Up to `limit` records, newest first."""
-        return [record for record, _ in zip(self, range(limit), strict=False)]
-
-    def find(self, request_id: str) -> list[RequestRecord]:
-        """All records with this id, newest first; clients may reuse ids."""
-        return [record for record in self if record.request_id == request_id]
-
-    def __iter__(self) -> Iterator[RequestRecord]:
-        return reversed(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)

@@ -24,7 +24,7 @@ from deploy.gateway.errors import (
     is_openai_error,
 )
 from deploy.gateway.proxy.engine import EngineAnswer
-from deploy.gateway.proxy.stream import End, forwarded_headers, relay_stream
+from deploy.gateway.proxy.stream import forwarded_headers, relay_stream
 from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.scheduling.feedback import Usage, usage_of
 from deploy.gateway.serving.exchange import Exchange, Services
@@ -37,11 +37,6 @@ from scheduler.routing.short_term import RouteDecision
 logger = logging.getLogger("prfaas.deploy.gateway")
 
 _WORTH_A_SECOND_TRY: Final = frozenset({500, 502, 503, 504})
-_OUTCOME_OF_END: Final[dict[End, Outcome]] = {
-    "whole": "ok",
-    "engine_lost": "engine_lost",
-    "client_gone": "client_gone",
-}
 
 
 class Serving:
@@ -269,7 +264,7 @@ class Serving:
             return response
         usage = usage_of(end.last_data)
         record.ended(
-            _OUTCOME_OF_END[end.end],
+            end.outcome,
             error=end.error,
             nbytes=end.nbytes,
             # Without usage: an event is a token, and the end mark is one more.

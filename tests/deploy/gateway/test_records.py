@@ -1,11 +1,11 @@
-"""Records of requests, the ring that keeps them, the metrics made of them."""
+"""Records of requests, and the metrics made of them."""
 
 from typing import Any
 
 import pytest
 
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.serving.records import RecordRing, RequestRecord
+from deploy.gateway.serving.records import RequestRecord
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason
 
@@ -61,17 +61,6 @@ def test_the_first_route_stays_visible() -> None:
         "local",
         "prefill_failed",
     )
-
-
-def test_the_ring_forgets_the_oldest() -> None:
-    ring = RecordRing(2)
-    for name in ("a", "b", "b"):
-        ring.append(record(name))
-    assert len(ring) == 2
-    assert [item.request_id for item in ring.latest(5)] == ["b", "b"]
-    assert len(ring.latest(1)) == 1
-    assert ring.find("a") == []
-    assert len(ring.find("b")) == 2
 
 
 def test_metrics_know_every_ending() -> None:

@@ -78,9 +78,9 @@ class Whole:
 
     async def record(self) -> Any:
         async with asyncio.timeout(10):
-            while not (latest := self.gateway.records.latest(1)) or not latest[0].is_settled:
+            while not (latest := self.gateway.records) or not latest[-1].is_settled:
                 await asyncio.sleep(0.01)
-        return latest[0]
+        return latest[-1]
 
 
 def spec(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:
