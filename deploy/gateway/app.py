@@ -77,10 +77,10 @@ class Gateway:
         self._limits = Limits(config)
         self._models = ServedModels(config.models)
         self._intake = Intake(
-            self._keys,
-            self._limits,
-            self._models,
-            self.metrics,
+            keys=self._keys,
+            limits=self._limits,
+            models=self._models,
+            metrics=self.metrics,
             template_tokens=config.template_tokens,
         )
         self._watcher = RegionWatcher(config, pd, prefill_clusters, on_report=self._note_nodes)

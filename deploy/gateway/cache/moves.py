@@ -38,18 +38,12 @@ MoveName = tuple[bytes, NodeName]
 """The last key of the prefix, and the node to which it goes."""
 
 STATUS_TIMEOUT_S: Final = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveSettings:
-    """A request waits for a move that takes less than `margin` times the computation that it
-    saves, and at most `max_wait_s`. A move must save `min_saved_tokens` or more.
-    """
-
-    margin: float = 0.5
-    max_wait_s: float = 10.0
-    min_saved_tokens: int = 1024
-    max_moves: int = 8
+MAX_WAIT_S: Final = 10.0
+"""A request waits for a move for at most so long."""
+MIN_SAVED_TOKENS: Final = 1024
+"""A move that saves fewer tokens is not made."""
+MAX_MOVES: Final = 8
+"""At most so many moves are under way at a time."""
 
 
 class MoveMetrics:
@@ -102,14 +96,12 @@ class CacheMoves:
         background: Background,
         metrics: MoveMetrics,
         *,
-        settings: MoveSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`targets` gives the control address of each node's agent as it is now. `open_agent`
         makes a client of the agent at such an address, to be closed here.
         """
         self.metrics = metrics
-        self.settings = settings or MoveSettings()
         self._targets = targets
         self._open_agent = open_agent
         self._background = background
@@ -154,8 +146,7 @@ class CacheMoves:
                 link_bytes_per_s=self._link_rates[link].per_s(now_s),
                 rtt_s=self._rtts.get(link, 0.0),
             ),
-            margin=self.settings.margin,
-            max_wait_s=self.settings.max_wait_s,
+            max_wait_s=MAX_WAIT_S,
         )
         self.metrics.decisions.labels(verdict.reason.value).inc()
         logger.debug("moving %s -> %s: %s", found.source, found.destination, verdict)
@@ -170,7 +161,7 @@ class CacheMoves:
         if task is None:
             return None
         # A move that takes too long goes on without the request: a later one can use it.
-        done, _ = await asyncio.wait({task}, timeout=self.settings.max_wait_s)
+        done, _ = await asyncio.wait({task}, timeout=MAX_WAIT_S)
         if not done or task.cancelled() or task.exception() is not None:
             return None
         return self._targets().get(found.destination)
@@ -187,7 +178,7 @@ class CacheMoves:
         best_here = max((item.usable_blocks for item in here.values()), default=0)
         model = cached.keys.model
         saved_tokens = (num_blocks - best_here) * model.block_tokens
-        if saved_tokens < self.settings.min_saved_tokens:
+        if saved_tokens < MIN_SAVED_TOKENS:
             return None
         # The node that has the most of it needs the fewest bytes.
         node = max(sorted(nodes), key=lambda name: _kv_blocks(here.get(name)))
@@ -244,7 +235,7 @@ class CacheMoves:
         name = prefix.blocks[-1], destination
         if name not in self._moving:
             known = self._targets()
-            if len(self._moving) >= self.settings.max_moves:
+            if len(self._moving) >= MAX_MOVES:
                 return None
             if source not in known or destination not in known:
                 return None

@@ -2,7 +2,7 @@
 
 `scheduler.routing.cache_moves.plan_replication` makes the plan; this module has the clock, the
 directory and the moves. No request waits for a copy, so a failed copy is only logged and tried
-again after `retry_s`.
+again after `RETRY_S`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, PromptKeys
@@ -37,24 +36,18 @@ from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
+INTERVAL_S: Final = 5.0
+RETRY_S: Final = 60.0
+"""A copy that failed is not tried again for so long."""
+BYTES_PER_S: Final = 100e6
+BURST_BYTES: Final = 20e9
+"""Copies may use `BYTES_PER_S` of the links; unused bytes add up to `BURST_BYTES`."""
+LIMITS: Final = ReplicationLimits()
 MAX_CONSIDERED: Final = 32
 """A plan looks at this many prefixes, the hottest ones."""
 MAX_REPLICAS: Final = 256
 """This many copies are remembered, the latest ones; only a remembered copy can be dropped."""
 MAX_MODELS: Final = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementSettings:
-    """Copies may use `bytes_per_s` of the links; unused bytes add up to `burst_bytes`. A copy that
-    failed is not tried again for `retry_s`.
-    """
-
-    interval_s: float = 5.0
-    retry_s: float = 60.0
-    bytes_per_s: float = 100e6
-    burst_bytes: float = 20e9
-    limits: ReplicationLimits = field(default_factory=ReplicationLimits)
 
 
 class PrefixPlacement:
@@ -68,16 +61,14 @@ class PrefixPlacement:
         directory: DirectoryReader,
         loads: Callable[[], Sequence[NodeLoad]],
         *,
-        settings: PlacementSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings = settings or PlacementSettings()
         self.moves = moves
         self._directory = directory
         self._loads = loads
         self._clock = clock
         self._demand = DemandTracker()
-        self._budget = ByteBudget(self.settings.bytes_per_s, self.settings.burst_bytes)
+        self._budget = ByteBudget(BYTES_PER_S, BURST_BYTES)
         self._models: dict[str, CacheModel] = {}
         self._barred_until_s: dict[tuple[bytes, tuple[str, str]], float] = {}
         self._replicas: dict[tuple[bytes, tuple[str, str]], CachedPrefix] = {}
@@ -120,7 +111,7 @@ class PrefixPlacement:
             barred=self._barred_until_s.keys(),
             replicas=[(prefix, node) for (_, node), prefix in self._replicas.items()],
         )
-        plan = plan_replication(hot, self._loads(), state, self.settings.limits)
+        plan = plan_replication(hot, self._loads(), state, LIMITS)
         for replicate in plan.replicate:
             self._replicate(replicate)
         for demote in plan.demote:
@@ -132,7 +123,7 @@ class PrefixPlacement:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self.settings.interval_s)
+            await asyncio.sleep(INTERVAL_S)
             try:
                 await self.step()
             except Exception:
@@ -159,13 +150,13 @@ class PrefixPlacement:
         """Forget the cold copies that their nodes have evicted, so that they are not looked up for
         ever.
         """
-        limits, moving = self.settings.limits, self.moves.moving
+        moving = self.moves.moving
         looked_up = {item.demand.prefix.key: item for item in hot}
         for name, prefix in list(self._replicas.items()):
             item = looked_up.get(prefix.key)
             if item is None or name in moving:
                 continue
-            is_cold = item.demand.per_s < limits.keep_share * limits.min_per_s
+            is_cold = item.demand.per_s < LIMITS.keep_share * LIMITS.min_per_s
             if is_cold and item.usable_blocks.get(name[1], 0) < prefix.num_blocks:
                 del self._replicas[name]
 
@@ -186,7 +177,7 @@ class PrefixPlacement:
     def _copied(self, name: tuple[bytes, NodeName], task: asyncio.Task[CacheMoveResult]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._replicas.pop(name, None)
-            self._barred_until_s[name] = self._clock() + self.settings.retry_s
+            self._barred_until_s[name] = self._clock() + RETRY_S
 
     async def _demote(self, order: Demote) -> None:
         node = NodeName(order.cluster, order.node)

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -85,24 +86,17 @@ class ServedModels:
         return [self.card(name) for name in self._models]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """Takes the requests for completions of one gateway in."""
+    """Takes the requests for completions of one gateway in. A chat template may add
+    `template_tokens` tokens to a prompt.
+    """
 
-    def __init__(
-        self,
-        keys: KeyRing,
-        limits: Limits,
-        models: ServedModels,
-        metrics: GatewayMetrics,
-        *,
-        template_tokens: int,
-    ) -> None:
-        """`template_tokens` is how many tokens a chat template may add to a prompt."""
-        self._keys = keys
-        self._limits = limits
-        self._models = models
-        self._metrics = metrics
-        self._template_tokens = template_tokens
+    keys: KeyRing
+    limits: Limits
+    models: ServedModels
+    metrics: GatewayMetrics
+    template_tokens: int
 
     @asynccontextmanager
     async def received(
@@ -113,18 +107,18 @@ class Intake:
         With `kind` None the body tells the endpoint. Raises `ApiError`.
         """
         started_s = time.monotonic()
-        tenant = self._keys.check(request.headers.get("Authorization"))
-        async with self._limits.received(request) as accepted:
+        tenant = self.keys.check(request.headers.get("Authorization"))
+        async with self.limits.received(request) as accepted:
             kind = kind or kind_of(accepted.body)
             inbound = await in_turns(
-                parsing_request(kind, accepted.body, template_tokens=self._template_tokens)
+                parsing_request(kind, accepted.body, template_tokens=self.template_tokens)
             )
             # What is learnt of a model must not depend on whether clients bother to name it.
-            inbound = msgspec.structs.replace(inbound, model=self._models.resolve(inbound.model))
+            inbound = msgspec.structs.replace(inbound, model=self.models.resolve(inbound.model))
             headers = engine_headers(request.headers, inbound)
             record = _new_record(inbound, headers, tenant)
             record.parts.read_s = time.monotonic() - started_s
-            exchange = Exchange(inbound, headers, record, self._metrics, started_s)
+            exchange = Exchange(inbound, headers, record, self.metrics, started_s)
             try:
                 yield exchange
             finally:

@@ -80,30 +80,18 @@ class Limits:
         self._retry_after = RetryAfter(
             config.retry_after_s, config.scheduling.admission.max_retry_s
         )
-        self._num_in_flight = 0
-        self._num_body_bytes = 0
-        self._is_draining = False
+        self.num_in_flight = 0
+        """Requests being served right now."""
+        self.num_body_bytes = 0
+        """Bytes of the bodies of all requests in flight, those still arriving included."""
+        self.is_draining = False
+        """Whether new requests are refused."""
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def num_in_flight(self) -> int:
-        """Requests being served right now."""
-        return self._num_in_flight
-
-    @property
-    def num_body_bytes(self) -> int:
-        """Bytes of the bodies of all requests in flight, those still arriving included."""
-        return self._num_body_bytes
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether no more requests are let in."""
-        return self._is_draining
-
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; those in flight go on."""
-        self._is_draining = True
+        self.is_draining = True
 
     async def wait_idle(self) -> None:
         """Wait until no request is in flight."""
@@ -111,7 +99,7 @@ class Limits:
 
     def check_accepting(self) -> None:
         """Raises `ApiError` 503 once the gateway drains."""
-        if self._is_draining:
+        if self.is_draining:
             raise ApiError(503, "shutting_down", "The gateway is shutting down.", retry_after_s=5)
 
     @asynccontextmanager
@@ -123,7 +111,7 @@ class Limits:
         """
         self._let_in(request)
         accepted, started_s = AcceptedBody(), time.monotonic()
-        self._num_in_flight += 1
+        self.num_in_flight += 1
         self._idle.clear()
         try:
             accepted.body = await self._read(request, self._config.max_body_bytes, accepted)
@@ -131,9 +119,9 @@ class Limits:
         finally:
             if accepted.is_served:
                 self._retry_after.ended(time.monotonic() - started_s)
-            self._num_body_bytes -= accepted.nbytes
-            self._num_in_flight -= 1
-            if not self._num_in_flight:
+            self.num_body_bytes -= accepted.nbytes
+            self.num_in_flight -= 1
+            if not self.num_in_flight:
                 self._idle.set()
 
     async def read_small(self, request: web.Request) -> bytes:
@@ -174,7 +162,7 @@ class Limits:
     def _charge(self, accepted: AcceptedBody, nbytes: int) -> None:
         """Count bytes that have arrived. Raises `ApiError` 429 if all bodies take too much now."""
         accepted.nbytes += nbytes
-        self._num_body_bytes += nbytes
+        self.num_body_bytes += nbytes
         self._check_memory(0)
 
     def _let_in(self, request: web.Request) -> None:
@@ -185,25 +173,25 @@ class Limits:
         nbytes = request.content_length or 0
         if nbytes > self._config.max_body_bytes:
             raise _too_large(self._config.max_body_bytes, "max_body_bytes")
-        if self._num_in_flight >= self._config.max_in_flight:
+        if self.num_in_flight >= self._config.max_in_flight:
             message = (
-                f"{self._num_in_flight} requests are being served, which is the limit here "
+                f"{self.num_in_flight} requests are being served, which is the limit here "
                 "(max_in_flight)."
             )
-            raise self._too_many(message, 1 / self._num_in_flight)
+            raise self._too_many(message, 1 / self.num_in_flight)
         self._check_memory(nbytes)
 
     def _check_memory(self, nbytes: int) -> None:
         """Raises `ApiError` 429 if `nbytes` more must not be buffered."""
         limit = self._config.max_buffered_bytes
-        too_many_bytes = self._num_body_bytes + nbytes - limit
+        too_many_bytes = self.num_body_bytes + nbytes - limit
         if too_many_bytes <= 0:
             return
         message = (
             f"The bodies of the requests being served take all the memory set apart for them, "
             f"{limit} bytes (max_buffered_bytes)."
         )
-        raise self._too_many(message, too_many_bytes / self._num_body_bytes)
+        raise self._too_many(message, too_many_bytes / self.num_body_bytes)
 
     def _too_many(self, message: str, share: float) -> ApiError:
         retry_after_s = self._retry_after.refused(share, time.monotonic())

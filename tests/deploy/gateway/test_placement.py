@@ -7,8 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PromptKeys
-from deploy.gateway.cache.moves import CacheMoves, MoveMetrics, MoveSettings
-from deploy.gateway.cache.placement import PlacementSettings, PrefixPlacement, node_loads
+from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
+from deploy.gateway.cache.placement import PrefixPlacement, node_loads
 from deploy.gateway.serving.background import Background
 from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
 from kvmanager.agent.client import AgentClient, CacheMoveOrder
@@ -109,13 +109,13 @@ def world() -> World:
 
 
 @pytest.fixture
-async def moves(world: World) -> AsyncIterator[CacheMoves]:
+async def moves(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[CacheMoves]:
+    monkeypatch.setattr("deploy.gateway.cache.moves.MAX_WAIT_S", 0.2)
     moves = CacheMoves(
         lambda: TARGETS,
         lambda target: FakeControl(target, world),
         Background(),
         MoveMetrics(CollectorRegistry()),
-        settings=MoveSettings(max_wait_s=0.2),
         clock=world.clock,
     )
     yield moves
@@ -228,13 +228,19 @@ class TestPlacement:
 
     @pytest.fixture
     async def placement(
-        self, world: World, moves: CacheMoves, directory: FakeDirectory
+        self,
+        world: World,
+        moves: CacheMoves,
+        directory: FakeDirectory,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> AsyncIterator[PrefixPlacement]:
         def loads() -> list[NodeLoad]:
             return [NodeLoad(cluster="pd", node=node, load=1.0) for node in ("a", "b")]
 
-        settings = PlacementSettings(interval_s=0.01, limits=ReplicationLimits(min_per_s=0.01))
-        one = PrefixPlacement(moves, directory, loads, settings=settings, clock=world.clock)
+        monkeypatch.setattr("deploy.gateway.cache.placement.INTERVAL_S", 0.01)
+        limits = ReplicationLimits(min_per_s=0.01)
+        monkeypatch.setattr("deploy.gateway.cache.placement.LIMITS", limits)
+        one = PrefixPlacement(moves, directory, loads, clock=world.clock)
         yield one
         await one.close()
 
