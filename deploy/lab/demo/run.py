@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from rich.console import Console
 from rich.markup import escape
 
@@ -27,6 +26,7 @@ from deploy.lab.demo.scenario import DemoRequest, demo_requests
 from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS
 from deploy.lab.demo.verdict import Row, judge, judge_shares
+from deploy.ops.client import ask
 from deploy.region.launch.launcher import RegionStartFailed, RunningRegion
 from deploy.region.launch.progress import progress_view
 from prfaas.engines.errors import EngineStartFailed
@@ -80,6 +80,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         console.print(f"logs are in {options.work_dir / 'logs'}", soft_wrap=True)
     for item in left:
         console.print(f"[red]left behind:[/] {item}")
+    # Interrupted: there is nothing to judge, only something to clean up.
     if rows is None:
         console.print("interrupted; " + ("see above" if left else "nothing is left behind"))
         return 130
@@ -157,14 +158,13 @@ async def _settled_records(url: str, answers: dict[str, Answer]) -> dict[str, di
     """The gateway's records by request id, once both legs of each request are over."""
     wanted = {answer.request_id for answer in answers.values()}
     records: dict[str, dict[str, Any]] = {}
-    async with aiohttp.ClientSession() as session:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                while not all(records.get(i, {}).get("is_settled") for i in wanted):
-                    async with session.get(f"{url}/prfaas/requests?limit=200") as response:
-                        listed = (await response.json())["requests"]
-                    records = {record["request_id"]: record for record in listed}
-                    await asyncio.sleep(0.1)
+    path, kind = "/prfaas/requests?limit=200", dict[str, list[dict[str, Any]]]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            while not all(records.get(i, {}).get("is_settled") for i in wanted):
+                answer = await asyncio.to_thread(ask, url, path, kind)
+                records = {record["request_id"]: record for record in answer["requests"]}
+                await asyncio.sleep(0.1)
     return records
 
 
