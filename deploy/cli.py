@@ -132,6 +132,7 @@ def main() -> None:
 def _load(name: str, entry: _Entry) -> Any:
     target: typer.Typer | Callable[..., Any]
     target = getattr(importlib.import_module(entry.module), entry.attribute)
+    # A command without subcommands is a function; typer makes an app of it.
     if not isinstance(target, typer.Typer):
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(name)(target)

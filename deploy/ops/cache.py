@@ -156,6 +156,7 @@ def request_body(path: Path, *, model: str, is_chat: bool) -> bytes:
     if request is None:
         message = [{"role": "user", "content": text}]
         request = {"messages": message} if is_chat else {"prompt": text}
+    # An object that is no request is more likely a mistake than a prompt.
     elif not request.keys() & {"prompt", "messages"}:
         raise WrongPrompt(f"{path} is a JSON object without prompt and messages")
     if model:
@@ -167,6 +168,7 @@ def _request_in(text: str) -> dict[str, Any] | None:
     """The JSON object that `text` is, if it is one; prompts may hold any other JSON."""
     try:
         value = json.loads(text) if text.lstrip().startswith("{") else None
+    # A prompt may begin with a brace and still be text.
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -224,6 +226,7 @@ def _node_cells(node: NodeCacheStatus) -> list[str]:
     known = node.directory
     age = "" if known is None else format_age(known.age_s) + ("" if known.complete else ", partly")
     cache = node.cache
+    # No prefix cache, or no answer: only the age of the directory's view is known.
     if cache is None:
         return ["", "", "", "", "", "", "", age]
     return [

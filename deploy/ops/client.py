@@ -44,6 +44,7 @@ def find_gateway(
         return gateway
     roots = [run_dir] if run_dir else known_runs(default_base(environ))
     states = [read_state(root) for root in roots]
+    # A run directory outlives a launcher that was killed.
     found = {
         state.region: state.gateway_url for state in states if state and state.launcher_lives()
     }

@@ -57,6 +57,7 @@ def find_records(url: str, request_id: str, *, key: str = "") -> list[RequestRec
     except client.CannotAsk as error:
         if error.status != 404:
             raise
+    # The gateway forgets old records: name ids that it still knows.
     newest = _records(url, f"?limit={_NUM_NEWEST}", key)
     raise client.CannotAsk(f"{url} has no record of {request_id}; {_known(newest)}", 404)
 

@@ -116,6 +116,7 @@ def ttft_error(record: RequestRecord) -> float | None:
     """Predicted / measured TTFT - 1; None if the two cannot be compared."""
     if record.predicted_ttft_s is None or not record.ttft_s:
         return None
+    # An answer in one piece shows no first token; a retry took a route that was not predicted.
     if not (record.is_stream and record.status == 200 and went_as_routed(record)):
         return None
     return record.predicted_ttft_s / record.ttft_s - 1
@@ -233,6 +234,7 @@ def _parts_table(record: RequestRecord) -> Table:
     headings = [f"{side}\n(taken)" if side == taken else f"{side}\n" for side in _SIDES]
     table = new_table("", numbers=(*headings, "measured\n", "error\n"))
     table.title = "time to first token, s"
+    # What was predicted of one route says nothing about the times of another.
     compared = record.predictions.get(taken, {}) if went_as_routed(record) else {}
     for title, predicted, part in _ROWS:
         measured = getattr(record.parts, part) if part else None

@@ -98,6 +98,7 @@ def _show(
 ) -> None:
     console = Console()
     shown = overview(look(), with_paths=with_paths)
+    # A file or a pipe takes the table once, not at every refresh.
     if once or not console.is_terminal:
         console.print(shown)
         return
@@ -146,6 +147,7 @@ def sparkline(steps: Sequence[LinkStep]) -> str:
 
     def bar(step: LinkStep) -> str:
         share = step.achieved_bytes_per_s / most if most > 0 else 0.0
+        # A dot, so that an idle link does not look like a slow one.
         if share < 0.005:
             return "·"
         return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
@@ -157,6 +159,7 @@ def _links_table(links: Sequence[LinkNow]) -> Table:
     table = new_table("link", "state", numbers=("now", "available", "seen", "used", "rtt", "loss"))
     table.add_column("lately", no_wrap=True)
     for link in links:
+        # Nobody reports about it: its last condition may be any by now.
         is_known = link.age_s is not None
         table.add_row(
             title(link),
@@ -209,6 +212,7 @@ def _available(link: LinkNow) -> str:
 def _rtt(link: LinkNow) -> str:
     if not link.rtt_s:
         return ""
+    # Less than a millisecond of queue is noise.
     if link.queueing_delay_s < 1e-3:
         return _ms(link.rtt_s)
     return f"{_ms(max(0.0, link.rtt_s - link.queueing_delay_s))}+{_ms(link.queueing_delay_s)}"

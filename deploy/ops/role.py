@@ -93,6 +93,7 @@ def set_command(
         order["expected_epoch"] = epoch
     url = client.find_gateway(gateway, run_dir)
     now = client.ask(url, _PATH, InstanceRole, key=api_key, body=json.dumps(order).encode())
+    # The gateway converts on its own; waiting only watches.
     if wait:
         try:
             now = _waited(url, api_key, now, role)
@@ -106,6 +107,7 @@ def set_command(
 
 def _waited(url: str, api_key: str, now: InstanceRole, wanted: NewRole) -> InstanceRole:
     """The instance once its change is over; exits with status 1 when it kept its role."""
+    # The role changes first; work comes once the instance is ready for it.
     while now.role != wanted or now.phase != "ready":
         overview = _overview(url, api_key)
         now = next((item for item in overview.instances if item.instance == now.instance), now)

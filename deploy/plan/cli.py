@@ -98,6 +98,7 @@ def solve_command(
     from scheduler.planning.route_search import NoRouteError
 
     spec, region = plan_input.spec, plan_input.region
+    # Before the search and the simulation, which take a while.
     if plot is not None:
         _check_plot(plot)
     if search and not is_pair(region):

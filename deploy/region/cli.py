@@ -62,6 +62,7 @@ def up_command(
         fail(str(error), 2)
     except OSError as error:
         fail(str(error), 1)
+    # Interrupted while starting, which is neither success nor an error of the region.
     if not started:
         raise typer.Exit(128 + signal.SIGINT)
 

@@ -63,6 +63,7 @@ def search_routes(
         divisions = _divisions_near(region, relaxed.num_prefill)
     found = [program.solve(division) for division in divisions]
     best = max(plan.system_rps for plan in found)
+    # The solver's last digits must not choose between equal divisions.
     return next(plan for plan in found if plan.system_rps >= best * (1 - _ROUNDING))
 
 
@@ -78,6 +79,7 @@ def _divisions_near(region: Region, relaxed: Mapping[str, float]) -> list[dict[s
     return [
         dict(zip(sizes, map(float, division), strict=True))
         for division in itertools.product(*every)
+        # Some PD cluster must keep an instance that decodes.
         if any(n < size for n, size in zip(division, sizes.values(), strict=True))
     ]
 
@@ -129,6 +131,7 @@ class _Program:
             method="highs",
         )
         shape = (len(self._routes), self._num_classes)
+        # This division leaves no instance for something that every prompt needs.
         if result.status != 0:
             nothing = Assignment(self._classes, self._routes, np.zeros(shape))
             return RouteSearch(nothing, dict(division or {}), 0.0)

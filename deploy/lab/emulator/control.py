@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -167,6 +166,7 @@ class RelayProcess(RelayControl):
     def stop(self) -> None:
         """Stop it; nothing is left. May be called twice."""
         if self._process is not None:
+            # On SIGTERM it closes its connections; one that hangs is killed.
             self._process.terminate()
             try:
                 self._process.wait(2.0)
@@ -183,12 +183,7 @@ class RelayProcess(RelayControl):
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 
@@ -209,6 +204,7 @@ def _first_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
         if not select.select([fd], [], [], left_s)[0]:
             break
         data = os.read(fd, 4096)
+        # It has exited; its log says why.
         if not data:
             return b""
         line += data

@@ -159,6 +159,7 @@ class Pipe:
         nbytes = self.src.receive_into(space)
         if not nbytes:
             self.queue.filled(0)
+            # None: there is nothing to read now; 0: the source has ended.
             if nbytes == 0:
                 self._end_of_stream(now_s)
             return 0
@@ -176,6 +177,7 @@ class Pipe:
             return 0
         self.damaged = True
         self.ended = nbytes == 0
+        # Counted as entered, so that faults planned at a byte count still strike.
         self.direction.admit(now_s, nbytes)
         self.direction.swallowed_bytes += nbytes
         return nbytes

@@ -252,6 +252,7 @@ class ProfiledEngine:
             )
         text = _error_text(await response.read())
         hint = ""
+        # Any HTTP server answers; only an engine has these pages.
         if response.status == 404 and path in ("/metrics", "/v1/models"):
             hint = "; --url takes the base URL of a vLLM engine, such as http://127.0.0.1:8000"
         raise ProfilingError(f"{self.url}{path}: HTTP {response.status}: {text}{hint}")

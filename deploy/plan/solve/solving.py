@@ -72,6 +72,7 @@ def solve(
             "nothing can be served: a PD cluster without a prefill cluster needs 2 instances, one "
             "to prefill and one to decode (or `instances: shared`)"
         )
+    # The paper's formulas are for one pair of clusters.
     paper_plan = best_plan(region, Mode.PAPER, whole=whole) if is_pair(region) else plan
     loads = study_load(plan, LOADS, num_requests=num_requests, seed=seed)
     capacity_rps = plan.system_rps(Mode.EXACT)
@@ -367,6 +368,7 @@ def sweep(
         there = today.changed(point)
         plan = best_plan(there, Mode.EXACT, whole=whole)
         rps = plan.system_rps(Mode.EXACT)
+        # Today's division may name instances that this point does not have.
         frozen = (
             None if "pd_instances" in point else plan_of_today.kept_in(there).system_rps(Mode.EXACT)
         )

@@ -45,10 +45,12 @@ def print_case_study(
         headings = ("paper\nprints", "here,\npaper mode", "difference", "here,\nexact mode")
         table = new_table("", numbers=headings, title=titles[key])
         for name, label, digits in _CASE_ROWS:
+            # A deployment without such instances has no row for them.
             if found[name] is None or (name.startswith("num_") and not found[name]):
                 continue
             theirs = printed[key].get(name)
             off = "-" if theirs is None else f"{found[name] / theirs - 1:+.1%}"
+            # Equal to the last digit, where +0.0% would only mean close.
             if theirs is not None and found[name] == theirs:
                 off = "0"
             table.add_row(

@@ -47,6 +47,7 @@ def find_pair(
     sender: str, receiver: str, run_dir: Path | None, base: Path, region: str | None
 ) -> Pair:
     """Raises UnknownAgent, RunDirectoryError."""
+    # Two addresses need no region: the agents may be on any hosts.
     if is_address(sender) and is_address(receiver):
         return Pair(AgentPlace(sender, sender), AgentPlace(receiver, receiver), None, None)
     state = _running(run_dir, base, region)
@@ -84,6 +85,7 @@ def _places(spec: RegionSpec, state: RegionState) -> dict[str, AgentPlace]:
     for cluster in spec.clusters:
         for node in cluster.nodes:
             place = AgentPlace(node.name, state.agents[node.name], cluster, node)
+            # A cluster stands for its first node.
             places.setdefault(cluster.name, place)
             places |= {instance.name: place for instance in node.instances}
     return places | {place.name: place for place in list(places.values())}
@@ -100,6 +102,7 @@ def _find(name: str, places: dict[str, AgentPlace]) -> AgentPlace:
 
 def _via(spec: RegionSpec, sender: AgentPlace, receiver: AgentPlace) -> Endpoint | None:
     """What KVCache from that cluster to that node connects to: a tunnel or an emulated link."""
+    # An agent outside the region is reached where it advertises itself.
     if sender.cluster is None or receiver.node is None or receiver.cluster is None:
         return None
     for link in spec.links:

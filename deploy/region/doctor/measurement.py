@@ -85,6 +85,7 @@ def summarise(run: ProbeRun) -> Measurement:
     first, last = samples[0], samples[-1]
     link = _link(last)
     rates = [_rate(before, after) for before, after in pairwise(samples)]
+    # An interval in which a host stood still must not move the result.
     rate = median(rates)
     if not rate:
         raise CannotMeasure(
@@ -188,6 +189,7 @@ class _Sums:
         earlier = {item.number: item.info for item in _link(before).connections}
         for item in _link(after).connections:
             old, new = earlier.get(item.number), item.info
+            # A connection that sent nothing measured nothing new.
             if old is None or new.sent_bytes == old.sent_bytes:
                 continue
             self.rtts_s.append(new.rtt_s)

@@ -53,6 +53,7 @@ async def region_status(state: RegionState) -> RegionStatus:
     """Ask everything at once; at most a few seconds."""
     lives = state.launcher_lives()
     tls = _tls(state) if lives else None
+    # The agents of a dead launcher are gone; asking them would only take time.
     agents = await asyncio.gather(
         *(_agent(control, tls) for control in (state.agents.values() if lives else ()))
     )
