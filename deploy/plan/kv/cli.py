@@ -91,7 +91,7 @@ def kv_command(
 
     from deploy.plan.kv.report import length_rows
 
-    rows = length_rows(model, counts, times_s, gpus / gpus_per_instance or None)
+    rows = length_rows(model, counts, times_s, num_gpus=gpus, gpus_per_instance=gpus_per_instance)
     ends.show(model, rows, verification)
     if verification is not None and not verification.ok:
         raise typer.Exit(1)

@@ -1,8 +1,7 @@
 """What `prfaas plan kv` says: sizes by kind of layer and by prompt length, and what a link carries.
 
-Pure; knows neither files nor terminals. Phi_kv(l) = S_kv(l) / T_prefill(l) is the paper's KV
-throughput of one instance (equation 1), N/P times it the egress of N GPUs in instances of P GPUs
-that prefill without a pause (equation 2).
+Pure; knows neither files nor terminals. The throughput of an instance and the egress of a cluster
+are equations 1 and 2 of the paper.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 from kvmanager.config_files.units import GBIT_PER_S
 from kvmanager.hf_config import LayerKv, ModelKv
 from kvmanager.layout import KVKind
+from scheduler.planning.throughput import cluster_egress_bytes_per_s, kv_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,22 @@ def length_rows(
     model: ModelKv,
     lengths: Sequence[int],
     prefill_s: Sequence[float] = (),
-    num_instances: float | None = None,
+    *,
+    num_gpus: int = 0,
+    gpus_per_instance: int = 8,
 ) -> list[LengthRow]:
-    """One row for each length; `prefill_s` is empty or as long as `lengths`."""
+    """One row for each length; `prefill_s` is empty or as long as `lengths`. Without GPUs no egress
+    is worked out.
+    """
     rows = []
     for index, num_tokens in enumerate(lengths):
         kv_bytes = model.bytes_for(num_tokens)
-        time_s = prefill_s[index] if prefill_s else None
-        rate = None if time_s is None else kv_bytes / time_s / GBIT_PER_S
-        egress = None if rate is None or num_instances is None else rate * num_instances
+        time_s = rate = egress = None
+        if prefill_s:
+            time_s = prefill_s[index]
+            rate = float(kv_bytes_per_s(kv_bytes, time_s)) / GBIT_PER_S
+            sent = cluster_egress_bytes_per_s(num_gpus, gpus_per_instance, kv_bytes, time_s)
+            egress = float(sent) / GBIT_PER_S if num_gpus else None
         rows.append(
             LengthRow(
                 num_tokens=num_tokens,
