@@ -27,11 +27,12 @@ from deploy.gateway.intake.limits import Limits
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.pages import Handler, Pages
+from deploy.gateway.pages import Handler, Pages, program_version
 from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.long_term import LongTermService, LongTermSources, PlanMetrics
+from deploy.gateway.scheduling.recorder import Recorder
 from deploy.gateway.scheduling.role_pages import RolePages
 from deploy.gateway.scheduling.roles import RoleKeeper
 from deploy.gateway.scheduling.scheduler import RegionScheduler, live_settings
@@ -85,8 +86,12 @@ class Gateway:
         )
         self._watcher = RegionWatcher(config, pd, prefill_clusters, on_report=self._note_nodes)
         self.scheduler = self._build_scheduler()
+        self._recorder = self._build_recorder()
         self.admission = Admission(
-            config.scheduling.admission, self.metrics.registry, self.scheduler.ask
+            config.scheduling.admission,
+            self.metrics.registry,
+            self.scheduler.ask,
+            hide=str if self._recorder is None else self._recorder.hide,
         )
         self.roles = RoleKeeper(
             pd,
@@ -102,6 +107,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Open the connection pool and take the first reports."""
+        if self._recorder is not None:
+            self.scheduler.record(self._recorder)
         self._services = self._build_services()
         if self._services.placement is not None:
             self._services.placement.start()
@@ -144,6 +151,8 @@ class Gateway:
             await self._region_links.close()
         if self._services is not None:
             await self._services.engines.close()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     def routes(self) -> Iterable[web.RouteDef]:
         """Every endpoint, for the application's router."""
@@ -177,6 +186,17 @@ class Gateway:
         collector = SchedulingCollector(scheduler, None if links is None else links.links)
         self.metrics.registry.register(collector)
         return scheduler
+
+    def _build_recorder(self) -> Recorder | None:
+        config = self.config
+        if config.recorder is None:
+            return None
+        return Recorder(
+            config.recorder,
+            self.metrics.registry,
+            version=program_version(),
+            named=config.scheduling.admission.tenants.keys(),
+        )
 
     def _build_long_term(self) -> LongTermService:
         sources = LongTermSources(

@@ -143,6 +143,18 @@ class DirectoryConfig(Section):
         return self
 
 
+class RecorderSection(Section):
+    """The flight recorder: writes what scheduling is told and what it decides, but no prompt.
+
+    `prfaas simulate --recording` takes the same decisions again.
+    """
+
+    dir: Path
+    """Directory of the files; it is made if it is missing."""
+    keep: Annotated[Bytes, Field(ge=64 << 20)] = 1 << 30
+    """Disk that they take at most, a number or such as 1GiB: the oldest go first."""
+
+
 class GatewaySection(Section):
     """What a region's file says of a gateway, too."""
 
@@ -162,6 +174,8 @@ class GatewaySection(Section):
     """Who follows what is cached where."""
     scheduling: SchedulingConfig = SchedulingConfig()
     """How requests are routed, queued and refused, and roles changed."""
+    recorder: RecorderSection | None = None
+    """Records scheduling to files. Left out: nothing is recorded."""
 
 
 class GatewayConfig(GatewaySection):

@@ -121,7 +121,7 @@ class Pages:
 
     async def _version(self, _request: web.Request) -> web.Response:
         """GET /version."""
-        return _json({"version": _own_version()})
+        return _json({"version": program_version()})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         """GET /metrics."""
@@ -266,7 +266,8 @@ def _json(value: object, status: int = 200) -> web.Response:
     )
 
 
-def _own_version() -> str:
+def program_version() -> str:
+    """Of the installed package; "unknown" for a source tree that is not installed."""
     try:
         return version("prfaas")
     except PackageNotFoundError:

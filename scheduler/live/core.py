@@ -77,6 +77,20 @@ class LiveScheduler:
         """What `event` is answered at `now_s`."""
         return event.apply(self, now_s)
 
+    def reconfigure(self, settings: LiveSettings) -> None:
+        """Go on with other settings for the same clusters. What was learnt and planned stays, but
+        t where the settings name another one.
+        """
+        before, plans = self.settings, self.thresholds.base_tokens()
+        self.settings = settings
+        self.thresholds = Thresholds(
+            settings.prefill_clusters, settings.threshold_tokens, settings.threshold
+        )
+        if settings.threshold_tokens == before.threshold_tokens:
+            for cluster, tokens in plans.items():
+                self.thresholds.set_base(cluster, tokens)
+        self.tenants.set_limits(settings.default_tenant, settings.tenants)
+
     def knowledge(self, model: str) -> ModelKnowledge:
         """What was learnt of a served model."""
         found = self._knowledge.get(model)

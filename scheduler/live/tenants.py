@@ -86,6 +86,10 @@ class TenantLedger:
         """Tenants that are remembered."""
         return len(self._accounts)
 
+    def set_limits(self, default: TenantLimit, limits: Mapping[str, TenantLimit]) -> None:
+        """Other limits from now on; what is in flight stays."""
+        self._default, self._limits = default, dict(limits)
+
     def in_flight(self, tenant: str) -> tuple[int, int]:
         """(requests, tokens) of a tenant."""
         account = self._accounts.get(tenant)

@@ -7,6 +7,9 @@ have too few KV blocks for several long answers at once.
 """
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -31,6 +34,7 @@ from engine_region import (
     running,
 )
 
+from deploy.gateway.config import RecorderSection
 from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.regions import pd_cluster_alone
 from deploy.lab.demo.scenario import DemoRequest
@@ -52,6 +56,18 @@ PREEMPTED_TOKENS = 1200
 NUM_PREEMPTED = 4
 """Two for each decode engine, and no more than the prefill engine takes at a time."""
 LONG_ANSWER = {"max_tokens": 320, "ignore_eos": True}
+
+
+def assert_it_is_decided_again(recording: Path) -> None:
+    """Every decision of this module, preempted requests and changed roles included."""
+    words = [sys.executable, "-m", "deploy.cli", "simulate", "--recording", str(recording)]
+    told = subprocess.run([*words, "--json"], capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
+    found = json.loads(told.stdout)
+    assert found["differences"] == []
+    assert found["is_complete"]
+    asked = sum(row["recorded"] for row in found["outcomes"] if row["decision"] == "RouteAsked")
+    assert found["decisions"] > asked > 10, found
 
 
 class Load:
@@ -96,9 +112,13 @@ class Load:
 async def region(
     models_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RunningRegion]:
-    spec = _spec(model_dir(models_dir, WINDOW))
+    spec, recording = _spec(model_dir(models_dir, WINDOW)), tmp_path_factory.mktemp("flight")
+    recorder = RecorderSection(dir=recording)
+    gateway = spec.gateway.model_copy(update={"recorder": recorder})
+    spec = spec.model_copy(update={"gateway": gateway})
     async with running(spec, tmp_path_factory.mktemp("r")) as started:
         yield started
+    await asyncio.to_thread(assert_it_is_decided_again, recording)
 
 
 async def test_preempted_requests_are_computed_again(region: RunningRegion) -> None:

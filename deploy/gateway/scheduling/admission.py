@@ -87,8 +87,15 @@ class Admission:
     """One for each gateway. Single-threaded; `decide` is the live scheduler's."""
 
     def __init__(
-        self, config: AdmissionSection, registry: CollectorRegistry, decide: Decides
+        self,
+        config: AdmissionSection,
+        registry: CollectorRegistry,
+        decide: Decides,
+        *,
+        hide: Callable[[str], str] = str,
     ) -> None:
+        """`hide` gives the name that the live scheduler knows a tenant by."""
+        self._hide = hide
         self._policy = config.policy
         self._decide = decide
         self._num_asked = 0
@@ -108,7 +115,7 @@ class Admission:
         """
         self._num_asked += 1
         number = self._num_asked
-        judged = self._decide(AdmitAsked(number, tenant, model, num_tokens, predicted))
+        judged = self._decide(AdmitAsked(number, self._hide(tenant), model, num_tokens, predicted))
         verdict = judged.verdict
         self._metrics.judged(verdict, judged.decode_load)
         if not verdict.admitted:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Protocol, TypeVar
 
 from deploy.gateway.config import GatewayConfig
+from deploy.gateway.scheduling.recorder import Recorder, without_texts
 from netmon.region_link import LinkView
 from scheduler.live.core import Event, LinkPair, LiveScheduler
 from scheduler.live.events import (
@@ -57,12 +58,19 @@ class RegionScheduler:
         self.live = LiveScheduler(settings)
         self.clock = clock
         self._reports = reports
+        self._heard: dict[str, Reported] = {}
+        self._recorder: Recorder | None = None
         self._link = link
         self._pairs = [
             pair
             for name in settings.prefill_clusters
             for pair in ((name, settings.pd), (settings.pd, name))
         ]
+
+    def record(self, recorder: Recorder) -> None:
+        """Have every event from now on written down. Raises OSError."""
+        recorder.start(self.live)
+        self._recorder = recorder
 
     def tell(self, event: Event[R]) -> R:
         """Hand an event over; what it is answered now."""
@@ -127,9 +135,11 @@ class RegionScheduler:
     def _hear(self, now_s: float) -> None:
         """Hand over what has changed since the last question."""
         for found in self.reports():
-            known = self.live.reports[found.name]
-            if found.report is not known.report or found.at_s != known.at_s:
-                self._take(ReportHeard(found.name, found.report, found.at_s), now_s)
+            known = self._heard.get(found.name)
+            if known is None or found.report is not known.report or found.at_s != known.at_s:
+                self._heard[found.name] = found
+                report = found.report if self._recorder is None else without_texts(found.report)
+                self._take(ReportHeard(found.name, report, found.at_s), now_s)
         if self._link is None:
             return
         for source, target in self._pairs:
@@ -138,7 +148,10 @@ class RegionScheduler:
                 self._take(LinkHeard(source, target, view), now_s)
 
     def _take(self, event: Event[R], now_s: float) -> R:
-        return self.live.take(event, now_s)
+        answer = self.live.take(event, now_s)
+        if self._recorder is not None:
+            self._recorder.note(self.live, event, answer, now_s)
+        return answer
 
 
 def live_settings(

@@ -5,6 +5,7 @@ Reads files and prints; what is slow to import is imported by the command that n
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ prfaas simulate example > simulation.yaml     a file to start from
 prfaas simulate simulation.yaml               with the policy that it names
 prfaas simulate simulation.yaml --compare     with several policies, side by side
 prfaas simulate study congestion              a ready-made question with goals
+prfaas simulate --recording DIR               what a gateway recorded, decided again
 
 The same code decides as in a running region: routing, thresholds, queues, admission, conversions.
 The same file and seed give the same result.
@@ -34,7 +36,10 @@ class _FileGroup(TyperGroup):
     """Takes a file where a command could be: `simulate FILE` is `simulate run FILE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
+        if any(word.partition("=")[0] == "--recording" for word in args):
+            if args[0] not in self.commands:
+                args = ["recording", *args]
+        elif args and args[0] not in self.commands and args[0] != "--help":
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -113,6 +118,49 @@ def run_command(
         _print_json({"seed": seed, "policies": documents})
     else:
         print_outcomes(_console(), documents)
+
+
+@simulate_app.command("recording")
+def recording_command(
+    recording: Annotated[
+        Path, typer.Option(metavar="DIR", help="gateway.recorder.dir of a region", exists=True)
+    ],
+    region: Annotated[
+        Path | None,
+        typer.Option("--with", metavar="FILE", help="region.yaml with other settings"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take the recorded events again and compare every decision, with its numbers.
+
+    \b
+    Exit status 1: a decision is not what was recorded.
+    --with FILE    what these settings would have decided; differences are the answer, status 0
+    """
+    from deploy.plan.simulate.recording import document_of, play_recordings, settings_of
+    from scheduler.replay.recording import RecordingError
+
+    resettle = None
+    if region is not None:
+        from deploy.region.spec.loading import load_region
+        from kvmanager.config_files.problems import FileError
+
+        try:
+            resettle = settings_of(load_region(region, os.environ), region)
+        except FileError as error:
+            fail(str(error), 2)
+    try:
+        played, num_files = play_recordings(recording, resettle)
+    except RecordingError as error:
+        fail(str(error), 2)
+    if as_json:
+        _print_json(document_of(played, num_files))
+    else:
+        from deploy.plan.simulate.recording_view import print_played
+
+        print_played(_console(), played, num_files, is_what_if=resettle is not None)
+    if resettle is None and played.differences:
+        raise typer.Exit(1)
 
 
 @simulate_app.command("study")

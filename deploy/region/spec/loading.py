@@ -55,6 +55,9 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
     gateway, security = region.gateway, region.security
     if gateway.api_keys_file is not None:
         gateway = gateway.model_copy(update={"api_keys_file": full(gateway.api_keys_file)})
+    if gateway.recorder is not None:
+        recorder = gateway.recorder.model_copy(update={"dir": full(gateway.recorder.dir)})
+        gateway = gateway.model_copy(update={"recorder": recorder})
     if security.tls is not None:
         files = {key: full(path) for key, path in security.tls}
         security = security.model_copy(update={"tls": security.tls.model_copy(update=files)})

@@ -1,0 +1,149 @@
+"""Plays recordings of a gateway's scheduler: the same decisions again, or those of other settings.
+
+Reads files and makes values to print. Does not know the command line, nor how a frame is written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from deploy.gateway.config import GatewayConfig, ModelConfig
+from deploy.gateway.scheduling.recorder import SUFFIX
+from deploy.gateway.scheduling.scheduler import live_settings
+from deploy.region.spec.region import RegionSpec
+from scheduler.live.settings import LiveSettings
+from scheduler.replay.recording import (
+    Header,
+    Played,
+    RecordingError,
+    frames_in,
+    play,
+    scheduler_of,
+)
+
+Resettle = Callable[[LiveSettings], LiveSettings]
+"""Other settings in place of the recorded ones. May raise `RecordingError`."""
+
+MAX_TOLD: Final = 20
+"""Differences that a table shows; JSON has all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeRow:
+    """How often a kind of question had an answer: as recorded, and now."""
+
+    decision: str
+    outcome: str
+    recorded: int
+    replayed: int
+
+
+def play_recordings(directory: Path, resettle: Resettle | None = None) -> tuple[Played, int]:
+    """All files of a directory, the oldest first, and how many there are.
+
+    Raises `RecordingError` for a directory without any, and for what cannot be played.
+    """
+    paths = sorted(directory.glob(f"*{SUFFIX}"))
+    if not paths:
+        raise RecordingError(f"{directory}: there is no file *{SUFFIX} in it")
+    played = Played()
+    for path in paths:
+        try:
+            _play_file(path, resettle, played)
+        except RecordingError as error:
+            raise RecordingError(f"{path}: {error}") from error
+    return played, len(paths)
+
+
+def settings_of(region: RegionSpec, path: Path) -> Resettle:
+    """The scheduler's settings by a region file, for the clusters of the recording."""
+    config = GatewayConfig(
+        models=tuple(ModelConfig(name=model.name) for model in region.models),
+        threshold_tokens=region.gateway.threshold_tokens,
+        scheduling=region.gateway.scheduling,
+    )
+    own = {region.pd_cluster.name, *(cluster.name for cluster in region.prefill_clusters)}
+
+    def resettle(recorded: LiveSettings) -> LiveSettings:
+        clusters = {recorded.pd, *recorded.prefill_clusters}
+        if clusters != own:
+            raise RecordingError(
+                f"it is of the clusters {', '.join(sorted(clusters))}; "
+                f"{path} has {', '.join(sorted(own))}"
+            )
+        wanted = live_settings(config, recorded.pd, recorded.prefill_clusters)
+        return replace(wanted, hand_off_tokens=recorded.hand_off_tokens)
+
+    return resettle
+
+
+def outcome_rows(played: Played) -> list[OutcomeRow]:
+    """All outcomes of each kind of question, the usual ones first."""
+    return [row for name, pairs in sorted(played.outcomes.items()) for row in _rows(name, pairs)]
+
+
+def num_changed(played: Played, decision: str) -> int:
+    """How many answers to this kind of question are in other words now."""
+    pairs = played.outcomes.get(decision, Counter())
+    return sum(num for (before, now), num in pairs.items() if before != now)
+
+
+def document_of(played: Played, num_files: int) -> dict[str, Any]:
+    """All of it, JSON-ready."""
+    return {
+        "files": num_files,
+        "events": played.num_events,
+        "decisions": played.num_decisions,
+        "lost_events": played.num_lost,
+        "is_complete": played.num_lost == 0,
+        "differences": [
+            {
+                "number": item.number,
+                "now_s": item.now_s,
+                "event": item.event,
+                "field": item.field,
+                "recorded": item.recorded,
+                "replayed": item.replayed,
+            }
+            for item in played.differences
+        ],
+        "outcomes": [
+            {
+                "decision": row.decision,
+                "outcome": row.outcome,
+                "recorded": row.recorded,
+                "replayed": row.replayed,
+            }
+            for row in outcome_rows(played)
+        ],
+        "changed": {name: num_changed(played, name) for name in sorted(played.outcomes)},
+    }
+
+
+def _rows(name: str, pairs: Counter[tuple[str, str]]) -> Iterator[OutcomeRow]:
+    before: Counter[str] = Counter()
+    now: Counter[str] = Counter()
+    for (recorded, replayed), num in pairs.items():
+        before[recorded] += num
+        now[replayed] += num
+    for outcome, _ in (before + now).most_common():
+        yield OutcomeRow(name, outcome, before[outcome], now[outcome])
+
+
+def _play_file(path: Path, resettle: Resettle | None, played: Played) -> None:
+    try:
+        with path.open("rb") as stream:
+            frames = frames_in(stream)
+            header = next(frames, None)
+            if not isinstance(header, Header):
+                raise RecordingError("it does not begin as a recording does")
+            live = scheduler_of(header)
+            if resettle is not None:
+                live.reconfigure(resettle(header.settings))
+            play(live, frames, played)
+    except OSError as error:
+        raise RecordingError(str(error)) from error

@@ -1,0 +1,267 @@
+"""Recordings of a live scheduler: their format, and playing one to the same object again.
+
+A recording file is self-contained. It begins with a `Header`, which holds the scheduler as it was
+then, and goes on with an `Entry` for each event and its answer. Every frame is a little-endian
+32-bit length and that many bytes of msgpack. Where events are lost, a `Gap` says how many, and a
+new file begins with the scheduler as it is after them.
+
+Playing makes the scheduler of the header take the events: its answers must equal those that were
+written, number by number, because an answer depends on nothing but the events before it. Does not
+know files.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from scheduler.live.core import Event, LiveScheduler
+from scheduler.live.events import DecisionEvent, FactEvent
+from scheduler.live.feedback import FeedbackEvent
+from scheduler.live.settings import LiveSettings
+
+FORMAT: Final = 1
+LENGTH: Final = struct.Struct("<I")
+MAX_FRAME_BYTES: Final = 1 << 30
+
+
+class RecordingError(ValueError):
+    """What was read is no recording that this version can play; the message says why."""
+
+
+class Header(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """`state` is the scheduler before the first entry, `settings` what it was set to, `version`
+    that of the program and `started_at` the wall clock, seconds since 1970. Files have it packed.
+    """
+
+    format: int
+    version: str
+    started_at: float
+    settings: LiveSettings
+    state: bytes
+
+    def packed(self) -> Header:
+        """With the state compressed, which is mostly zeros: empty counts of traffic."""
+        return msgspec.structs.replace(self, state=zlib.compress(self.state, 1))
+
+
+class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """An event, when it was taken and what it was answered."""
+
+    now_s: float
+    event: DecisionEvent | FactEvent | FeedbackEvent
+    answer: msgspec.Raw
+
+
+class Gap(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """So many events were taken before this and are in no file: what the recorder had to drop."""
+
+    num_lost: int
+
+
+Frame: TypeAlias = Header | Entry | Gap
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be recorded")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_frames: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Header | Entry | Gap)
+
+
+def frame_of(value: Header | Gap) -> bytes:
+    """The frame of what is no event."""
+    return _framed(_encoder.encode(value))
+
+
+def entry_frame(event: Event[Any], answer: object, now_s: float) -> bytes:
+    """The frame of one event and its answer."""
+    return _framed(_encoder.encode(("Entry", now_s, event, answer)))
+
+
+def header_of(live: LiveScheduler, version: str, started_at: float) -> Header:
+    """The start of a file, not packed: the scheduler as it is now."""
+    written = io.BytesIO()
+    _StatePickler(written, pickle.HIGHEST_PROTOCOL).dump(live)
+    return Header(FORMAT, version, started_at, live.settings, written.getvalue())
+
+
+def frames_in(stream: io.BufferedIOBase) -> Iterator[Frame]:
+    """All whole frames of a file. One that was cut off at its end, by a crash, is left out.
+
+    Raises `RecordingError` for what no recorder wrote.
+    """
+    while len(head := stream.read(LENGTH.size)) == LENGTH.size:
+        (nbytes,) = LENGTH.unpack(head)
+        if nbytes > MAX_FRAME_BYTES:
+            raise RecordingError(f"a frame of {nbytes} bytes: this is no recording")
+        body = stream.read(nbytes)
+        if len(body) < nbytes:
+            return
+        try:
+            yield _frames.decode(body)
+        except msgspec.MsgspecError as error:
+            raise RecordingError(f"a frame that cannot be read: {error}") from error
+
+
+def scheduler_of(header: Header) -> LiveScheduler:
+    """The scheduler that a packed header holds. Raises `RecordingError`."""
+    if header.format != FORMAT:
+        raise RecordingError(f"format {header.format}; this version reads format {FORMAT}")
+    try:
+        state = zlib.decompressobj().decompress(header.state, MAX_FRAME_BYTES)
+        found = _StateUnpickler(io.BytesIO(state)).load()
+    except Exception as error:
+        message = f"written by version {header.version}, whose state cannot be read: {error}"
+        raise RecordingError(message) from error
+    if not isinstance(found, LiveScheduler):
+        raise RecordingError(f"its state is a {type(found).__name__}, not a scheduler")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field of an answer that is not what was recorded. `number` counts events from 1."""
+
+    number: int
+    now_s: float
+    event: str
+    field: str
+    recorded: object
+    replayed: object
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of one or more files. `outcomes` counts the answers to each kind of question, as
+    (recorded, replayed), in words.
+    """
+
+    num_events: int = 0
+    num_decisions: int = 0
+    num_lost: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    outcomes: dict[str, Counter[tuple[str, str]]] = field(default_factory=dict)
+
+
+def play(live: LiveScheduler, frames: Iterable[Frame], played: Played) -> None:
+    """Let `live` take all events of one file, and note in `played` what it answers."""
+    for frame in frames:
+        if isinstance(frame, Gap):
+            played.num_lost += frame.num_lost
+        elif isinstance(frame, Entry):
+            played.num_events += 1
+            _play_one(live, frame, played)
+
+
+def _play_one(live: LiveScheduler, entry: Entry, played: Played) -> None:
+    event: Event[Any] = entry.event
+    name = type(event).__name__
+    answer = _encoder.encode(live.take(event, entry.now_s))
+    recorded = bytes(entry.answer)
+    is_decision = isinstance(event, DecisionEvent)
+    if not is_decision and answer == recorded:
+        return
+    before, now = msgspec.msgpack.decode(recorded), msgspec.msgpack.decode(answer)
+    if is_decision:
+        played.num_decisions += 1
+        words = _in_words(before), _in_words(now)
+        played.outcomes.setdefault(name, Counter())[words] += 1
+    if answer != recorded:
+        played.differences += [
+            Difference(played.num_events, entry.now_s, name, where, a, b)
+            for where, a, b in _unequal("", before, now)
+        ]
+
+
+def _unequal(where: str, a: object, b: object) -> Iterator[tuple[str, object, object]]:
+    """All leaves that differ, with their paths."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys(), key=str):
+            yield from _unequal(f"{where}.{key}".lstrip("."), a.get(key), b.get(key))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for index, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _unequal(f"{where}[{index}]", one, other)
+    elif a != b and not (_is_nan(a) and _is_nan(b)):
+        yield where or "answer", a, b
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _in_words(answer: Any) -> str:
+    """A decision without its numbers."""
+    match answer:
+        case None:
+            return "count it first"
+        case bool():
+            return "yes" if answer else "no"
+        case {"target": target, "reason": reason}:
+            return f"{target} ({reason})"
+        case {"verdict": {"admitted": admitted, "reason": reason}}:
+            return f"{'admitted' if admitted else 'refused'} ({reason})"
+        case _:
+            return ", ".join(f"{t['cluster']} {t['tokens']:.0f}" for t in answer)
+
+
+def _framed(body: bytes) -> bytes:
+    return LENGTH.pack(len(body)) + body
+
+
+def frozen_mapping(values: dict[str, Any]) -> MappingProxyType[str, Any]:
+    """A read-only mapping, which cannot be pickled by itself."""
+    return MappingProxyType(values)
+
+
+class _StatePickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, MappingProxyType):
+            return frozen_mapping, (dict(value),)
+        return NotImplemented
+
+
+class _StateUnpickler(pickle.Unpickler):
+    """Makes objects of this program's value classes and nothing else: a recording may come from
+    somebody else's machine.
+    """
+
+    _PACKAGES: Final = ("scheduler.", "netmon.")
+    _ALLOWED: Final = frozenset(
+        {
+            ("builtins", "set"),
+            ("builtins", "frozenset"),
+            ("collections", "deque"),
+            ("copyreg", "_reconstructor"),
+            ("builtins", "object"),
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "scalar"),
+            ("numpy._core.numeric", "_frombuffer"),
+            ("msgspec._utils", "rebuild"),
+            ("scheduler.replay.recording", "frozen_mapping"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        if module.startswith(self._PACKAGES) and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__.startswith(self._PACKAGES):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a scheduler's state")
