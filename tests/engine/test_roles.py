@@ -58,18 +58,6 @@ NUM_PREEMPTED = 4
 LONG_ANSWER = {"max_tokens": 320, "ignore_eos": True}
 
 
-def assert_it_is_decided_again(recording: Path) -> None:
-    """Every decision of this module, preempted requests and changed roles included."""
-    words = [sys.executable, "-m", "deploy.cli", "simulate", "--recording", str(recording)]
-    told = subprocess.run([*words, "--json"], capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stdout + told.stderr
-    found = json.loads(told.stdout)
-    assert found["differences"] == []
-    assert found["is_complete"]
-    asked = sum(row["recorded"] for row in found["outcomes"] if row["decision"] == "RouteAsked")
-    assert found["decisions"] > asked > 10, found
-
-
 class Load:
     """Clients that ask the same prompts again and again; `answers` by request name."""
 
@@ -108,17 +96,22 @@ class Load:
             await asyncio.gather(*clients, return_exceptions=True)
 
 
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the region's gateway records."""
+    return tmp_path_factory.mktemp("flight")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def region(
-    models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    models_dir: Path, recording: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RunningRegion]:
-    spec, recording = _spec(model_dir(models_dir, WINDOW)), tmp_path_factory.mktemp("flight")
+    spec = _spec(model_dir(models_dir, WINDOW))
     recorder = RecorderSection(dir=recording)
     gateway = spec.gateway.model_copy(update={"recorder": recorder})
     spec = spec.model_copy(update={"gateway": gateway})
     async with running(spec, tmp_path_factory.mktemp("r")) as started:
         yield started
-    await asyncio.to_thread(assert_it_is_decided_again, recording)
 
 
 async def test_preempted_requests_are_computed_again(region: RunningRegion) -> None:
@@ -167,6 +160,21 @@ async def test_the_bench_of_a_region_runs_on_this_one(
     """Its smallest size keeps all of its rows."""
     await asyncio.to_thread(run_smoke, "region", tmp_path, "--gateway", region.gateway_url)
     await everything_is_given_back(region, nodes=("b1",))
+
+
+async def test_every_decision_is_taken_the_same_again(
+    region: RunningRegion, recording: Path
+) -> None:
+    """By the command line, from the recording of all of this module while it is written."""
+    words = [sys.executable, "-m", "deploy.cli", "simulate", "--recording", str(recording)]
+    told = await asyncio.to_thread(
+        subprocess.run, [*words, "--json"], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    found = json.loads(told.stdout)
+    assert (found["differences"], found["is_complete"]) == ([], True)
+    asked = sum(row["recorded"] for row in found["outcomes"] if row["decision"] == "RouteAsked")
+    assert found["decisions"] > asked > 10, found
 
 
 async def long_answer(
