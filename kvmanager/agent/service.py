@@ -29,13 +29,13 @@ from kvmanager.agent.engines.protocol import (
     Attach,
     CacheMessage,
     EngineHello,
+    FailureNotice,
     HelloRefused,
     Landed,
     PrefillEnd,
     ProtocolError,
     Ready,
     Release,
-    TransferFailed,
     TransferMessage,
     Watch,
     Welcome,
@@ -64,11 +64,11 @@ from kvmanager.transfers.records import (
     LandingSpec,
     OutboxRecord,
     OutboxSpec,
+    OutcomeKnown,
     RecordPrefillEnd,
     State,
     TellFailed,
     TellLanded,
-    TransferEnded,
     TransferError,
 )
 from kvmanager.transfers.table import TransferTable
@@ -410,14 +410,14 @@ class NodeAgent:
                 case TellLanded(conn_id, transfer_id):
                     self._engines.send(conn_id, Landed(transfer_id))
                 case TellFailed(conn_id, transfer_id, reason, attempt):
-                    self._engines.send(conn_id, TransferFailed(transfer_id, reason, attempt))
+                    self._engines.send(conn_id, FailureNotice(transfer_id, reason, attempt))
                 case DropLanding(transfer_id, reason):
                     self.io.drop(transfer_id, reason)
                 case CancelOutbox(transfer_id, reason):
                     self.io.cancel(transfer_id, reason)
                 case RecordPrefillEnd(transfer_id):
                     self.io.note_prefill_end(transfer_id)
-                case TransferEnded(key):
+                case OutcomeKnown(key):
                     self._transfer_ended(key)
                 case GaveUpOnEngine((kind, transfer_id)):
                     logger.warning(

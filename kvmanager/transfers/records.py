@@ -194,7 +194,7 @@ class TellFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferEnded:
+class OutcomeKnown:
     """The outcome of this end is known: whoever awaits its report can have it."""
 
     key: Key
@@ -214,6 +214,6 @@ Effect = (
     | RecordPrefillEnd
     | TellLanded
     | TellFailed
-    | TransferEnded
+    | OutcomeKnown
     | GaveUpOnEngine
 )

@@ -65,11 +65,11 @@ from kvmanager.transfers.records import (
     NoArenaRoom,
     OutboxRecord,
     OutboxSpec,
+    OutcomeKnown,
     RecordPrefillEnd,
     State,
     TellFailed,
     TellLanded,
-    TransferEnded,
     UnknownTransfer,
 )
 
@@ -185,7 +185,7 @@ class TransferTable:
             return []
         landing.state = State.LANDED
         landing.ended_s = now_s
-        return [TransferEnded(landing.key), *self._claim(landing)]
+        return [OutcomeKnown(landing.key), *self._claim(landing)]
 
     def landing_failed(self, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
         """The receiver gave it up."""
@@ -206,7 +206,7 @@ class TransferTable:
             outbox.ended_s = now_s
             self.holds.release_engines(outbox.key)
             self.holds.end_transfer(outbox.key, now_s)
-            effects = [TransferEnded(outbox.key)]
+            effects = [OutcomeKnown(outbox.key)]
         elif outbox.state is State.OPEN:
             effects = self._end_outbox(outbox, State.FAILED, error or "", now_s)
             effects = [effect for effect in effects if not isinstance(effect, CancelOutbox)]
@@ -417,7 +417,7 @@ class TransferTable:
         effects: list[Effect] = [DropLanding(transfer_id, reason or str(state))]
         if landing.ended_s is None:
             landing.ended_s = now_s
-            effects.append(TransferEnded(landing.key))
+            effects.append(OutcomeKnown(landing.key))
         if landing.watcher is not None and state is not State.RELEASED:
             effects.append(TellFailed(landing.watcher, transfer_id, reason))
         landing.watcher = None
@@ -437,7 +437,7 @@ class TransferTable:
         self.holds.end_transfer(outbox.key, now_s + self.limits.drain_s)
         return [
             CancelOutbox(transfer_id, reason),
-            TransferEnded(outbox.key),
+            OutcomeKnown(outbox.key),
             *(TellFailed(conn_id, transfer_id, reason, outbox.attempt) for conn_id in tell),
         ]
 

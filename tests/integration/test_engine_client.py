@@ -24,13 +24,13 @@ from kvmanager.agent.engines.protocol import (
     CacheWritten,
     EngineHello,
     EngineMessage,
+    FailureNotice,
     FrameDecoder,
     HelloRefused,
     Landed,
     PrefillEnd,
     Ready,
     Release,
-    TransferFailed,
     Watch,
     Welcome,
     decode_engine_message,
@@ -128,7 +128,7 @@ class Peer:
         self.send(Welcome(*where, version=version))
         return hello
 
-    def send(self, *messages: Welcome | HelloRefused | Landed | TransferFailed) -> None:
+    def send(self, *messages: Welcome | HelloRefused | Landed | FailureNotice) -> None:
         self.connection.sendall(b"".join(encode_frame(message) for message in messages))
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ def test_messages_arrive_in_order_and_the_arena_is_shared(
         Release(TID),
         Release(TID, 7),
     ]
-    peer.send(Landed(TID), TransferFailed(TID, "no"))
+    peer.send(Landed(TID), FailureNotice(TID, "no"))
     assert events.next() == ("landed", TID)
     assert events.next() == ("failed", TID, "no")
     peer.close()

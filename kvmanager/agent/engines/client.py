@@ -42,6 +42,7 @@ from kvmanager.agent.engines.protocol import (
     CacheSlots,
     CacheWritten,
     EngineHello,
+    FailureNotice,
     FrameDecoder,
     HelloRefused,
     Landed,
@@ -49,7 +50,6 @@ from kvmanager.agent.engines.protocol import (
     ProtocolError,
     Ready,
     Release,
-    TransferFailed,
     TransferMessage,
     Watch,
     Welcome,
@@ -422,7 +422,7 @@ class EngineClient:
             match message:
                 case Landed(transfer_id):
                     self._call("on_landed", transfer_id)
-                case TransferFailed(transfer_id, reason, attempt):
+                case FailureNotice(transfer_id, reason, attempt):
                     self._call("on_failed", transfer_id, reason, attempt)
                 case CacheFound():
                     self._call("on_cache_found", message)

@@ -11,7 +11,7 @@ rises with every opening, and does not come again when the agent restarts.
 
 Who may touch memory, and how it comes back:
 
-- An engine that fills an outbox says `Attach` before it writes the first byte. `TransferFailed` for
+- An engine that fills an outbox says `Attach` before it writes the first byte. `FailureNotice` for
   it means stop; a worker answers `Release` (or `AbortOutbox`) once no copy into the outbox is under
   way, and only then are the blocks used for something else. That holds for an outbox that it has
   not begun to fill as well: all workers that might are told, must answer, and must not begin later.
@@ -21,7 +21,7 @@ Who may touch memory, and how it comes back:
   `Release`.
 - An engine that waits for a landing says `Watch`, on one connection. `Landed` makes its instance
   the owner: the memory is stable until one `Release` from any connection of the instance.
-  `TransferFailed` ends the watch; nothing is owned then.
+  `FailureNotice` ends the watch; nothing is owned then.
 - A closed connection forgets its watches and fails the outboxes it was still filling. Memory it
   could touch is reused when its process is gone, or after a grace time.
 - The prefix cache is asked by an engine's scheduler connection, under handles that the instance
@@ -214,7 +214,7 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
     transfer_id: TransferId
 
 
-class TransferFailed(msgspec.Struct, frozen=True, tag="failed"):
+class FailureNotice(msgspec.Struct, frozen=True, tag="failed"):
     """The watched landing, or an outbox that this engine fills or might fill, came to nothing.
 
     `attempt`: which opening of the outbox; 0 for a landing. Where an engine dies before its first
@@ -250,7 +250,7 @@ class CacheSlots(msgspec.Struct, frozen=True, tag="cache_slots"):
 TransferMessage = Attach | Ready | PrefillEnd | AbortOutbox | Watch | Release
 CacheMessage = CacheFind | CacheFree | CacheReserve | CacheWritten | CacheCancel
 EngineMessage = EngineHello | TransferMessage | CacheMessage
-AgentMessage = Welcome | HelloRefused | Landed | TransferFailed | CacheFound | CacheSlots
+AgentMessage = Welcome | HelloRefused | Landed | FailureNotice | CacheFound | CacheSlots
 
 _encoder = msgspec.msgpack.Encoder()
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)

@@ -31,7 +31,7 @@ from scheduler.reports import ClusterReport, InstanceReport
 Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
-class FakeEngine:
+class OpenAiEngine:
     """Speaks enough of vLLM's OpenAI server; `reply` replaces its way of answering."""
 
     def __init__(self, name: str) -> None:
@@ -190,7 +190,7 @@ class FakePd:
 
     name = "home"
 
-    def __init__(self, engines: list[FakeEngine]) -> None:
+    def __init__(self, engines: list[OpenAiEngine]) -> None:
         self.engines = {engine.name: engine for engine in engines}
         self.held: dict[str, str] = {}
         self.landings: dict[str, asyncio.Future[LandingReport]] = {}
@@ -327,7 +327,7 @@ class FakePd:
 
     async def close(self) -> None: ...
 
-    def _usable(self) -> list[FakeEngine]:
+    def _usable(self) -> list[OpenAiEngine]:
         usable = [engine for name, engine in self.engines.items() if name not in self.down]
         if not usable:
             raise NoInstance("no healthy engine")
@@ -428,7 +428,7 @@ class Region:
         self.session: aiohttp.ClientSession = session
 
     @property
-    def engine(self) -> FakeEngine:
+    def engine(self) -> OpenAiEngine:
         return self.engines[0]
 
     @property
@@ -479,7 +479,7 @@ async def open_region(
     cache_model: CacheModel | None = None,
     **config: Any,
 ) -> AsyncIterator[Region]:
-    engines = [FakeEngine(f"d{index}") for index in range(num_engines)]
+    engines = [OpenAiEngine(f"d{index}") for index in range(num_engines)]
     for engine in engines:
         await engine.start()
     pd = FakePd(engines)
@@ -510,9 +510,9 @@ async def open_region(
 
 
 @pytest.fixture
-async def lone_engine() -> AsyncIterator[FakeEngine]:
+async def lone_engine() -> AsyncIterator[OpenAiEngine]:
     """An engine that no front knows yet."""
-    engine = FakeEngine("d0")
+    engine = OpenAiEngine("d0")
     await engine.start()
     yield engine
     await engine.stop()

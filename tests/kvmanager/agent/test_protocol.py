@@ -14,6 +14,7 @@ from kvmanager.agent.engines.protocol import (
     Attach,
     EngineHello,
     EngineMessage,
+    FailureNotice,
     FrameDecoder,
     HelloRefused,
     Landed,
@@ -21,7 +22,6 @@ from kvmanager.agent.engines.protocol import (
     ProtocolError,
     Ready,
     Release,
-    TransferFailed,
     Watch,
     Welcome,
     decode_agent_message,
@@ -44,7 +44,7 @@ FROM_AGENT: list[AgentMessage] = [
     Welcome("epoch", "/dev/shm/x", 1 << 30, 65536),
     HelloRefused("no"),
     Landed(TID),
-    TransferFailed(TID, "link"),
+    FailureNotice(TID, "link"),
 ]
 
 

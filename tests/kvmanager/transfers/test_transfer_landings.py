@@ -14,10 +14,10 @@ from transfer_cases import (
 
 from kvmanager.transfers.records import (
     DropLanding,
+    OutcomeKnown,
     State,
     TellFailed,
     TellLanded,
-    TransferEnded,
     UnknownTransfer,
 )
 from kvmanager.transfers.table import TransferTable
@@ -30,7 +30,7 @@ class TestLanding:
         assert table.watch(1, TID) == []
         table.landing_accepted(TID)
         assert landing.state is State.RECEIVING
-        assert table.landing_complete(TID, 1) == [TransferEnded(landing.key), TellLanded(1, TID)]
+        assert table.landing_complete(TID, 1) == [OutcomeKnown(landing.key), TellLanded(1, TID)]
         assert table.release_landing(1, TID, 2) == [DropLanding(TID, "released")]
         assert used(table) == 3, "the receiver has not let go yet"
         table.landing_dropped(TID)
@@ -104,7 +104,7 @@ class TestLanding:
         assert table.expire(4.9) == []
         assert table.expire(5) == [
             DropLanding(TID, "its lease ended"),
-            TransferEnded(landing.key),
+            OutcomeKnown(landing.key),
             TellFailed(1, TID, "its lease ended"),
         ]
         table.landing_dropped(TID)

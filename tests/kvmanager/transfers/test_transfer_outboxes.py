@@ -22,10 +22,10 @@ from kvmanager.transfers.records import (
     DropLanding,
     ForwardReady,
     GaveUpOnEngine,
+    OutcomeKnown,
     RecordPrefillEnd,
     State,
     TellFailed,
-    TransferEnded,
 )
 from kvmanager.transfers.table import TransferTable
 
@@ -40,7 +40,7 @@ class TestOutbox:
         assert table.ranges_ready(1, TID, 1, [(5, 20)], 1) == [ForwardReady(TID, [(10, 10)])]
         assert table.prefill_end(1, TID, 1, 0, 2) == [RecordPrefillEnd(TID)]
         assert table.prefill_end(1, TID, 1, 0, 3) == []
-        assert table.outbox_ended(TID, None, 4) == [TransferEnded(outbox.key)]
+        assert table.outbox_ended(TID, None, 4) == [OutcomeKnown(outbox.key)]
         assert used(table, Kind.OUTBOX) == 0
         assert outbox.state is State.COMPLETE
 
@@ -108,7 +108,7 @@ class TestOutbox:
         effects = table.cancel(TID, "client gone", 1)
         assert effects == [
             CancelOutbox(TID, "client gone"),
-            TransferEnded((Kind.OUTBOX, TID)),
+            OutcomeKnown((Kind.OUTBOX, TID)),
             TellFailed(1, TID, "client gone", 1),
             TellFailed(2, TID, "client gone", 1),
         ]
@@ -219,7 +219,7 @@ class TestOutbox:
         outbox = table.open_outbox(outbox_spec(), 0)
         table.attach(1, TID, 1)
         assert table.outbox_ended(TID, "refused", 1) == [
-            TransferEnded(outbox.key),
+            OutcomeKnown(outbox.key),
             TellFailed(1, TID, "refused", 1),
             TellFailed(2, TID, "refused", 1),
         ]
@@ -234,7 +234,7 @@ class TestOutbox:
         assert {type(effect) for effect in effects} == {
             DropLanding,
             CancelOutbox,
-            TransferEnded,
+            OutcomeKnown,
             TellFailed,
         }
         table.landing_dropped(TID)

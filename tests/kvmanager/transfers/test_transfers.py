@@ -28,10 +28,10 @@ from kvmanager.transfers.records import (
     Effect,
     ForwardReady,
     NoArenaRoom,
+    OutcomeKnown,
     State,
     TellFailed,
     TellLanded,
-    TransferEnded,
 )
 from kvmanager.transfers.table import TableLimits, TransferTable
 
@@ -229,7 +229,7 @@ class TableMachine(RuleBasedStateMachine):
                     assert all(o >= 0 and n > 0 and o + n <= 25 for o, n in ranges)
                 case TellLanded(conn_id) | TellFailed(conn_id):
                     assert conn_id in self.connected, "tells a connection that is lost"
-                case TransferEnded(key):
+                case OutcomeKnown(key):
                     assert key not in self.ended, "ended twice"
                     self.ended.add(key)
 
