@@ -15,7 +15,7 @@ means rising. A link without connections, or stalled for long, is down.
 It gets worse as soon as a few samples in a row say so, and better by one step at a time: no sooner
 than the dwell time after the last change, and only when the signs have stayed clear of their
 bounds by a margin for the calm time. So two steps down are at least the dwell time apart. Silence
-changes nothing: the age of the estimate tells of it.
+changes nothing: the age of the estimate shows it.
 
 Knows no samples, no router and no clock.
 """
@@ -115,7 +115,7 @@ class CongestionDetector:
         self._config = config or DetectorConfig()
         self.condition = LinkCondition.CLEAR
         self.reason = "nothing was observed yet"
-        """Of the present condition; its numbers are those of when the signs last showed."""
+        """Why the condition is what it is; the numbers are of when the signs last showed."""
         self.since_s: float | None = None
         """When the condition last changed, or the first estimate was seen."""
         self.reference_bytes_per_s = 0.0

@@ -55,15 +55,15 @@ class LinkEstimate:
     is_floor: bool = False
     """The link carried this without a backlog: it may well carry more than what is said here."""
     age_s: float | None = None
-    """Since the available rate was last measured or confirmed; None before the first time."""
+    """Time since the available rate was last measured or confirmed; None before the first time."""
     full_age_s: float | None = None
-    """Since it was last measured with a backlog all the time: only then is it known that the link
-    carried no more. None before the first time.
+    """Time since it was last measured with a backlog all the time: only then is it known that the
+    link carried no more. None before the first time.
     """
     confidence: float = 0.0
     """1 when just measured, halved with every half-life of `age_s`, 0 when never measured."""
     sample_age_s: float | None = None
-    """Since the last sample; None before the first. Estimates of a silent link say nothing."""
+    """Time since the last sample; None before the first. Estimates of a silent link say nothing."""
     achieved_bytes_per_s: float = 0.0
     """Carried in the last second or so."""
     utilisation: float = 0.0
@@ -92,7 +92,7 @@ class LinkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class LinkTotals:
-    """Since the estimator began, whatever became of the connections. Never falls."""
+    """Counters since the estimator began, over all connections there were. They never fall."""
 
     acked_bytes: int = 0
     sent_bytes: int = 0
@@ -102,8 +102,9 @@ class LinkTotals:
     """Older than, or too close to, the one before."""
 
 
-class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One link at one moment: for Prometheus, and from a node agent to the gateway (msgpack).
+class PathReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One sender's link to one endpoint at one moment: the one shape in which an agent tells of it,
+    to Prometheus and to the gateway (msgpack).
 
     `endpoint` is where the sender connects to, "host:port". `condition_s`: how long it has had this
     condition; `reason` says why, with numbers. `reference_bytes_per_s`: what it carried in the last

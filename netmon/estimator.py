@@ -28,7 +28,7 @@ _QUEUE_SHOWS_SHARE = 0.25
 """A round trip longer than the least one by both says that the link is full."""
 
 _LIMITED_SHARE = 0.5
-"""Of busy time, from which on a window or a buffer counts as what limits."""
+"""Share of busy time from which on a window or a buffer counts as what limits."""
 
 _MOST_GAIN = 8.0
 """No codec makes KVCache smaller than this."""
@@ -189,7 +189,7 @@ class LinkEstimator:
     def _is_full(
         self, before: LinkSample, sample: LinkSample, interval: Interval, now_s: float
     ) -> bool:
-        """See the module docstring."""
+        """Whether the interval measures the link; otherwise it is a floor."""
         if not (before.backlog_bytes and sample.backlog_bytes and before.is_up and sample.is_up):
             return False
         if interval.is_partial or interval.duration_s > self._config.longest_interval_s:

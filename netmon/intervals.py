@@ -9,7 +9,7 @@ on. One that has gone takes along what it carried since the last sample. Either 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from netmon.samples import ConnectionSample, LinkSample
 
@@ -34,7 +34,7 @@ class Interval:
     sent_bytes: int
     retransmitted_bytes: int
     busy_s: float
-    """Of the busiest connection; the whole interval where connections are not known."""
+    """The busiest connection's; the whole interval where connections are not known."""
     busy_sum_s: float
     rwnd_limited_s: float
     """This and the next are sums over connections, as `busy_sum_s` is."""
@@ -48,23 +48,6 @@ class Interval:
     @property
     def bytes_per_s(self) -> float:
         return self.acked_bytes / self.duration_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Gain:
-    """One connection's part of an interval."""
-
-    acked_bytes: int
-    sent_bytes: int
-    retransmitted_bytes: int
-    busy_s: float
-    rwnd_limited_s: float
-    sndbuf_limited_s: float
-    rtt_s: float
-
-    @property
-    def floor_bytes_per_s(self) -> float:
-        return self.acked_bytes / max(_LEAST_BUSY_S, self.busy_s + KERNEL_TICK_S)
 
 
 def between(before: LinkSample, after: LinkSample, duration_s: float) -> Interval:
@@ -93,7 +76,7 @@ def between(before: LinkSample, after: LinkSample, duration_s: float) -> Interva
 
 
 def _floor(
-    gains: list[_Gain],
+    gains: list[ConnectionSample],
     acked_bytes: int,
     busy_sum_s: float,
     duration_s: float,
@@ -105,10 +88,14 @@ def _floor(
     # Connections may have been busy one after the other, so their times are added.
     busy_s = busy_sum_s + KERNEL_TICK_S * len(gains) if gains else duration_s
     together = acked_bytes / min(duration_s, max(_LEAST_BUSY_S, busy_s))
-    return max(together, max((gain.floor_bytes_per_s for gain in gains), default=0.0))
+    return max(together, max(map(_own_floor, gains), default=0.0))
 
 
-def _mean_rtt(gains: list[_Gain]) -> float | None:
+def _own_floor(gain: ConnectionSample) -> float:
+    return gain.acked_bytes / max(_LEAST_BUSY_S, gain.busy_s + KERNEL_TICK_S)
+
+
+def _mean_rtt(gains: list[ConnectionSample]) -> float | None:
     heard = [gain for gain in gains if gain.acked_bytes > 0 and gain.rtt_s > 0]
     weight = sum(gain.acked_bytes for gain in heard)
     if not weight:
@@ -116,19 +103,22 @@ def _mean_rtt(gains: list[_Gain]) -> float | None:
     return sum(gain.rtt_s * gain.acked_bytes for gain in heard) / weight
 
 
-def _gains(before: LinkSample, after: LinkSample, duration_s: float) -> Iterator[_Gain | None]:
-    """None for each connection that does not say what it carried in this interval."""
+def _gains(
+    before: LinkSample, after: LinkSample, duration_s: float
+) -> Iterator[ConnectionSample | None]:
+    """Each connection's counters over this interval; None where they are not known."""
     earlier = {connection.connection_id: connection for connection in before.connections}
     for connection in after.connections:
         known = earlier.pop(connection.connection_id, None)
         if known is not None and not _ran_backwards(known, connection):
             yield _difference(known, connection)
         elif connection.busy_s <= duration_s + KERNEL_TICK_S:
-            yield _difference(None, connection)
+            yield connection  # new: it counts from 0
             if known is not None:
                 yield None
         else:
             yield None
+    # One that ended with nothing under way has told all it carried in its last sample.
     for gone in earlier.values():
         if gone.unacked_bytes or gone.notsent_bytes:
             yield None
@@ -143,29 +133,14 @@ def _ran_backwards(known: ConnectionSample, now: ConnectionSample) -> bool:
     )
 
 
-def _difference(known: ConnectionSample | None, now: ConnectionSample) -> _Gain:
-    if known is None:
-        known = ConnectionSample(
-            connection_id=now.connection_id,
-            rtt_s=0,
-            min_rtt_s=0,
-            cwnd_bytes=0,
-            unacked_bytes=0,
-            notsent_bytes=0,
-            acked_bytes=0,
-            sent_bytes=0,
-            retransmitted_bytes=0,
-            delivery_bytes_per_s=0,
-            busy_s=0,
-            rwnd_limited_s=0,
-            sndbuf_limited_s=0,
-        )
-    return _Gain(
+def _difference(known: ConnectionSample, now: ConnectionSample) -> ConnectionSample:
+    """`now` with counters that begin at `known`."""
+    return replace(
+        now,
         acked_bytes=now.acked_bytes - known.acked_bytes,
         sent_bytes=now.sent_bytes - known.sent_bytes,
         retransmitted_bytes=now.retransmitted_bytes - known.retransmitted_bytes,
         busy_s=now.busy_s - known.busy_s,
         rwnd_limited_s=max(0.0, now.rwnd_limited_s - known.rwnd_limited_s),
         sndbuf_limited_s=max(0.0, now.sndbuf_limited_s - known.sndbuf_limited_s),
-        rtt_s=now.rtt_s,
     )

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from netmon.estimate import Limit, LinkCondition, LinkReport
+from netmon.estimate import Limit, LinkCondition, PathReport
 
-_GAUGES: tuple[tuple[str, str, Callable[[LinkReport], float | None]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[PathReport], float | None]], ...] = (
     (
         "available_bytes_per_second",
         "What transfers would get together, as last measured.",
@@ -67,7 +67,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[LinkReport], float | None]], ...] = (
     ("condition_age_seconds", "Since the last change.", lambda report: report.condition_s),
 )
 
-_COUNTERS: tuple[tuple[str, str, Callable[[LinkReport], int]], ...] = (
+_COUNTERS: tuple[tuple[str, str, Callable[[PathReport], int]], ...] = (
     ("acked_bytes", "Acknowledged, before coding.", lambda report: report.totals.acked_bytes),
     (
         "sent_bytes",
@@ -93,10 +93,10 @@ class LinkMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self._reports: tuple[LinkReport, ...] = ()
+        self._reports: tuple[PathReport, ...] = ()
         self.registry.register(self)
 
-    def show(self, reports: Sequence[LinkReport]) -> None:
+    def show(self, reports: Sequence[PathReport]) -> None:
         """Show this from now on. Links that are not named any more disappear; what is not known of
         a link is left out.
         """
@@ -124,7 +124,7 @@ class LinkMetrics(Collector):
         yield _changes(reports)
 
 
-def _condition(reports: Sequence[LinkReport]) -> Metric:
+def _condition(reports: Sequence[PathReport]) -> Metric:
     gauge = GaugeMetricFamily(
         "prfaas_link_condition",
         "1 for the condition that the link has.",
@@ -138,7 +138,7 @@ def _condition(reports: Sequence[LinkReport]) -> Metric:
     return gauge
 
 
-def _limit(reports: Sequence[LinkReport]) -> Metric:
+def _limit(reports: Sequence[PathReport]) -> Metric:
     gauge = GaugeMetricFamily(
         "prfaas_link_limited_by", "1 for what keeps the link from more.", labels=["link", "limit"]
     )
@@ -149,7 +149,7 @@ def _limit(reports: Sequence[LinkReport]) -> Metric:
     return gauge
 
 
-def _changes(reports: Sequence[LinkReport]) -> Metric:
+def _changes(reports: Sequence[PathReport]) -> Metric:
     counter = CounterMetricFamily(
         "prfaas_link_condition_changes",
         "Times that a condition was entered.",

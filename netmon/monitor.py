@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from netmon.detector import Change, CongestionDetector, DetectorConfig
-from netmon.estimate import LinkCondition, LinkEstimate, LinkReport
+from netmon.estimate import LinkCondition, LinkEstimate, PathReport
 from netmon.estimator import EstimatorConfig, LinkEstimator
 from netmon.probing import ProbeConfig, ProbePlanner
 from netmon.samples import LinkSample, ProbeResult
@@ -59,11 +59,11 @@ class LinkMonitor:
             return self._judged[1]
         return self._estimator.estimate(now_s)
 
-    def report(self, now_s: float) -> LinkReport:
+    def report(self, now_s: float) -> PathReport:
         """What the monitor knows; what only the sender knows is left at its defaults."""
         detector = self._detector
         since_s = now_s if detector.since_s is None else detector.since_s
-        return LinkReport(
+        return PathReport(
             endpoint=self._endpoint,
             estimate=self.estimate(now_s),
             condition=detector.condition,

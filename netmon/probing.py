@@ -21,15 +21,15 @@ class ProbeConfig:
     """Sizes in bytes, times in seconds."""
 
     share: float = 0.001
-    """Of the link's rate that probes may take in the long run."""
+    """Share of the link's rate that probes may take in the long run."""
     budget_bytes: int = 8 * 1024 * 1024
     """What the budget holds at most, and at the start."""
     least_bytes: int = 64 * 1024
     first_bytes: int = 256 * 1024
-    """The size on a link of which nothing is known."""
+    """The size of a probe of a link that was never measured."""
     most_bytes: int = 4 * 1024 * 1024
     idle_s: float = 2.0
-    """Without traffic before a link counts as idle."""
+    """How long a link has no traffic before it counts as idle."""
     fresh_s: float = 10.0
     """A measurement of a clear link is good enough for this long."""
     recheck_s: float = 5.0

@@ -18,7 +18,7 @@ _NUM_RECENT = 3
 
 
 class RateFilter:
-    """See the module docstring. Rates in bytes/s."""
+    """The rate of one link in bytes/s: it falls at once and rises slowly."""
 
     def __init__(self, rise_s: float) -> None:
         """`rise_s`: time constant of a rise."""

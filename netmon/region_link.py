@@ -25,7 +25,7 @@ from typing import Final
 
 import msgspec
 
-from netmon.estimate import MAX_BACKLOG_S, LinkCondition, LinkReport
+from netmon.estimate import MAX_BACKLOG_S, LinkCondition, PathReport
 
 STALE_S: Final = 5.0
 """A path of which nothing was heard for so long says nothing of the link any more."""
@@ -46,7 +46,7 @@ class LinkPath(msgspec.Struct, frozen=True):
 
     agent: str
     to: str
-    report: LinkReport = msgspec.field(name="view")
+    report: PathReport = msgspec.field(name="view")
     heard_age_s: float
 
     @property

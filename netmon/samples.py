@@ -14,27 +14,22 @@ class ConnectionSample:
 
     connection_id: int
     """Never given to another connection of the same link."""
-    rtt_s: float
+    rtt_s: float = 0.0
     """Smoothed round-trip time, 0 before the first."""
-    min_rtt_s: float
+    min_rtt_s: float = 0.0
     """Least round-trip time lately seen, 0 before the first."""
-    cwnd_bytes: int
-    unacked_bytes: int
+    unacked_bytes: int = 0
     """In flight."""
-    notsent_bytes: int
+    notsent_bytes: int = 0
     """Handed to the kernel and not on the wire yet."""
-    acked_bytes: int
-    sent_bytes: int
+    acked_bytes: int = 0
+    sent_bytes: int = 0
     """On the wire, retransmissions included."""
-    retransmitted_bytes: int
-    delivery_bytes_per_s: float
-    """The kernel's own latest measurement, over one round trip: for people. It stays when the
-    sender has nothing to send, and shows the speed of bursts, not of the link.
-    """
-    busy_s: float
+    retransmitted_bytes: int = 0
+    busy_s: float = 0.0
     """Time with data to send or in flight; the next two are parts of it."""
-    rwnd_limited_s: float
-    sndbuf_limited_s: float
+    rwnd_limited_s: float = 0.0
+    sndbuf_limited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ def available_congestion() -> list[str]:
 
 
 def allowed_congestion() -> list[str]:
-    """Those of them that a process without CAP_NET_ADMIN may choose."""
+    """The algorithms that a process without CAP_NET_ADMIN may choose."""
     return _words("ipv4/tcp_allowed_congestion_control")
 
 

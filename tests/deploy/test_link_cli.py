@@ -15,7 +15,7 @@ from deploy.cli import app
 from deploy.gateway.links.region_links import LinksOverview
 from deploy.ops import client
 from deploy.ops.link import overview, sparkline
-from netmon.estimate import LinkCondition, LinkEstimate, LinkReport
+from netmon.estimate import LinkCondition, LinkEstimate, PathReport
 from netmon.region_link import LinkNow, LinkPath, LinkStep
 
 run = CliRunner().invoke
@@ -46,7 +46,7 @@ BUSY = LinkNow(
 PATH = LinkPath(
     "far/a1",
     "home/b1",
-    LinkReport(
+    PathReport(
         endpoint="tunnel:9",
         condition=LinkCondition.CLEAR,
         reason="",

@@ -29,7 +29,7 @@ from kvmanager.agent.probe_messages import (
     ProbeSend,
     ProbeSendReply,
 )
-from netmon.estimate import LinkCondition, LinkReport
+from netmon.estimate import LinkCondition, PathReport
 from netmon.region_link import LinkNow
 from transport.rpc import RpcError
 
@@ -85,14 +85,14 @@ def feed_of(agent: AgentProcess, **request: int | float | bool) -> LinkFeed:
     return agent.call("WatchLinks", WatchLinks(**request), LinkFeed)  # type: ignore[arg-type]
 
 
-def seen(agent: AgentProcess, link: RelayProcess) -> LinkReport | None:
+def seen(agent: AgentProcess, link: RelayProcess) -> PathReport | None:
     name = f"{link.host}:{link.port}"
     return next((item for item in feed_of(agent).links if item.endpoint == name), None)
 
 
 def wait_for(
-    agent: AgentProcess, link: RelayProcess, wanted: Callable[[LinkReport], bool], timeout_s: float
-) -> LinkReport:
+    agent: AgentProcess, link: RelayProcess, wanted: Callable[[PathReport], bool], timeout_s: float
+) -> PathReport:
     """The link as soon as it is as `wanted`; AssertionError, with what it is, if it is not."""
     deadline_s = time.monotonic() + timeout_s
     while (report := seen(agent, link)) is None or not wanted(report):
@@ -108,7 +108,7 @@ def test_a_fall_of_the_rate_is_seen_and_its_return(
     with RelayProcess(receiver.ready["data"], rate="200Mbit", rtt="10ms") as link:
         sending = Sending(*agents, link)
 
-        def is_measured(report: LinkReport) -> bool:
+        def is_measured(report: PathReport) -> bool:
             rates = report.estimate.available_bytes_per_s, report.reference_bytes_per_s
             return report.condition == "clear" and all(150 < rate / MBIT < 300 for rate in rates)
 

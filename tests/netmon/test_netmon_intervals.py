@@ -17,13 +17,11 @@ def connection(number: int = 1, acked_bytes: int = 0, busy_s: float = 0.0) -> Co
         connection_id=number,
         rtt_s=0.03,
         min_rtt_s=0.02,
-        cwnd_bytes=MB,
         unacked_bytes=0,
         notsent_bytes=0,
         acked_bytes=acked_bytes,
         sent_bytes=acked_bytes,
         retransmitted_bytes=0,
-        delivery_bytes_per_s=0.0,
         busy_s=busy_s,
         rwnd_limited_s=0.0,
         sndbuf_limited_s=0.0,
@@ -82,7 +80,7 @@ def test_connections_may_have_been_busy_one_after_the_other() -> None:
 
 
 def test_a_burst_is_no_floor() -> None:
-    burst = replace(connection(1, MB, 0.001), delivery_bytes_per_s=1e9)
+    burst = connection(1, MB, 0.001)
     assert between(link(connection()), link(burst), 1.0).floor_bytes_per_s == 20 * MB
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from link_cases import path_report
 
-from netmon.estimate import LinkCondition, LinkReport
+from netmon.estimate import LinkCondition, PathReport
 from netmon.region_link import NUM_STEPS, STALE_S, LinkPath, RegionLink
 
 MB = 1_000_000
 
 
-def heard(*reports: LinkReport) -> list[LinkPath]:
+def heard(*reports: PathReport) -> list[LinkPath]:
     return [LinkPath(f"far/a{index}", "home/b1", item, 0.0) for index, item in enumerate(reports)]
 
 
-def link_of(*reports: LinkReport, now_s: float = 10.0) -> RegionLink:
+def link_of(*reports: PathReport, now_s: float = 10.0) -> RegionLink:
     link = RegionLink("far", "home")
     link.observe(heard(*reports), now_s)
     return link
@@ -112,7 +112,7 @@ def test_the_worst_path_speaks_for_the_link() -> None:
         ([path_report("b2:1", "down")], "down"),
     ],
 )
-def test_one_dead_receiver_is_no_dead_link(others: list[LinkReport], expected: str) -> None:
+def test_one_dead_receiver_is_no_dead_link(others: list[PathReport], expected: str) -> None:
     assert link_of(path_report("b1:1", "down"), *others).now(10.0).condition == expected
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from netmon.estimate import LinkCondition, LinkEstimate, LinkReport
+from netmon.estimate import LinkCondition, LinkEstimate, PathReport
 
 
 def path_report(
@@ -15,7 +15,7 @@ def path_report(
     full_age_s: float | None = None,
     age_s: float | None = None,
     **fields: Any,
-) -> LinkReport:
+) -> PathReport:
     """`fields` are those of the estimate, but for the transfers and the size of a probe."""
     of_report = {
         name: fields.pop(name) for name in ("num_transfers", "probe_bytes") if name in fields
@@ -27,7 +27,7 @@ def path_report(
         is_up=condition != "down",
         **({"sample_age_s": 0.1} | fields),
     )
-    return LinkReport(
+    return PathReport(
         endpoint=endpoint,
         condition=LinkCondition(condition),
         reason=f"because of {endpoint}",

@@ -54,12 +54,12 @@ class CodecConfig:
     """How long and how much the raw link must have been seen before any choice."""
     min_samples: int = 3
     sample_share: float = 0.01
-    """Of one core's time."""
+    """Share of one core's time that samples may take."""
     sample_first_s: float = 0.02
     sample_max_s: float = 10.0
     """Interval between samples: doubles up to the latter while no codec comes near to paying."""
     reserve_share: float = 0.1
-    """Of all cores; left idle."""
+    """Share of all cores that is left idle."""
     encode_threads: int = 8
     """Most chunks that are encoded at a time."""
     decode_per_encode: float = 1.2
@@ -75,12 +75,12 @@ class CodecChoice:
     codec: Codec
     reason: str
     raw_bytes_per_s: float = 0.0
-    """Of the link without a codec."""
+    """The link's rate without a codec."""
     expected_bytes_per_s: float = 0.0
     """With `codec`."""
     ratio: float = 1.0
     encode_bytes_per_s: float = 0.0
-    """Of one core."""
+    """What one core encodes."""
     cores_needed: float = 0.0
     cores_usable: float = 0.0
 
@@ -129,7 +129,7 @@ _CPU_MEMORY_S = 2.0
 
 
 class CodecChooser:
-    """See the module docstring. Not thread-safe. Name FP8 in `candidates` only where loss is
+    """Chooses the codec of one link. Not thread-safe. Name FP8 in `candidates` only where loss is
     allowed; RAW needs no naming.
     """
 
@@ -194,8 +194,8 @@ class CodecChooser:
         self._next_sample_s = now_s + wait_s
 
     def observe_cpu(self, idle_share: float, num_cores: int, *, now_s: float) -> None:
-        """Of the `num_cores` this process may use, `idle_share` (0 to 1) was idle since the last
-        call.
+        """`idle_share` (0 to 1) of the `num_cores` that this process may use was idle since the
+        last call.
         """
         elapsed_s = now_s - self._cpu_s
         if elapsed_s <= 0:

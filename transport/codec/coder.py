@@ -52,7 +52,7 @@ def _timed_encode(
 
 
 class LinkCoder:
-    """See the module docstring. Thread-safe; coding itself is done outside of the lock."""
+    """Codes the chunks of one link while a codec pays. Thread-safe; codes outside of the lock."""
 
     def __init__(self, config: TransportConfig) -> None:
         self._mode = config.codec

@@ -47,7 +47,7 @@ class Discarded:
 
 
 class IncomingData:
-    """See the module docstring. `begin` for a header, then `finish` when its body is complete."""
+    """Reads one connection's DATA frames: `begin` for a header, `finish` when its body is there."""
 
     def __init__(self, connection: int, config: TransportConfig, reception: Reception) -> None:
         self._connection = connection

@@ -51,7 +51,7 @@ class ClaimAnswer:
 
 
 class IncomingTransfer:
-    """See the module docstring."""
+    """The claims, the verified bytes and the end of one incoming transfer."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class IncomingTransfer:
         self.failure: tuple[str, str] = ("", "")
         """(code, message) told to the sender once the state is FAILED or CANCELLED."""
         self.attached: set[int] = set()
-        """Connections that opened this transfer; guarded by the table that owns this transfer."""
+        """Connections that opened it; guarded by the `IncomingTransfers` that it belongs to."""
         self._space: ByteSpace | None = space
         self._max_ranges = max_ranges
         self._verified = IntervalSet()

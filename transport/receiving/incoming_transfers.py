@@ -44,7 +44,7 @@ class _Times:
 
 
 class IncomingTransfers:
-    """See the module docstring."""
+    """A receiver's transfers by id, and when each began and ended."""
 
     def __init__(self, config: TransportConfig) -> None:
         self._config = config

@@ -1,9 +1,9 @@
 """Receives transfers: a listening socket and one thread per connection. Rules are `Reception`'s and
 the session's.
 
-A connection's thread reads straight into the transfer, verifies, and acknowledges when nothing more
-is waiting; announced data is waited for, a millisecond at most. Frames for the sender that other
-threads cause (a drop) go through the connection's outbox, which never blocks.
+A connection's thread reads straight into the transfer's memory, verifies, and acknowledges when
+nothing more is waiting; announced data is waited for, a millisecond at most. Frames for the sender
+that other threads cause (a drop) go through the connection's outbox, which never blocks.
 """
 
 from __future__ import annotations

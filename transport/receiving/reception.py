@@ -3,7 +3,7 @@
 One `Reception` serves all connections of a receiver; `ReceiverSession` calls it with what arrived,
 the shell with `drop` and time. It tells the registry how transfers end and asks `Connections` to
 close or to tell others. An incoming transfer ends in this order: no new claims -> frames in flight
-finish, or their connection is closed -> the registry is told -> the sender is told. So whoever
+finish, or their connection is closed -> the registry is told -> the sender is told. Whoever
 learns of the end may reuse the memory at once.
 
 Knows no socket; the only waiting is for claims of other threads to be given back.
@@ -38,7 +38,7 @@ class Connections(Protocol):
 
 
 class Reception:
-    """See the module docstring."""
+    """Opens, completes and ends the incoming transfers of one receiver, over all connections."""
 
     def __init__(
         self, config: TransportConfig, registry: LandingRegistry, connections: Connections

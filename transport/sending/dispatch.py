@@ -18,7 +18,7 @@ FRAME_GRAIN_BYTES = 4096
 
 
 class Dispatch:
-    """See the module docstring. `note` must be called whenever a transfer has changed."""
+    """Picks what a link sends next. `note` must be called whenever a transfer has changed."""
 
     def __init__(self, config: TransportConfig) -> None:
         self.width = config.num_connections
@@ -50,11 +50,11 @@ class Dispatch:
             self._queue.leave(transfer, spec.priority, spec.tenant)
 
     def with_control(self) -> list[OutgoingState]:
-        """Those that have something besides DATA to send."""
+        """The transfers that have something besides DATA to send."""
         return list(self._control.values()) if self._control else []
 
     def in_turn(self, now_s: float) -> Iterator[OutgoingState]:
-        """Those that may send DATA now, the one whose turn it is first."""
+        """The transfers that may send DATA now, the one whose turn it is first."""
         if self._pace.ready_at(now_s) <= now_s:
             for transfer, _, _ in self._queue.in_order(now_s):
                 yield transfer
@@ -86,7 +86,7 @@ class Dispatch:
         return data
 
     def refund(self, num_bytes: int, now_s: float) -> None:
-        """So much less of what was taken went over the link: pacing is about bytes on the wire."""
+        """Coding saved `num_bytes` of what was taken: pacing counts bytes on the wire."""
         self._pace.spend(-num_bytes, now_s)
 
     def expects_more(self, transfer: OutgoingState, taken: Range) -> bool:
@@ -94,7 +94,7 @@ class Dispatch:
         return not self.has_budgets and transfer.unsent.total >= self.width * (taken[1] - taken[0])
 
     def check_invariants(self, transfer: OutgoingState) -> None:
-        """Raise AssertionError unless the lists say of this transfer what is true."""
+        """Raise AssertionError unless the lists agree with the transfer."""
         spec = transfer.spec
         assert (spec.transfer_id in self._control) == transfer.has_control, "control unseen"
         is_queued = self._queue.has(transfer, spec.priority, spec.tenant)

@@ -101,7 +101,9 @@ class _Level(Generic[KeyT]):
 
 
 class FairQueue(Generic[KeyT]):
-    """See the module docstring. Keys are whatever the owner calls its transfers."""
+    """Shares a link among classes, tenants and transfers. Keys are whatever the owner calls its
+    transfers.
+    """
 
     def __init__(self, tenant_bytes_per_s: float = 0.0) -> None:
         self._tenant_bytes_per_s = tenant_bytes_per_s

@@ -43,7 +43,7 @@ class _Connection:
 
 
 class LinkCore:
-    """See the module docstring."""
+    """What a link knows of its transfers and connections, and what its lanes send next."""
 
     def __init__(self, config: TransportConfig, name: str) -> None:
         self._config = config

@@ -20,7 +20,7 @@ Streams = Mapping[int, SocketOwner]
 
 
 class LinkMeter:
-    """See the module docstring."""
+    """Reads one link's connections for its tuner and its coder."""
 
     def __init__(self, config: TransportConfig, coder: LinkCoder) -> None:
         self._coder = coder

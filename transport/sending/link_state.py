@@ -33,7 +33,7 @@ class Backlog:
     queued_bytes: int = 0
     """Ready, and not yet handed to any connection; before coding."""
     num_transfers: int = 0
-    """That are not over, waiting for the one who fills them included."""
+    """Transfers that are not over, those that wait to be filled included."""
     oldest_queued_s: float | None = None
     """For how long, at most, a transfer has had bytes that are ready and not acknowledged, without
     a break; None when none has.
@@ -41,7 +41,7 @@ class Backlog:
 
     @classmethod
     def of(cls, transfers: Iterable[OutgoingState], now_s: float) -> Backlog:
-        """Of all transfers of a link that are not over."""
+        """The backlog of these transfers: all of a link that are not over."""
         queued_bytes, num_transfers, since_s = 0, 0, None
         for transfer in transfers:
             num_transfers += 1

@@ -49,7 +49,7 @@ RAW_CODED = Coded()
 
 
 class OutgoingState:
-    """See the module docstring. Ranges given to methods lie in [0, nbytes)."""
+    """What of one transfer is ready, sent and acknowledged. All ranges lie in [0, nbytes)."""
 
     def __init__(self, spec: OutgoingSpec, nbytes: int, now_s: float) -> None:
         self.spec = spec
@@ -69,7 +69,7 @@ class OutgoingState:
         self.progress_s = now_s
         """When something last moved, or last became owed; a cancel restarts it."""
         self.owed_since_s: float | None = None
-        """Since when, without a break, it has had bytes that are ready and not acknowledged."""
+        """Since then there have always been bytes that are ready and not acknowledged."""
         self.ended_s = now_s
         self._ready = IntervalSet()
         self._sent = IntervalSet()

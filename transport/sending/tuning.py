@@ -48,7 +48,7 @@ DOWN_KEEP = 0.95
 CLEARLY_WORSE = 0.8
 SHRINKABLE_LOSS = 5e-4
 LIMITED_SHARE = 0.1
-"""Of busy time: above it a window or a buffer counts as a limit."""
+"""Share of busy time above which a window or a buffer counts as a limit."""
 FULL_QUEUE_RTTS = 1.5
 """Round trips of the empty path: one longer than this tells of a full queue."""
 FIRST_LOOK_S, LAST_LOOK_S = 60.0, 960.0
@@ -84,7 +84,7 @@ class TuningWindow:
 
 
 class LinkTuner:
-    """See the module docstring."""
+    """Decides how many connections carry data and how large frames are, for one link."""
 
     def __init__(self, config: TransportConfig) -> None:
         self.width = config.num_connections

@@ -23,7 +23,7 @@ import msgspec
 from kvmanager.agent.client import AgentClient, probe_link
 from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.directory.messages import NodeName
-from netmon.estimate import LinkReport
+from netmon.estimate import PathReport
 from netmon.region_link import LinkNow, LinkPath, RegionLink
 from scheduler.reports import ClusterReport
 from transport import Endpoint
@@ -67,7 +67,9 @@ class _Agent:
 
 
 class RegionLinks:
-    """See the module docstring. `watch` it with the clusters' reports."""
+    """Follows a region's agents and joins their paths to links. `watch` it with the clusters'
+    reports.
+    """
 
     def __init__(
         self,
@@ -249,7 +251,7 @@ class RegionLinks:
                     self._probe(agent.target, receiver.target, report), name="probe a link"
                 )
 
-    async def _probe(self, sender: str, receiver: str, report: LinkReport) -> None:
+    async def _probe(self, sender: str, receiver: str, report: PathReport) -> None:
         clients, target = (self._connect(sender), self._connect(receiver)), report.endpoint
         try:
             reply = await probe_link(*clients, report.probe_bytes, *Endpoint.parse(target))

@@ -1,4 +1,4 @@
-"""What a node agent says of its sender's links, `netmon.estimate.LinkReport` for each: more structs
+"""What a node agent says of its sender's links, `netmon.estimate.PathReport` for each: more structs
 of service `prfaas.NodeAgent`.
 
 They do not know how they travel. A link is named by the endpoint that the sender connects to,
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from netmon.estimate import LinkReport
+from netmon.estimate import PathReport
 
 
 class WatchLinks(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class LinkFeed(msgspec.Struct, frozen=True):
 
     seq: int
     data_endpoint: str
-    links: list[LinkReport]
+    links: list[PathReport]
 
 
 class SendLinkProbe(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ looked at every `interval_s`, so is one that is not clear or has just become idl
 looked at about once a second.
 
 A link that is down and has no transfers would stay so for ever, since nobody would send through it:
-it is asked to connect again every few seconds, for `LET_GO_S` at most.
+it is asked to connect again every few seconds, for `GIVE_UP_S` at most.
 
 Use it on the agent's event loop. It does not know transfers, nor what anybody does with the news.
 """
@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.loop.watch import aligned_delay_s
 from kvmanager.transfers.records import BadRequest
-from netmon.estimate import LinkCondition, LinkReport
+from netmon.estimate import LinkCondition, PathReport
 from netmon.interfaces import interface_to, read_interface
 from netmon.metrics import LinkMetrics
 from netmon.monitor import LinkMonitor, MonitorConfig
@@ -39,14 +39,14 @@ from transport.sending.link_state import ConnectionState
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
 IDLE_INTERVAL_S: Final = 1.0
-LIVELY_S: Final = 3.0
+RECENT_S: Final = 3.0
 """How long a link that has become idle is still looked at often."""
 NEWS_S: Final = 0.5
 """Least time between two pieces of news that are only new numbers."""
 SHOW_S: Final = 1.0
 """How often Prometheus is shown new numbers."""
 RETRY_S: Final = 3.0
-LET_GO_S: Final = 600.0
+GIVE_UP_S: Final = 600.0
 KEEP_S: Final = 900.0
 """How long a link that the sender has closed is remembered."""
 MAX_WATCH_S: Final = 60.0
@@ -95,7 +95,7 @@ class _Watched:
 
 
 class LinkWatch:
-    """See the module docstring. `start` it, or call `look` by hand."""
+    """Looks at the links of one sender. `start` it, or call `look` by hand."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class LinkWatch:
             await asyncio.gather(looking, return_exceptions=True)
 
     async def watch(self, request: WatchLinks) -> LinkFeed:
-        """See `WatchLinks`. Raises BadRequest."""
+        """All links, as soon as there is news after `request.after_seq`. Raises BadRequest."""
         if not math.isfinite(request.timeout_s) or request.timeout_s < 0:
             raise BadRequest(f"timeout_s is {request.timeout_s}; it must be finite, at least 0")
         if request.sends_probes:
@@ -172,7 +172,7 @@ class LinkWatch:
                 interface = self._interface(endpoint.host, interfaces)
                 is_news |= self._look_at(endpoint, watched, interface, now_s)
                 watched.due_s = self._next_look_s(watched, now_s)
-            self._keep_up(endpoint, watched, now_s, is_idle=endpoint in activity and not is_used)
+            self._reconnect(endpoint, watched, now_s, is_idle=endpoint in activity and not is_used)
         is_news |= self._ask_for_probes(now_s)
         if is_news:
             self._told_s = now_s
@@ -222,16 +222,16 @@ class LinkWatch:
     def _next_look_s(self, watched: _Watched, now_s: float) -> float:
         """When to look again although it has no transfers."""
         is_clear = watched.condition is LinkCondition.CLEAR
-        is_lively = now_s - watched.used_s < LIVELY_S or not is_clear
+        is_recent = now_s - watched.used_s < RECENT_S or not is_clear
         interval_s = self._settings.interval_s
         # A little early, because looks themselves are `interval_s` apart.
-        return now_s + (0.0 if is_lively else max(interval_s, IDLE_INTERVAL_S) - interval_s / 2)
+        return now_s + (0.0 if is_recent else max(interval_s, IDLE_INTERVAL_S) - interval_s / 2)
 
-    def _keep_up(
+    def _reconnect(
         self, endpoint: Endpoint, watched: _Watched, now_s: float, *, is_idle: bool
     ) -> None:
         down_s = watched.down_s
-        if not is_idle or down_s is None or now_s - down_s > LET_GO_S:
+        if not is_idle or down_s is None or now_s - down_s > GIVE_UP_S:
             return
         if now_s - watched.warmed_s >= RETRY_S:
             watched.warmed_s = now_s
@@ -269,7 +269,7 @@ class LinkWatch:
         links = [self._report(item, request, now_s) for item in self._watched.values()]
         return LinkFeed(self._seq, self._data_endpoint, links)
 
-    def _report(self, watched: _Watched, request: WatchLinks, now_s: float) -> LinkReport:
+    def _report(self, watched: _Watched, request: WatchLinks, now_s: float) -> PathReport:
         report = watched.monitor.report(now_s)
         if request.sends_probes:
             report = msgspec.structs.replace(report, probe_bytes=watched.probe_bytes)
@@ -316,13 +316,11 @@ def _connection_sample(connection: ConnectionState) -> ConnectionSample:
         connection_id=connection.number,
         rtt_s=info.rtt_s,
         min_rtt_s=info.min_rtt_s,
-        cwnd_bytes=info.cwnd_segments * info.mss_bytes,
         unacked_bytes=info.unacked_segments * info.mss_bytes,
         notsent_bytes=info.notsent_bytes,
         acked_bytes=info.acked_bytes,
         sent_bytes=info.sent_bytes,
         retransmitted_bytes=info.retransmitted_bytes,
-        delivery_bytes_per_s=info.delivery_bytes_per_s,
         busy_s=info.busy_s,
         rwnd_limited_s=info.rwnd_limited_s,
         sndbuf_limited_s=info.sndbuf_limited_s,

@@ -11,7 +11,7 @@ from link_cases import path_report
 from deploy.gateway.links.region_links import SAME_S, RegionLinks
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.probe_messages import ProbeLandingReply
-from netmon.estimate import LinkReport
+from netmon.estimate import PathReport
 from scheduler.reports import ClusterReport, InstanceReport
 from transport.rpc import RpcError
 
@@ -21,7 +21,7 @@ class LinkSpeaker:
 
     def __init__(self, data_endpoint: str) -> None:
         self.data_endpoint = data_endpoint
-        self.answers: asyncio.Queue[list[LinkReport] | Exception] = asyncio.Queue()
+        self.answers: asyncio.Queue[list[PathReport] | Exception] = asyncio.Queue()
         self.asked: list[int] = []
         self.sent: list[tuple[int, str, int]] = []
         self.num_closed = 0
@@ -68,7 +68,7 @@ class Region:
         await self.links.watch(report("far", a1="a:1"))
         await self.links.watch(report("home", b1="b:1"))
 
-    def say(self, target: str, *reports: LinkReport) -> None:
+    def say(self, target: str, *reports: PathReport) -> None:
         self.agents[target].answers.put_nowait(list(reports))
 
     async def until(self, condition: Callable[[], bool]) -> None:
