@@ -31,7 +31,7 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         # The library's own look-up by labels takes a lock and builds strings at each call.
-        self._child = cache(lambda family, *labels: _labelled(family, labels))
+        self._child: Callable[..., Any] = cache(lambda family, *labels: family.labels(*labels))
         prefix = "prfaas_gateway_"
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -80,19 +80,15 @@ class GatewayMetrics:
             "route",
             buckets=_ERROR_BUCKETS,
         )
-        self._in_flight = Gauge(
-            prefix + "in_flight_requests", "Requests being served.", registry=self.registry
-        )
-        self._settling = Gauge(
-            prefix + "settling_requests",
-            "Answered requests whose landing is being given back.",
-            registry=self.registry,
-        )
 
     def watch(self, num_in_flight: Callable[[], int], num_settling: Callable[[], int]) -> None:
-        """Set the functions that count requests and background tasks for a scrape."""
-        self._in_flight.set_function(num_in_flight)
-        self._settling.set_function(num_settling)
+        """Add the gauges whose values these functions return at each scrape."""
+        for name, text, value in (
+            ("in_flight", "Requests being served.", num_in_flight),
+            ("settling", "Answered requests whose landing is being given back.", num_settling),
+        ):
+            gauge = Gauge(f"prfaas_gateway_{name}_requests", text, registry=self.registry)
+            gauge.set_function(value)
 
     def rejected(self, code: str) -> None:
         """Count a request that was refused before it was routed."""
@@ -153,7 +149,3 @@ class GatewayMetrics:
     def render(self) -> bytes:
         """The exposition text, with the metrics of embedded cluster fronts."""
         return generate_latest(self.registry) + generate_latest(REGISTRY)
-
-
-def _labelled(family: Any, labels: tuple[str, ...]) -> Any:
-    return family.labels(*labels)

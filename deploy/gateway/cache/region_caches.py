@@ -1,7 +1,7 @@
-"""The gateway's way to what the region has cached: the directory, and the node agents themselves.
+"""Asks the directory and the node agents what the region has cached.
 
-Owns the directory's reader and one connection to every agent that reports name. Does not know
-requests or what the answers are used for.
+Owns the directory's reader and a client of every agent that a report names. Does not know requests
+or what the answers are used for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeVar
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, prompt_keys
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import ListCacheReply, StatusReply
-from kvmanager.directory.messages import NodeName, NodeState, ResumeRule
+from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.token_ids import TokenIds
 from scheduler.reports import ClusterReport
@@ -28,9 +28,8 @@ _AGENT_TIMEOUT_S: Final = 3.0
 
 T = TypeVar("T")
 
-
 Follow = Callable[[Mapping[NodeName, str]], Awaitable[None]]
-"""Makes a directory follow the agents at these control addresses, and no others any more."""
+"""Makes a directory follow exactly the agents at these control addresses."""
 
 
 class RegionCaches:
@@ -54,19 +53,18 @@ class RegionCaches:
 
     @property
     def targets(self) -> Mapping[NodeName, str]:
-        """The nodes that were reported last, with their agents' control addresses."""
+        """The control address of each reported node's agent."""
         return self._targets
 
     async def watch(self, report: ClusterReport) -> None:
-        """Take the nodes of `report` for that cluster's. One without instances is of a front that
-        cannot be asked, which says nothing about its nodes.
-        """
+        """Take the nodes in `report` as those of its cluster."""
         found = {
             NodeName(report.name, item.node_name or item.node): item.node
             for item in report.instances
             if item.node
         }
         async with self._watching:
+            # A report without nodes comes from a front that cannot be asked: keep the known ones.
             kept = {name: at for name, at in self._targets.items() if name.cluster != report.name}
             if found and (targets := kept | found) != self._targets:
                 self._targets = targets
@@ -75,7 +73,7 @@ class RegionCaches:
 
     async def look_up(self, places: CachePlaces, token_ids: TokenIds, tenant: str) -> CachedPrompt:
         """Who has what of a prompt of `tenant` (its cache_salt). Never raises: nothing is known of
-        a prompt that cannot be hashed, and its engine will say what is wrong with it.
+        a prompt that cannot be hashed, and its engine words the error.
         """
         if places.model is None:
             return CachedPrompt(places=places)
@@ -83,22 +81,18 @@ class RegionCaches:
             rule = ResumeRule.of_model(places.model)
             keys = await prompt_keys(places.model, token_ids, tenant)
         except ValueError as error:
-            logger.warning("no block keys for a prompt: %s", error)
+            logger.warning("a prompt cannot be hashed: %s", error)
             return CachedPrompt(places=places)
         if keys is None:
             return CachedPrompt(places=places)
         return CachedPrompt(keys, places, tuple(await self.directory.match(rule, keys.blocks)))
 
-    async def nodes(self) -> list[NodeState]:
-        """What the directory knows of every node."""
-        return await self.directory.nodes()
-
     async def statuses(self) -> dict[NodeName, StatusReply | str]:
-        """Every agent's status, or why there is none."""
+        """Every agent's status, or the reason why it is missing."""
         return await self._ask_all(lambda agent: agent.status(_AGENT_TIMEOUT_S))
 
     async def prefixes(self, limit: int, order: Order) -> dict[NodeName, ListCacheReply | str]:
-        """The first `limit` prefixes of every agent, or why there are none."""
+        """The first `limit` prefixes of every agent, or the reason why they are missing."""
         return await self._ask_all(lambda agent: agent.list_cache(limit, order, _AGENT_TIMEOUT_S))
 
     async def close(self) -> None:
