@@ -139,6 +139,9 @@ def _play_file(path: Path, resettle: Resettle | None, played: Played) -> None:
         with path.open("rb") as stream:
             frames = frames_in(stream)
             header = next(frames, None)
+            if header is None:
+                # The recorder has just begun this file, or ended before its first write.
+                return
             if not isinstance(header, Header):
                 raise RecordingError("it does not begin as a recording does")
             live = scheduler_of(header)

@@ -20,6 +20,7 @@ from deploy.plan.simulate.cli import simulate_app
 from deploy.plan.simulate.recording import document_of, play_recordings
 from netmon.region_link import LinkView
 from scheduler.live.core import LiveScheduler
+from scheduler.replay.recording import Gap, frame_of
 from scheduler.routing.decision import RequestShape
 
 LONG = RequestShape(num_prompt_tokens=4000)
@@ -190,10 +191,19 @@ def test_other_settings_are_a_table_and_no_failure(tmp_path: Path, words: tuple[
 def test_what_is_no_recording_is_an_error(tmp_path: Path) -> None:
     told = CliRunner().invoke(simulate_app, ["--recording", str(tmp_path)])
     assert told.exit_code == 2
-    (tmp_path / f"x{SUFFIX}").write_bytes(b"abc")
+    (tmp_path / f"x{SUFFIX}").write_bytes(frame_of(Gap(1)))
     told = CliRunner().invoke(simulate_app, ["--recording", str(tmp_path)])
     assert told.exit_code == 2
     assert "does not begin as a recording does" in told.output
+
+
+@pytest.mark.parametrize("begun", [b"", b"abc"])
+def test_a_file_that_has_just_begun_is_passed_over(tmp_path: Path, begun: bytes) -> None:
+    flight = Flight(tmp_path)
+    flight.decide(3)
+    flight.recorder.close()
+    (tmp_path / f"99990101{SUFFIX}").write_bytes(begun)
+    assert flight.played()["decisions"] == 3
 
 
 REGION = """
