@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvmanager.config_files.fields import tls_files
-from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
+from local_pd.embedded import EmbeddedPdCluster
 from local_pd.front_config import PdFrontConfig
 from local_pd.server import PdServer
 from prfaas.engines.front_process import run_front, serve_front
@@ -29,16 +29,10 @@ def pd_command(
 
 async def serve_pd(config: PdFrontConfig) -> None:
     """Serve the cluster of `config` until SIGTERM or SIGINT. RpcError: `listen` is not free."""
-    cluster = EmbeddedPdCluster(
-        config.name,
-        config.instances,
-        PdClusterConfig(
-            lease_s=config.lease_s,
-            affinity_slack=config.affinity_slack,
-            keep_leases=False,
-            instances=config.instances_config(poll_load=True),
-        ),
-    )
+    instances = config.instances_config(poll_load=True)
+    # The gateways that call this front keep the leases of their landings.
+    cluster_config = config.cluster_config(instances, keep_leases=False)
+    cluster = EmbeddedPdCluster(config.name, config.instances, cluster_config)
     await serve_front(
         cluster,
         PdServer(cluster, config.listen, tls_files(config.tls)),

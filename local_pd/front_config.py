@@ -9,15 +9,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvmanager.config_files.fields import Seconds
+from kvmanager.config_files.fields import Seconds, Section, settings_of
 from local_pd.embedded import PdClusterConfig
 from prfaas.engines.front_config import FrontConfig
+from prfaas.engines.instances import InstancesConfig
 
 _CLUSTER = PdClusterConfig()
 
 
-class PdFrontConfig(FrontConfig):
-    """The file of `prfaas pd`."""
+class PdPlacement(Section):
+    """How a PD cluster's front holds landings and chooses instances."""
 
     lease_s: Seconds = _CLUSTER.lease_s
     """How long memory for a landing is kept without a renewal, seconds or such as 30s."""
@@ -25,3 +26,11 @@ class PdFrontConfig(FrontConfig):
     """How many more requests than the least loaded instance one may have that is preferred for
     what its node has cached.
     """
+
+    def cluster_config(self, instances: InstancesConfig, *, keep_leases: bool) -> PdClusterConfig:
+        """For the cluster; with `keep_leases` it renews the leases of its landings by itself."""
+        return settings_of(self, PdClusterConfig, instances=instances, keep_leases=keep_leases)
+
+
+class PdFrontConfig(FrontConfig, PdPlacement):
+    """The file of `prfaas pd`."""

@@ -12,7 +12,6 @@ from kvmanager.config_files.fields import tls_files
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.front_process import run_front, serve_front
 from prfaas.front_config import PrefillFrontConfig
-from prfaas.queue_values import QueueConfig
 from prfaas.server import PrefillServer
 from transport import Endpoint
 
@@ -34,12 +33,7 @@ async def serve_prefill(config: PrefillFrontConfig) -> None:
         config.name,
         config.instances,
         PrefillClusterConfig(
-            queue=QueueConfig(
-                max_queued=config.max_queued,
-                max_wait_s=config.max_wait_s,
-                order=config.queue.order(),
-            ),
-            instances=config.instances_config(),
+            queue=config.queue_config(config.queue.order()), instances=config.instances_config()
         ),
     )
     await serve_front(

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from kvmanager.config_files.fields import Positive, Seconds, Section, Tokens, settings_of, spelled
-from kvmanager.config_files.tokens import parse_tokens
+from kvmanager.config_files.units import parse_tokens
 from prfaas.engines.front_config import FrontConfig
 from prfaas.queue_values import QueueConfig
 from scheduler.routing.queue_order import LengthBucket, OrderConfig
@@ -63,12 +63,21 @@ class QueueSection(Section):
         return self
 
 
-class PrefillFrontConfig(FrontConfig):
-    """The file of `prfaas prefill`."""
+class QueueBounds(Section):
+    """How much may wait at a prefill cluster's front, and for how long."""
 
     max_queued: Annotated[int, Field(ge=0)] = _QUEUE.max_queued
     """Jobs that may wait; more are refused."""
     max_wait_s: Seconds = _QUEUE.max_wait_s
     """How long a job may wait until it fails, seconds or such as 2min."""
+
+    def queue_config(self, order: OrderConfig) -> QueueConfig:
+        """For the queue, whose jobs start in this order."""
+        return settings_of(self, QueueConfig, order=order)
+
+
+class PrefillFrontConfig(FrontConfig, QueueBounds):
+    """The file of `prfaas prefill`."""
+
     queue: QueueSection = QueueSection()
     """The order in which waiting jobs start."""

@@ -25,23 +25,21 @@ from deploy.gateway.config import (
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
 from kvmanager.agent.client import AgentClients
-from kvmanager.config_files.fields import Address, Seconds, Section, TlsSection, tls_files
+from kvmanager.config_files.fields import Address, Section, TlsSection, tls_files
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.directory.remote import RemoteDirectory
-from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
+from local_pd.embedded import EmbeddedPdCluster
+from local_pd.front_config import PdPlacement
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
-from prfaas.queue_values import QueueConfig
+from prfaas.front_config import QueueBounds
 from prfaas.remote import RemotePrefillCluster
 
 EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
-
-_QUEUE = QueueConfig()
-_PD = PdClusterConfig()
 
 
 class _Source(Section):
@@ -59,8 +57,10 @@ class _Source(Section):
         return self
 
 
-class PrefillSource(_Source):
-    """A prefill cluster and the name of the link that its KVCache takes."""
+class PrefillSource(_Source, QueueBounds):
+    """A prefill cluster and the name of the link that its KVCache takes. A front elsewhere has its
+    own `max_queued` and `max_wait_s`.
+    """
 
     link: str = ""
     """Name of the link to the PD cluster."""
@@ -68,23 +68,13 @@ class PrefillSource(_Source):
     """Address advertised by a receiving agent -> what this cluster's senders connect to instead,
     where that differs (a tunnel, an emulated link).
     """
-    max_queued: Annotated[int, Field(ge=0)] = _QUEUE.max_queued
-    """Jobs that may wait at an embedded front; more are refused."""
-    max_wait_s: Seconds = _QUEUE.max_wait_s
-    """How long a job may wait at an embedded front until it fails, seconds or such as 2min."""
 
 
-class PdSource(_Source):
+class PdSource(_Source, PdPlacement):
     """The local PD cluster. A front elsewhere has its own `affinity_slack` and `lease_s`."""
 
     has_prefill_instances: bool = False
     """Whether a front elsewhere has instances that prefill."""
-    affinity_slack: Annotated[int, Field(ge=0)] = _PD.affinity_slack
-    """How many more requests than the least loaded instance one may have that is preferred for
-    what its node has cached.
-    """
-    lease_s: Seconds = _PD.lease_s
-    """How long memory for a landing is kept without a renewal, seconds or such as 30s."""
 
 
 class GatewayFile(Section):
@@ -206,9 +196,7 @@ def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
             tls=tls,
         )
     instances = InstancesConfig(log_dir=file.log_dir, tls=tls, poll_load=True)
-    config = PdClusterConfig(
-        lease_s=source.lease_s, affinity_slack=source.affinity_slack, instances=instances
-    )
+    config = source.cluster_config(instances, keep_leases=True)
     return EmbeddedPdCluster(source.name, source.instances, config)
 
 
@@ -219,11 +207,7 @@ def _prefill(
     if source.front:
         return RemotePrefillCluster(source.name, source.front, tls)
     config = PrefillClusterConfig(
-        queue=QueueConfig(
-            max_queued=source.max_queued,
-            max_wait_s=source.max_wait_s,
-            order=file.gateway.scheduling.queue.order(),
-        ),
+        queue=source.queue_config(file.gateway.scheduling.queue.order()),
         instances=InstancesConfig(log_dir=file.log_dir, tls=tls),
     )
     return EmbeddedPrefillCluster(source.name, source.instances, config)

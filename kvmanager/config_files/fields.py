@@ -26,8 +26,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from kvmanager.config_files.tokens import parse_tokens
-from kvmanager.config_files.units import parse_duration, parse_rate, parse_size
+from kvmanager.config_files.units import parse_duration, parse_rate, parse_size, parse_tokens
 from transport import Endpoint, TlsFiles
 
 GIB: Final = 1 << 30

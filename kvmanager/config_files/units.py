@@ -1,4 +1,4 @@
-"""Quantities as people write them ("1Gbit", "20ms", "512MiB") turned into SI numbers.
+"""Quantities as people write them ("1Gbit", "20ms", "512MiB", "8k") turned into SI numbers.
 
 Knows nothing of what the numbers are for. Every parser raises ``ValueError`` with a message that
 shows the accepted spelling.
@@ -7,6 +7,7 @@ shows the accepted spelling.
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _NUMBER_AND_UNIT = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-zµ/]*)\s*$")
 
@@ -42,6 +43,9 @@ _BYTES_PER_SIZE_UNIT = {
     "gib": 2**30,
 }
 
+_NUMBER_AND_TOKENS = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(|[kK]|[mM]|[kK]i|Mi)\s*$")
+_TOKENS_PER_SUFFIX = {"": 1, "k": 10**3, "ki": 2**10, "m": 10**6, "mi": 2**20}
+
 
 def parse_rate(text: str) -> float:
     """Bytes per second of "1Gbit", "200Mbit/s", "10Gbps" or "100MB/s"; 0 for "unlimited"."""
@@ -75,6 +79,17 @@ def parse_size(text: str) -> int:
     return round(number * _BYTES_PER_SIZE_UNIT[unit])
 
 
+def parse_tokens(text: str) -> int:
+    """Tokens of "128Ki", "19.4K" or "131072". Raises ValueError, showing the spelling."""
+    match = _NUMBER_AND_TOKENS.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of tokens; write 32Ki, 32K or 32768")
+    tokens = Decimal(match[1]) * _TOKENS_PER_SUFFIX[match[2].lower()]
+    if tokens != int(tokens) or tokens < 1:
+        raise ValueError(f"{text!r} is not a whole number of at least 1 token")
+    return int(tokens)
+
+
 def format_rate(bytes_per_s: float) -> str:
     """The shortest bit spelling of a rate: 125e6 -> "1Gbit", 0 -> "unlimited"."""
     if bytes_per_s == 0:
@@ -102,6 +117,14 @@ def format_bytes(nbytes: int) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"
     return str(nbytes)
+
+
+def format_tokens(num_tokens: int) -> str:
+    """The shortest exact spelling: 32768 -> "32Ki", 32000 -> "32K", 32001 -> "32001"."""
+    for suffix, scale in (("M", 10**6), ("Mi", 2**20), ("K", 10**3), ("Ki", 2**10)):
+        if num_tokens and num_tokens % scale == 0:
+            return f"{num_tokens // scale}{suffix}"
+    return str(num_tokens)
 
 
 def format_age(seconds: float) -> str:

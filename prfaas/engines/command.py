@@ -8,10 +8,11 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from kvmanager.config_files.fields import Section, Tokens
 from transport import Endpoint
 
 CONNECTOR: Final = "PrfaasConnector"
@@ -23,37 +24,58 @@ _SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
 _PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
-class EngineSpec(BaseModel):
-    """One vLLM engine: what it serves, where, with how much memory, and its node agent's socket.
+class EngineOptions(Section):
+    """How an engine serves its model, as a region's file says of a model, too."""
 
-    `kv_space_gib` set means an engine on the CPU; on a GPU leave it out and put
-    `--gpu-memory-utilization` into `args`. `args` go to vLLM as they are, after ours, so they win.
-    `env` is added last. With `agent_socket` None the engine runs without our connector. At
-    `kv_events`, a ZeroMQ endpoint, it publishes what its own prefix cache keeps and drops; behind a
-    comma stands where those who missed messages ask for them.
+    dtype: str = "auto"
+    """Type of weights and activations, as vLLM's --dtype has it."""
+    max_model_len: Annotated[Tokens, Field(ge=2)] | None = None
+    """Most tokens of prompt and output, a number or such as 128Ki. Left out: what the model has."""
+    block_size: Tokens | None = None
+    """Tokens of one KV block. Left out: vLLM's choice."""
+    max_num_batched_tokens: Tokens | None = None
+    """Tokens of one engine step, so of one prefill chunk, a number or such as 8Ki. Left out: vLLM's
+    choice.
     """
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs that share each layer of an instance."""
+    enforce_eager: bool = False
+    """Do without CUDA graphs and compilation."""
+    kv_space_gib: Annotated[int, Field(ge=1)] | None = None
+    """KV memory of an engine on the CPU, whole GiB. On a GPU leave it out and put
+    `--gpu-memory-utilization` into `args`.
+    """
+    args: tuple[str, ...] = ()
+    """Further vLLM options; they come last, so they win over the ones above."""
+    env: dict[str, str] = Field(default={})
+    """Added to the engines' environment."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+class EngineSpec(EngineOptions):
+    """One vLLM engine: what it serves, where, with how much memory, and its node agent's socket."""
 
     instance: str
+    """Name of the instance, which its connector tells the node agent."""
     model: str
+    """Directory of the weights, or a name on the Hugging Face hub."""
     served_name: str
+    """Name that clients ask for."""
     host: str = "127.0.0.1"
-    port: int = Field(ge=1, le=65535)
-    dtype: str = "auto"
-    max_model_len: int | None = Field(default=None, ge=2)
-    block_size: int | None = Field(default=None, ge=1)
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    max_num_seqs: int | None = Field(default=None, ge=1)
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Address that its OpenAI server listens on."""
+    port: Annotated[int, Field(ge=1, le=65535)]
+    """Port that its OpenAI server listens on."""
+    max_num_seqs: Annotated[int, Field(ge=1)] | None = None
+    """Requests in one engine step. Left out: vLLM's choice."""
     enable_prefix_caching: bool = False
-    enforce_eager: bool = False
-    kv_space_gib: int | None = Field(default=None, ge=1)
+    """Cache prefixes in the engine's own memory."""
     agent_socket: str | None = None
+    """Unix socket of the node agent. Left out: it runs without our connector."""
     kv_events: str | None = None
-    args: tuple[str, ...] = ()
-    env: dict[str, str] = Field(default_factory=dict)
+    """ZeroMQ endpoint where it publishes what its own prefix cache keeps and drops; behind a comma
+    stands where those who missed messages ask for them.
+    """
     python: str = sys.executable
+    """The interpreter that has vLLM."""
 
     @property
     def url(self) -> str:

@@ -40,7 +40,7 @@ from deploy.plan.profile.file import EngineProfileFile
 from deploy.plan.solve.building import kv_size_of
 from deploy.plan.solve.case_study import H20_PREFILL, H200_PREFILL, KV
 from kvmanager.config_files.problems import FileError
-from kvmanager.config_files.tokens import format_tokens
+from kvmanager.config_files.units import format_tokens
 from kvmanager.hf_config import read_model_kv
 from scheduler.planning.curves import CurveError, fit_quadratic, interpolate
 from scheduler.planning.lengths import Floats

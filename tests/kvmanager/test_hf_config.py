@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmanager.config_files.tokens import format_tokens, parse_tokens
+from kvmanager.config_files.units import format_tokens, parse_tokens
 from kvmanager.hf_config import ConfigError, LayerKv, ModelKv, differences, read_model_kv
 from kvmanager.layout import KVKind
 

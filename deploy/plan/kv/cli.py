@@ -74,7 +74,7 @@ def kv_command(
     prfaas plan kv config.json --prefill-s 0.44,0.72,1.84,7.40 --gpus 32
     prfaas plan kv /models/qwen3-next --dtype fp8 --tp 4 --verify
     """
-    from kvmanager.config_files.tokens import parse_tokens
+    from kvmanager.config_files.units import parse_tokens
 
     counts = _numbers(lengths, "--lengths", parse_tokens)
     times_s = _numbers(prefill_s, "--prefill-s", _seconds) if prefill_s else []

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from deploy.plan.kv.report import KindRow, LengthRow, kind_rows
 from deploy.table_style import new_table
-from kvmanager.config_files.tokens import format_tokens
+from kvmanager.config_files.units import format_tokens
 from kvmanager.hf_config import ModelKv
 from kvmanager.layout import KVKind
 

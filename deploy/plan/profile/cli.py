@@ -243,7 +243,7 @@ def _numbers(text: str, option: str, parse: Callable[[str], int]) -> tuple[int, 
 
 
 def _tokens(word: str) -> int:
-    from kvmanager.config_files.tokens import parse_tokens
+    from kvmanager.config_files.units import parse_tokens
 
     return parse_tokens(word)
 

@@ -12,8 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from deploy.plan.profile.file import DecodeStep, PrefillPoint
 from kvmanager.config_files.fields import NotNegative, Positive, Section, spelled
-from kvmanager.config_files.tokens import parse_tokens
-from kvmanager.config_files.units import parse_duration, parse_rate, parse_size
+from kvmanager.config_files.units import parse_duration, parse_rate, parse_size, parse_tokens
 
 
 def _rate(value: Any) -> Any:

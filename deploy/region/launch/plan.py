@@ -23,7 +23,7 @@ from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_add
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from kvmanager.agent.config import AgentSection
-from prfaas.engines.command import EngineSpec
+from prfaas.engines.command import EngineOptions, EngineSpec
 from prfaas.engines.instances import InstanceSpec
 from prfaas.engines.process import ProcessSpec
 from transport import Endpoint
@@ -182,25 +182,19 @@ def engine_spec(
 ) -> EngineSpec:
     """How the instance's engine is started; without a socket, as a plain engine."""
     model = region.model_of(instance)
+    options = {name: getattr(model, name) for name in EngineOptions.model_fields}
+    options |= {"args": model.args + instance.args, "env": model.env | instance.env}
     return EngineSpec(
+        **options,
         instance=instance.name,
         model=model.path,
         served_name=model.name,
         host=node.host,
         port=instance.port,
-        dtype=model.dtype,
-        max_model_len=model.max_model_len,
-        block_size=model.block_size,
-        max_num_batched_tokens=model.max_num_batched_tokens,
         max_num_seqs=region.decode_slots_of(instance),
-        tensor_parallel_size=model.tensor_parallel_size,
         enable_prefix_caching=model.prefix_caching,
-        enforce_eager=model.enforce_eager,
-        kv_space_gib=model.kv_space_gib,
         agent_socket=None if agent_socket is None else str(agent_socket),
         kv_events=kv_events,
-        args=model.args + instance.args,
-        env=model.env | instance.env,
     )
 
 

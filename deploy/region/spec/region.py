@@ -13,8 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from deploy.gateway.config import GatewaySection
 from kvmanager.agent.config import AgentSection
-from kvmanager.config_files.fields import Address, Port, Section, TlsSection, Tokens
+from kvmanager.config_files.fields import Address, Port, Section, TlsSection
 from kvmanager.config_files.units import parse_duration, parse_rate
+from prfaas.engines.command import EngineOptions
 from prfaas.engines.instances import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
 
 ClusterKind = Literal["prefill", "pd"]
@@ -40,35 +41,15 @@ Rate = Annotated[str, BeforeValidator(_as_text), _spelled_by(parse_rate)]
 Duration = Annotated[str, BeforeValidator(_as_text), _spelled_by(parse_duration)]
 
 
-class ModelSpec(Section):
+class ModelSpec(EngineOptions):
     """A model and how every instance serves it."""
 
     name: Annotated[str, Field(min_length=1)]
     """Name that clients ask for."""
     path: Annotated[str, Field(min_length=1)]
     """Directory of the weights, or a name on the Hugging Face hub."""
-    dtype: str = "auto"
-    """Type of weights and activations, as vLLM's --dtype has it."""
-    max_model_len: Annotated[Tokens, Field(ge=2)] | None = None
-    """Most tokens of prompt and output, a number or such as 128Ki. Left out: what the model has."""
-    block_size: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of one KV block. Left out: vLLM's choice."""
-    max_num_batched_tokens: Tokens | None = None
-    """Tokens of one engine step, so of one prefill chunk, a number or such as 8Ki. Left out: vLLM's
-    choice.
-    """
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """GPUs that share each layer of an instance."""
-    kv_space_gib: Annotated[int, Field(ge=1)] | None = None
-    """KV memory of an engine on the CPU, GiB; leave it out on a GPU."""
     prefix_caching: bool = True
     """Cache prefixes in the engines and in their nodes' arenas; false: in neither."""
-    enforce_eager: bool = False
-    """Do without CUDA graphs and compilation."""
-    args: tuple[str, ...] = ()
-    """Further vLLM options; they win over the ones above."""
-    env: dict[str, str] = Field(default={})
-    """Added to the engines' environment."""
 
 
 class RegionInstance(Section):
