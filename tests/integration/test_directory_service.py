@@ -166,5 +166,5 @@ async def test_the_command_says_what_is_wrong() -> None:
         stderr=asyncio.subprocess.PIPE,
     )
     _, errors = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert b"'n0' is not cluster/node" in errors

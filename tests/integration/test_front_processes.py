@@ -169,7 +169,7 @@ async def test_a_bad_configuration_ends_the_process_with_a_message(tmp_path: Pat
     )  # fmt: skip
     _, stderr = await process.communicate()
     assert process.returncode == 2
-    assert b"instances: Field required" in stderr
+    assert b"instances: is required and missing" in stderr
 
 
 def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> EmbeddedPrefillCluster:
