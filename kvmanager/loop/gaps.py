@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 LEAST_GAP_S: Final = 0.01
@@ -112,6 +112,20 @@ def judge(
         cpu_s=min(raw.cpu_s, own_s),
         gc_s=min(raw.gc_s, own_s),
     )
+
+
+def keep_evident(gap: Gap, looks_inside: float, other_ran_s: float) -> Gap:
+    """`gap` with no more of its own than there is evidence for.
+
+    What the loop's thread computed is evident. While it computed nothing, it either stood inside a
+    callback, as a share `looks_inside` of the looks at it says (0 to 1), or it waited for Python's
+    lock, which another thread of the process held that ran for `other_ran_s` meanwhile. What is
+    left over is the machine's: pages of the program that the kernel reads from disk, clocks that
+    stop with their core.
+    """
+    blocked_s = gap.own_s - gap.cpu_s
+    evident_s = min(blocked_s, max(blocked_s * looks_inside, other_ran_s))
+    return replace(gap, own_s=gap.cpu_s + evident_s)
 
 
 def halt_of_sleeper(

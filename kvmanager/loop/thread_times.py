@@ -9,11 +9,18 @@ import os
 import resource
 import sys
 import threading
-from typing import Final
+from typing import Final, NamedTuple
 
 
-class StarvedClock:
-    """How long one thread has waited for a core, in all. Any thread may read it."""
+class ThreadTimes(NamedTuple):
+    """How long a thread has run and how long it has waited for a core, both in all."""
+
+    ran_s: float
+    starved_s: float
+
+
+class ThreadClock:
+    """The times of one thread. Any thread may read it."""
 
     def __init__(self, native_id: int) -> None:
         try:
@@ -22,15 +29,21 @@ class StarvedClock:
         except OSError:  # the thread is over, or the kernel does not count this
             self._file = -1
 
-    def read_s(self) -> float | None:
+    def read(self) -> ThreadTimes | None:
         """None when the kernel does not tell."""
         if self._file < 0:
             return None
         try:
             # Time on a core, time waited for one, both in nanoseconds, and number of runs.
-            return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
+            ran_ns, starved_ns, _ = os.pread(self._file, 64, 0).split()
         except OSError:
             return None  # the thread is over
+        return ThreadTimes(int(ran_ns) * 1e-9, int(starved_ns) * 1e-9)
+
+    def starved_s(self) -> float | None:
+        """The second of its times."""
+        times = self.read()
+        return None if times is None else times.starved_s
 
     def close(self) -> None:
         """Idempotent."""
@@ -39,13 +52,13 @@ class StarvedClock:
             self._file = -1
 
 
-class StarvedClocks:
-    """The same of all threads that run Python."""
+class ThreadClocks:
+    """The times of all threads that run Python."""
 
     def __init__(self) -> None:
-        self._clocks: dict[int, StarvedClock] = {}
+        self._clocks: dict[int, ThreadClock] = {}
 
-    def read_s(self) -> dict[int, float]:
+    def read(self) -> dict[int, ThreadTimes]:
         """By native thread id. Threads of which the kernel tells nothing are missing."""
         alive = {thread.native_id or 0 for thread in threading.enumerate()} - {0}  # 0: not started
         for native_id in self._clocks.keys() - alive:
@@ -53,10 +66,10 @@ class StarvedClocks:
         times = {}
         for native_id in alive:
             if native_id not in self._clocks:
-                self._clocks[native_id] = StarvedClock(native_id)
-            starved_s = self._clocks[native_id].read_s()
-            if starved_s is not None:
-                times[native_id] = starved_s
+                self._clocks[native_id] = ThreadClock(native_id)
+            read = self._clocks[native_id].read()
+            if read is not None:
+                times[native_id] = read
         return times
 
     def close(self) -> None:

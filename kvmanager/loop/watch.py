@@ -18,6 +18,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import selectors
 import sys
 import threading
 import time
@@ -38,10 +39,12 @@ from kvmanager.loop.gaps import (
     describe,
     halt_of_sleeper,
     judge,
+    keep_evident,
 )
 from kvmanager.loop.thread_times import (
-    StarvedClock,
-    StarvedClocks,
+    ThreadClock,
+    ThreadClocks,
+    ThreadTimes,
     gil_wait_s,
     num_own_switches,
     stolen_s,
@@ -59,8 +62,13 @@ _BUSY_FOR_S: Final = 1.0
 LOOK_S: Final = 0.02
 """Between two looks at the stack of a loop that is late."""
 _STARVED_S: Final = 1e-3
-_READ_STOLEN_EVERY_S: Final = 1.0
-"""The kernel sums up every interrupt of every core for it, which takes a big machine a while."""
+_READ_ALL_EVERY_S: Final = 1.0
+"""For one of them the kernel sums up every interrupt of every core: many, on a big machine."""
+_IDLE_FILES: Final = frozenset(
+    {__file__, asyncio.base_events.__file__, asyncio.runners.__file__, selectors.__file__}
+)
+"""A loop whose innermost frame is in one of these waits, or this watch looks at its clocks."""
+_NOTHING: Final = ThreadTimes(0.0, 0.0)
 _MAX_FRAMES: Final = 30
 _LOG_EVERY_S: Final = 1.0
 _MAX_KEPT: Final = 1000
@@ -117,7 +125,7 @@ class LoopWatch:
         # What runs the loop stands below everything that the loop runs, and tells nobody anything.
         self._below = [frame.f_code for frame in _frames(sys._getframe())]
         self._native_id = threading.get_native_id()
-        self._starved = StarvedClock(self._native_id)
+        self._clock = ThreadClock(self._native_id)
         gc.callbacks.append(self._on_gc)
         self._due_s = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="prfaas-loop-watch", daemon=True)
@@ -142,7 +150,7 @@ class LoopWatch:
         self._report()
         self._log.flush()
         gc.callbacks.remove(self._on_gc)
-        self._starved.close()
+        self._clock.close()
 
     # ---- on the loop
 
@@ -158,7 +166,7 @@ class LoopWatch:
         """CPU time since the last beat; a gap is handed to the thread."""
         cpu_s = time.thread_time() - self._cpu_s
         if now_s - self._due_s >= LEAST_GAP_S:
-            starved_s = self._starved.read_s()
+            starved_s = self._clock.starved_s()
             if starved_s is not None and self._starved_s is not None:
                 starved_s -= self._starved_s
             self._ended.append(
@@ -178,7 +186,7 @@ class LoopWatch:
     def _rearm(self, now_s: float, period_s: float) -> None:
         delay_s = aligned_delay_s(period_s, now_s)
         self._beat_s, self._due_s = now_s, now_s + delay_s
-        self._cpu_s, self._starved_s = time.thread_time(), self._starved.read_s()
+        self._cpu_s, self._starved_s = time.thread_time(), self._clock.starved_s()
         self._gc_s = 0.0
         self._timer = self._loop.call_later(delay_s, self._beat)
 
@@ -192,31 +200,32 @@ class LoopWatch:
     # ---- in the thread
 
     def _watch(self) -> None:
-        own = StarvedClock(threading.get_native_id())
-        with contextlib.closing(own), contextlib.closing(StarvedClocks()) as clocks:
-            own_s = read_own_s = own.read_s() or 0.0
-            before_gap_s = clocks.read_s()
-            stolen_before_s, read_stolen_s = stolen_s(), time.monotonic()
+        own = ThreadClock(threading.get_native_id())
+        with contextlib.closing(own), contextlib.closing(ThreadClocks()) as clocks:
+            own_s = read_own_s = own.starved_s() or 0.0
+            before_gap = clocks.read()
+            stolen_before_s, read_all_s = stolen_s(), time.monotonic()
             while not self._closed:
                 now_s = time.monotonic()
                 late_s = now_s - self._due_s
-                if late_s < LEAST_GAP_S and now_s - read_stolen_s >= _READ_STOLEN_EVERY_S:
-                    stolen_before_s, read_stolen_s = stolen_s(), now_s
-                # Reading the clocks of all threads is not free. Where this thread waits for no
-                # core, others hardly do.
-                if late_s < LEAST_GAP_S and own_s - read_own_s > _STARVED_S:
-                    before_gap_s, read_own_s = clocks.read_s(), own_s
+                if late_s < LEAST_GAP_S:
+                    # Reading these clocks is not free. Where this thread waits for no core, others
+                    # hardly do.
+                    is_due = now_s - read_all_s >= _READ_ALL_EVERY_S
+                    if is_due or own_s - read_own_s > _STARVED_S:
+                        before_gap, read_own_s = clocks.read(), own_s
+                    if is_due:
+                        stolen_before_s, read_all_s = stolen_s(), now_s
                 if late_s >= self._limit_s:
                     self._look()
                 slept_s, lock_wait_s = self._sleep(max(self._limit_s - late_s, LOOK_S))
-                earlier_s, own_s = own_s, own.read_s() or 0.0
+                earlier_s, own_s = own_s, own.starved_s() or 0.0
                 halt = halt_of_sleeper(slept_s, own_s - earlier_s, lock_wait_s)
                 if halt is not None:
                     self._halts.append(halt)
                 if self._ended:
-                    starved_s = clocks.read_s()
                     self._report(
-                        _longest_wait_s(before_gap_s, starved_s, but=self._native_id),
+                        _most_since(before_gap, clocks.read(), but=self._native_id),
                         _longest_theft_s(stolen_before_s),
                     )
 
@@ -235,13 +244,14 @@ class LoopWatch:
         if frame is not None:
             self._stacks[_stack(frame, self._below)] += 1
 
-    def _report(self, other_starved_s: float = 0.0, stolen_s: float = 0.0) -> None:
+    def _report(self, other: ThreadTimes = _NOTHING, stolen_s: float = 0.0) -> None:
         while self._ended:
             raw = self._ended.popleft()
-            gap = judge(raw, self._halts, other_starved_s=other_starved_s, stolen_s=stolen_s)
+            gap = judge(raw, self._halts, other_starved_s=other.starved_s, stolen_s=stolen_s)
             if gap.gap_s >= self._limit_s:
                 gap = replace(gap, stacks=tuple(self._stacks.most_common()))
                 self._stacks.clear()
+                gap = keep_evident(gap, _share_inside(gap), other.ran_s)
             self.gaps.add(gap)
             self._on_gap(gap)
 
@@ -277,16 +287,27 @@ class GapLog:
             self._left_out_s.clear()
 
 
-def _longest_wait_s(before_s: Mapping[int, float], now_s: Mapping[int, float], but: int) -> float:
-    """The longest that any thread but one waited for a core; threads by native id, times in all."""
-    return max(
-        (
-            total_s - before_s.get(native_id, 0.0)  # starting a thread waits for its first turn
-            for native_id, total_s in now_s.items()
-            if native_id != but
-        ),
-        default=0.0,
-    )
+def _most_since(
+    before: Mapping[int, ThreadTimes], now: Mapping[int, ThreadTimes], but: int
+) -> ThreadTimes:
+    """The longest that any thread but one ran, and that any waited for a core; threads by native
+    id, times in all.
+    """
+    ran_s = starved_s = 0.0
+    for native_id, times in now.items():
+        if native_id != but:
+            # A new thread counts as well: starting it waits for its first turn.
+            earlier = before.get(native_id, _NOTHING)
+            ran_s = max(ran_s, times.ran_s - earlier.ran_s)
+            starved_s = max(starved_s, times.starved_s - earlier.starved_s)
+    return ThreadTimes(ran_s, starved_s)
+
+
+def _share_inside(gap: Gap) -> float:
+    """The share of looks that found the loop's thread inside a callback; 0 without any look."""
+    total = sum(count for _, count in gap.stacks)
+    inside = sum(count for stack, count in gap.stacks if stack[-1][0] not in _IDLE_FILES)
+    return inside / total if total else 0.0
 
 
 def _longest_theft_s(before_s: Sequence[float]) -> float:

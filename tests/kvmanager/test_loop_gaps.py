@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvmanager.loop.gaps import Gap, Halt, LoopGaps, RawGap, describe, halt_of_sleeper, judge
+from kvmanager.loop.gaps import (
+    Gap,
+    Halt,
+    LoopGaps,
+    RawGap,
+    describe,
+    halt_of_sleeper,
+    judge,
+    keep_evident,
+)
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.thread_times import stolen_s
 from kvmanager.loop.watch import GapLog, aligned_delay_s
@@ -75,6 +84,15 @@ def test_a_core_that_other_virtual_machines_had_is_the_machines() -> None:
 def test_a_halt_by_the_hypervisor_is_not_taken_off_twice() -> None:
     found = judge(raw(), [Halt(9.9, 10.2, most_s=0.3)], stolen_s=0.2)
     assert found.own_s == pytest.approx(0.2)
+
+
+def test_a_long_gap_needs_evidence() -> None:
+    found = judge(raw(cpu_s=0.01))
+    assert keep_evident(found, 0.0, 0.0).own_s == pytest.approx(0.01)
+    assert keep_evident(found, 1.0, 0.0).own_s == pytest.approx(0.4)
+    assert keep_evident(found, 0.5, 0.0).own_s == pytest.approx(0.01 + 0.39 / 2)
+    assert keep_evident(found, 0.0, 0.3).own_s == pytest.approx(0.31)
+    assert keep_evident(found, 0.5, 9.0).own_s == pytest.approx(0.4)
 
 
 def test_computing_is_our_own_whatever_else_seems_to_have_happened() -> None:
