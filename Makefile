@@ -1,8 +1,8 @@
 # make demo   set everything up and run the main job
 # make test   set everything up and run the tests
-# make test-fast    the tests without vLLM engines
-# make test-engine  the tests with them
-# make test-long    as test-fast, with many more examples for property tests
+# make test-fast    without vLLM engines, timed faults and whole benches
+# make test-engine  only the tests with vLLM engines
+# make test-long    all tests without engines, with many more examples for property tests
 # make lint   ruff, mypy, import rule
 # make bench  measurements against peers (see tests/bench/README.md)
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
@@ -49,18 +49,14 @@ demo: setup
 # Engines take every core and are timed, as are faults of the transport: they have the machine for
 # themselves, after the others. What PYTEST_ARGS selects may be in one of the halves only; pytest
 # says 5 of the other.
-define halves
-$(PYTEST) -m "not engine and not alone" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
-case $$others in 0|5) ;; *) exit $$others;; esac; \
-$(PYTEST) -m "$(1)" $(PYTEST_ARGS); alone=$$?; \
-if [ $$alone -eq 5 ]; then exit $$others; else exit $$alone; fi
-endef
-
 test: setup
-	@$(call halves,engine or alone)
+	@$(PYTEST) -m "not engine and not alone" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
+	case $$others in 0|5) ;; *) exit $$others;; esac; \
+	$(PYTEST) -m "engine or alone" $(PYTEST_ARGS); alone=$$?; \
+	if [ $$alone -eq 5 ]; then exit $$others; else exit $$alone; fi
 
 test-fast: setup
-	@$(call halves,alone and not engine)
+	@$(PYTEST) -m "not engine and not alone and not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-engine: setup
 	@$(PYTEST) -m engine $(PYTEST_ARGS)
@@ -86,7 +82,7 @@ bench: setup
 docs: setup
 	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/docs.txt
 	@$(BIN)/python docs/write_configuration.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 soak: setup
 	@$(BIN)/python tests/soak/soak_transport.py $(SOAK_ARGS)

@@ -20,6 +20,7 @@ PARTS = {"directory": "kv"}
 WITHOUT_ENGINES = [name for name in driver.BENCHES if name not in driver.NEED_ENGINES]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", WITHOUT_ENGINES)
 def test_a_bench_runs_and_keeps_every_row(name: str, tmp_path: Path) -> None:

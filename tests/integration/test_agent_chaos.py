@@ -107,6 +107,7 @@ class Producer(DrivenEngine):
         self.client.release(transfer_id, attempt)
 
 
+@pytest.mark.slow
 def test_what_lands_is_what_was_sent(agents: list[AgentProcess]) -> None:
     sender, receiver = agents
     rng = random.Random(7)
