@@ -11,7 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.region.spec.region import region_schema
+from deploy.gateway.file import GatewayFile
+from deploy.region.spec.region import RegionSpec
+from kvmanager.agent.config import AgentConfig
+from kvmanager.directory.config import DirectoryConfig
+from local_pd.front_config import PdFrontConfig
+from prfaas.front_config import PrefillFrontConfig
 
 PAGE: Final = Path(__file__).with_name("configuration.md")
 
@@ -22,9 +27,23 @@ _INTRODUCTION: Final = """\
 `prfaas region schema` prints the schema of `region.yaml` for editors, and
 `prfaas region check FILE` checks a file. It names the line and the path of every problem.
 
-A key that is not listed is an error. `${NAME}` in a region file is replaced by the environment
-variable of that name, or by what `--set NAME=VALUE` says.
+A key that is not listed is an error. Where a key takes a number or text, the text is a number with
+a unit: `8k` is 8000 tokens and `8Ki` is 8192, `500MiB` is a size, `1Gbit` a rate, `20ms` or `5min`
+a time. `${NAME}` in a region file is replaced by the environment variable of that name, or by what
+`--set NAME=VALUE` says.
+
+`region.yaml` is the only file that `prfaas up` needs. The other files are for processes that are
+started by hand.
 """
+
+_FILES: Final = {
+    "region.yaml": RegionSpec,
+    "prfaas gateway": GatewayFile,
+    "prfaas prefill": PrefillFrontConfig,
+    "prfaas pd": PdFrontConfig,
+    "prfaas agent": AgentConfig,
+    "prfaas directory": DirectoryConfig,
+}
 
 _LIMITS: Final = {
     "minimum": "at least {}",
@@ -46,23 +65,27 @@ Schema = Mapping[str, Any]
 def page() -> str:
     """The whole page."""
     parts = [_INTRODUCTION]
-    for title, schema in (("region.yaml", region_schema()),):
+    shown: dict[str, str] = {}
+    for title, model in _FILES.items():
+        schema = model.model_json_schema(by_alias=True)
         parts.append(f"## {title}\n")
-        parts.extend(_sections(schema, schema.get("$defs", {})))
+        parts.extend(_sections(title, schema, shown))
     return "\n".join(parts)
 
 
-def _sections(root: Schema, definitions: Schema) -> Iterator[str]:
-    """A table for each object, the outer one first, titled by the path that leads to it."""
+def _sections(file: str, root: Schema, shown: dict[str, str]) -> Iterator[str]:
+    """A table for each object, the outer one first, titled by the path that leads to it. `shown`
+    says by schema where an object has its table already.
+    """
+    definitions = root.get("$defs", {})
     waiting = [("", root)]
-    shown: dict[str, str] = {}
     while waiting:
         path, schema = waiting.pop(0)
-        title = schema.get("title", "")
-        if title in shown:
-            yield f"### `{path}`\n\nAs `{shown[title]}`.\n"
+        identity = json.dumps(schema, sort_keys=True)
+        if identity in shown:
+            yield f"### `{path}`\n\nAs {shown[identity]}.\n"
             continue
-        shown[title] = path
+        shown[identity] = f"`{path}` of {file}"
         required = schema.get("required", ())
         rows, inner = [], []
         for name, field in schema.get("properties", {}).items():
