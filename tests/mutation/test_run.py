@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "transport/wire/ranges.py"
+TESTS = "tests/transport/wire/test_ranges.py"
 
 
 @pytest.mark.timeout(600)
@@ -17,13 +18,13 @@ def test_mutants_of_a_tested_line_are_killed_and_the_file_stays_as_it_is(tmp_pat
     line = text.splitlines().index("        if start >= end:") + 1  # the first thing `add` does
     results = tmp_path / "results.json"
     command = [sys.executable, str(ROOT / "tests/mutation/run.py")]
-    command += [f"transport/wire/ranges.py:{line}", "--tests", "tests/transport/test_ranges.py"]
+    command += [f"transport/wire/ranges.py:{line}", "--tests", TESTS]
     ran = subprocess.run(
         [*command, "--json", str(results)], capture_output=True, text=True, check=True
     )
     found = {entry["after"].strip(): entry for entry in json.loads(results.read_text())}
     assert set(found) == {"if start > end:", "if start < end:"}
     assert found["if start < end:"]["status"] == "killed"
-    assert found["if start < end:"]["killed_by"].startswith("tests/transport/test_ranges.py::")
+    assert found["if start < end:"]["killed_by"].startswith(f"{TESTS}::")
     assert "transport/wire/ranges.py: " in ran.stdout
     assert FILE.read_text() == text
