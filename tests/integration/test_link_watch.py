@@ -46,9 +46,8 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AgentProc
             tmp_path_factory.mktemp("a"),
             link_sample_interval_s=0.1,
             link_detector=QUICK,
-            link_probes=True,
         ) as sender,
-        AgentProcess(tmp_path_factory.mktemp("b")) as receiver,
+        AgentProcess(tmp_path_factory.mktemp("b"), link_probes=False) as receiver,
     ):
         yield sender, receiver
 
