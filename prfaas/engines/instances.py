@@ -295,7 +295,7 @@ class Instances:
     async def look(self, name: str) -> None:
         """Ask the engine of a known instance now, not at the next interval."""
         instance = self._instances[name]
-        await self._judge(instance, self._probe_engine(instance))
+        await self._judge(instance, self._probe_engine)
 
     async def close(self) -> None:
         """Stop probing, stop supervised engines, close connections."""
@@ -341,14 +341,17 @@ class Instances:
             await self._probe(instance)
 
     async def _probe(self, instance: Instance) -> None:
-        probes = self._probe_engine(instance), self._probe_agent(instance)
+        probes = self._probe_engine, self._probe_agent
         await asyncio.gather(*(self._judge(instance, probe) for probe in probes))
 
-    async def _judge(self, instance: Instance, probe: Awaitable[bool]) -> None:
+    async def _judge(
+        self, instance: Instance, probe: Callable[[Instance], Awaitable[bool]]
+    ) -> None:
         """What a probe changes is told at once: whoever sees that the instance transfers again may
         give it work before the other probe has ended.
         """
-        changed = await probe
+        # Called here: a task that is cancelled before its first step must leave nothing unawaited.
+        changed = await probe(instance)
         if instance.transfers:
             instance.gone.clear()
         elif instance.engine_health.gone or instance.agent_health.gone:
