@@ -11,6 +11,7 @@ from typing import Literal
 
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.tenants import TenantLimit
+from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE, MAX_LINK_AGE_S, MAX_TAIL_S
 from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.threshold import ThresholdConfig
 
@@ -26,10 +27,10 @@ class RoutingPolicy:
     """
 
     policy: Literal["predicted", "threshold"] = "predicted"
-    margin_s: float = 1.0
-    margin_share: float = 0.45
-    max_tail_s: float = 20.0
-    max_link_age_s: float = 5.0
+    margin_s: float = MARGIN_S
+    margin_share: float = MARGIN_SHARE
+    max_tail_s: float = MAX_TAIL_S
+    max_link_age_s: float = MAX_LINK_AGE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

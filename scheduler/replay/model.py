@@ -16,6 +16,7 @@ from scheduler.live.conversion import ConversionConfig
 from scheduler.live.long_term import LongTermConfig
 from scheduler.planning.region_model import PdCluster, Region
 from scheduler.replay.links import RateSchedule
+from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE
 from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.threshold import ThresholdConfig
 
@@ -102,8 +103,8 @@ class Policy:
     """Instances of the PD cluster that prefill at the start."""
     order: OrderConfig | None = field(default_factory=OrderConfig)
     """Of waiting prefills; None: first come, first served."""
-    margin_s: float = 1.0
-    margin_share: float = 0.45
+    margin_s: float = MARGIN_S
+    margin_share: float = MARGIN_SHARE
     threshold: ThresholdConfig = field(default_factory=ThresholdConfig)
     admission: AdmissionConfig | None = None
     long_term: LongTermConfig | None = None

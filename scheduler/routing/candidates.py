@@ -30,6 +30,12 @@ MOVE_ROUND_TRIPS: Final = 4
 """Memory at the destination, the order to the source, opening, the last acknowledgement."""
 
 
+MARGIN_S: Final = 1.0
+MARGIN_SHARE: Final = 0.45
+MAX_LINK_AGE_S: Final = 5.0
+MAX_TAIL_S: Final = 20.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteConfig:
     """What routing knows of the model and how bold it is.
@@ -41,12 +47,12 @@ class RouteConfig:
     """
 
     kv: KvProfile
-    margin_s: float = 1.0
-    margin_share: float = 0.45
+    margin_s: float = MARGIN_S
+    margin_share: float = MARGIN_SHARE
     hand_off_tokens: int = 1
-    max_link_age_s: float = 5.0
+    max_link_age_s: float = MAX_LINK_AGE_S
     """A link that was last looked at longer ago is not used."""
-    max_tail_s: float = 20.0
+    max_tail_s: float = MAX_TAIL_S
     """KVCache that would land later than this after its prefill is not sent: transfers are given up
     in the end, and then both were in vain."""
     abundance: float = 1.25
