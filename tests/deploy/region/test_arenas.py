@@ -12,7 +12,7 @@ from deploy.region.spec.region import AgentSpec, NodeSpec, RegionSpec
 from kvmanager.agent.config import AgentConfig
 from kvmanager.arena import Arena
 
-EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "region" / "examples" / "demo.yaml"
 ROOT = Path("/run/demo")
 
 

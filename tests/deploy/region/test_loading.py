@@ -13,7 +13,7 @@ from deploy.region.spec.loading import load_region, missing_models, parse_region
 from deploy.region.spec.region import RegionSpec, region_schema, role_of
 from kvmanager.config_files.problems import FileError
 
-EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "region" / "examples" / "demo.yaml"
 VARIABLES = {"MODEL": "/models/tiny"}
 
 

@@ -16,7 +16,7 @@ from deploy.plan.values import parse_over, parse_values
 from scheduler.planning.plan import best_plan
 from scheduler.planning.throughput import Mode
 
-EXAMPLE = Path(__file__).parents[2] / "deploy" / "plan" / "examples" / "case-study.yaml"
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "plan" / "examples" / "case-study.yaml"
 
 
 def run(*words: str, status: int = 0) -> str:

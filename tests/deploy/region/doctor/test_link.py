@@ -30,7 +30,7 @@ from transport.tcp_info import parse
 
 run = CliRunner().invoke
 MIB = 1 << 20
-EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
+EXAMPLE = Path(__file__).parents[4] / "deploy" / "region" / "examples" / "demo.yaml"
 NO_INFO = parse(bytes(280))
 
 

@@ -15,7 +15,7 @@ from deploy.plan.simulate.building import load_simulation
 from deploy.plan.simulate.cli import simulate_app
 from deploy.plan.simulate.studies import STUDIES
 
-EXAMPLE = Path(__file__).parents[2] / "deploy/plan/simulate/examples/simulation.yaml"
+EXAMPLE = Path(__file__).parents[3] / "deploy/plan/simulate/examples/simulation.yaml"
 
 
 def run(*words: str | Path, status: int = 0) -> str:

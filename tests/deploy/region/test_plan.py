@@ -16,7 +16,7 @@ from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.config import AgentConfig
 
-EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "region" / "examples" / "demo.yaml"
 
 
 @pytest.fixture
