@@ -44,7 +44,7 @@ QUICK = LaunchConfig(
 # connector, it stays connected to the node agent.
 DUMMY_ENGINE = """
     import http.server, json, os, socket, subprocess, sys, threading, time
-    from kvmanager.agent.engines.protocol import Hello, encode_frame
+    from kvmanager.agent.engines.protocol import EngineHello, encode_frame
     from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 
     if os.environ.get("DUMMY_FAILS"):
@@ -60,7 +60,7 @@ DUMMY_ENGINE = """
             try:
                 with socket.socket(socket.AF_UNIX) as agent:
                     agent.connect(connector["agent_socket"])
-                    hello = Hello(connector["instance"], "scheduler", os.getpid(), layout)
+                    hello = EngineHello(connector["instance"], "scheduler", os.getpid(), layout)
                     agent.sendall(encode_frame(hello))
                     while agent.recv(65536):
                         pass
