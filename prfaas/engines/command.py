@@ -74,8 +74,8 @@ class EngineSpec(EngineOptions):
     """ZeroMQ endpoint where it publishes what its own prefix cache keeps and drops; behind a comma
     stands where those who missed messages ask for them.
     """
-    python: str = sys.executable
-    """The interpreter that has vLLM."""
+    python: str | None = None
+    """The interpreter that has vLLM. Left out: the one of the process that starts the engine."""
 
     @property
     def url(self) -> str:
@@ -109,7 +109,7 @@ class EngineSpec(EngineOptions):
 
     def argv(self) -> list[str]:
         """The whole command line."""
-        argv = [self.python, "-m", _SERVER_MODULE]
+        argv = [self.python or sys.executable, "-m", _SERVER_MODULE]
         argv += ["--model", self.model, "--served-model-name", self.served_name]
         argv += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
         optional = {

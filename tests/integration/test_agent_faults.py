@@ -260,26 +260,27 @@ def test_second_agent_on_the_same_socket_refuses_to_start(
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "status", "words"),
     [
-        ({"listen": "0.0.0.0:0"}, "trusted_network"),
-        ({"listen": "0.0.0.0:0", "trusted_network": True}, "advertise"),
-        ({"arena_gb": 1}, "arena_gb"),
-        ({"transport": {"frames": 1}}, "known: "),
-        ({"arena_gib": 1 << 40}, "make the arena smaller"),
-        ({"tls_cert": "x"}, "belong together"),
-        ({"control": "nonsense"}, "host:port"),
+        ({"listen": "0.0.0.0:0"}, 2, "trusted_network"),
+        ({"listen": "0.0.0.0:0", "trusted_network": True}, 2, "advertise"),
+        ({"arena_gb": 1}, 2, "arena_gb"),
+        ({"transport": {"frames": 1}}, 2, "did you mean 'frame_bytes'"),
+        ({"arena_gib": 1 << 40}, 1, "make the arena smaller"),
+        ({"tls_cert": "x"}, 2, "belong together"),
+        ({"control": "nonsense"}, 2, "host:port"),
     ],
 )
 def test_impossible_settings_name_the_fix(
-    tmp_path: Path, settings: dict[str, object], words: str
+    tmp_path: Path, settings: dict[str, object], status: int, words: str
 ) -> None:
     agent = AgentProcess(tmp_path, **settings)
     with pytest.raises(AssertionError, match="did not start"):
         agent.start()
     assert agent.process is not None
-    assert agent.process.wait(10) == 1
+    returned = agent.process.wait(10)
     agent.end()
+    assert returned == status
     assert words in agent.log()
     assert "Traceback" not in agent.log()
     assert agent.arenas() == []
