@@ -94,6 +94,11 @@ def test_a_sender_that_gets_no_descriptor_fails_in_time_and_says_why(
     assert not surprises(caplog)
 
 
+def environment() -> dict[str, str]:
+    """For a process that imports what this one does, the doubles of `tests/support` included."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 SENDER = """
 import sys, time
 from transport import Endpoint, Sender, TransportConfig
@@ -124,7 +129,9 @@ def test_a_process_short_of_descriptors_at_its_first_connection_is_not_spoilt_fo
         landed = bytearray(5)
         pair.registry.expect(make_spec(1), MemorySpace(landed))
         argv = [sys.executable, "-c", SENDER, repr(OPTIONS), str(pair.endpoint.port)]
-        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, check=True, timeout=30, env=environment()
+        )
         assert done.stdout.strip() == "None"
         assert landed == b"first"
         assert "Traceback" not in done.stderr
@@ -176,6 +183,7 @@ class ReceiverProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=environment(),
         )
         assert self._process.stdout is not None
         self.endpoint = Endpoint("127.0.0.1", int(self._process.stdout.readline()))
