@@ -87,7 +87,8 @@ def test_whatever_is_chosen_is_usable_and_no_other_beats_it(
     for other in usable:
         share = min(hits.get(other.name, 0), num_tokens) / max(1, num_tokens)
         score = weight * share - other.wait_s / max(prefill_s, 1e-9)
-        assert found.numbers["score"] >= score
+        # The same sum in another order: its last digit may differ.
+        assert found.numbers["score"] >= score - 1e-9 * max(1.0, abs(score))
 
 
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
