@@ -1,4 +1,7 @@
-"""What commands share: options, output as JSON, how they fail. Light, so that help is quick."""
+"""Options, output as JSON and failures that all commands share.
+
+Imports little, so that help is quick.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class ApiKey(Section):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     key: Annotated[SecretStr, Field(min_length=1)]
-    """What clients send."""
+    """The key that clients send."""
     name: str = ""
     """Name of the tenant."""
 

@@ -244,10 +244,10 @@ class LoopWatch:
         if frame is not None:
             self._stacks[_stack(frame, self._below)] += 1
 
-    def _report(self, other: ThreadTimes = _NOTHING, stolen_s: float = 0.0) -> None:
+    def _report(self, other: ThreadTimes = _NOTHING, theft_s: float = 0.0) -> None:
         while self._ended:
             raw = self._ended.popleft()
-            gap = judge(raw, self._halts, other_starved_s=other.starved_s, stolen_s=stolen_s)
+            gap = judge(raw, self._halts, other_starved_s=other.starved_s, stolen_s=theft_s)
             if gap.gap_s >= self._limit_s:
                 gap = replace(gap, stacks=tuple(self._stacks.most_common()))
                 self._stacks.clear()

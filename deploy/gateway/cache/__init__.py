@@ -1,1 +1,1 @@
-"""What the region has cached: the gateway asks, shows and moves it."""
+"""The gateway looks up, shows and moves what the region has cached."""

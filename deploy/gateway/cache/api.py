@@ -75,7 +75,7 @@ class TierTokens(msgspec.Struct, frozen=True):
 
 
 class NodeTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node holds of a prompt, by tier and in `together`, as known `age_s` ago."""
+    """The part of a prompt that one node holds, by tier and in `together`, as known `age_s` ago."""
 
     cluster: str
     node: str

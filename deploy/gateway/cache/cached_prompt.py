@@ -1,4 +1,4 @@
-"""What the region has cached of one prompt: its block keys, who holds them, and what that saves.
+"""The cached part of one prompt: its block keys, the nodes that hold them, and what that saves.
 
 A prompt has keys for all full blocks before its last token, which is always computed where decoding
 happens. A cluster saves what its best node holds, of the nodes whose engines could use it:
@@ -66,7 +66,7 @@ class CachePlaces:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrompt:
-    """What is known to be cached of one prompt; by default nothing."""
+    """The known cached part of one prompt; by default nothing is known."""
 
     keys: PromptKeys | None = None
     places: CachePlaces = CachePlaces()
