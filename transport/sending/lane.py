@@ -57,6 +57,8 @@ class Lane:
 
     def __init__(self, link: SenderLink) -> None:
         self.connection = 0
+        self.began_s = 0.0
+        """When its present connection was begun; guarded by the link's lock."""
         self.error: TransportError | None = None
         self.stream: SocketOwner | None = None
         self.deadline_s: float | None = None

@@ -130,11 +130,16 @@ class LinkCore:
             transfer.lost(connection)
             self.dispatch.note(transfer)
 
-    def broken(self, error: TransportError, now_s: float) -> None:
-        """No connection can work until somebody changes something: fail what is open at once."""
+    def broken(self, error: TransportError, now_s: float, *, since_s: float = math.inf) -> None:
+        """No connection can work until somebody changes something: fail what is open at once.
+
+        `since_s`: when the connection that found it out was begun. The receiver may have been
+        replaced since; a transfer opened later waits for the answer to a later connection.
+        """
         for transfer in list(self._transfers.values()):
-            self._leave(transfer)
-            self.fail(transfer, error, now_s)
+            if transfer.opened_s <= since_s:
+                self._leave(transfer)
+                self.fail(transfer, error, now_s)
 
     def fail(self, transfer: OutgoingState, error: TransportError, now_s: float) -> None:
         if not transfer.ended:

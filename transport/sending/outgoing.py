@@ -79,7 +79,7 @@ class OutgoingState:
         self._wire_bytes = 0
         self._codecs: set[str] = set()
         self._digest_connection: int | None = None  # where DIGEST was sent, or is being made for
-        self._opened_s = now_s
+        self.opened_s = now_s
         self._first_sent_s: float | None = None
 
     @property
@@ -230,7 +230,7 @@ class OutgoingState:
             sent_bytes=self._sent.total,
             acked_bytes=self.acked.total,
             resent_bytes=self._resent_bytes,
-            opened_s=self._opened_s,
+            opened_s=self.opened_s,
             first_sent_s=self._first_sent_s,
             completed_s=self.ended_s if self.ended else None,
             num_connections=num_connections,

@@ -256,6 +256,7 @@ class SenderLink:
                 raise LocalError("closed", "the sender was closed")
             connection = next(self._numbers)
             self._lanes[connection] = lane
+            lane.began_s = time.monotonic()
             return connection
 
     def established(self, connection: int, peer: Hello) -> None:
@@ -325,10 +326,10 @@ class SenderLink:
     def ended(self, connection: int, error: TransportError, *, in_handshake: bool) -> None:
         """The lane's connection is closed and forgotten."""
         with self._lock:
-            self._lanes.pop(connection, None)
+            lane = self._lanes.pop(connection, None)
             self._core.disconnected(connection, error)
-            if in_handshake and error.code in _HOPELESS:
-                self._core.broken(error, time.monotonic())
+            if lane is not None and in_handshake and error.code in _HOPELESS:
+                self._core.broken(error, time.monotonic(), since_s=lane.began_s)
                 self._warm_until_s = 0.0
             self._wake_lanes()
             effects = self._pop_effects()

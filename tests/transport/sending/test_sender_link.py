@@ -3,12 +3,14 @@
 import itertools
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from transport import Endpoint, OutgoingSpec, TransportConfig, TransportError
 from transport.sending import sender_link as module
+from transport.sending.lane import Lane
 from transport.sending.sender_link import SenderLink
 
 SPEC = OutgoingSpec(b"i" * 16, b"t" * 32, b"f" * 32, Endpoint("192.0.2.1", 1))
@@ -54,6 +56,11 @@ class TellingCondition(threading.Condition):
         return super().wait(timeout)
 
 
+def refuse(link: SenderLink, connection: int) -> None:
+    """The receiver answered this connection that it speaks another version."""
+    link.ended(connection, TransportError("version", "speaks another version"), in_handshake=True)
+
+
 @pytest.mark.parametrize("what_ends_it", ["timeout", "cancel", "wrong release"])
 def test_waiting_for_acknowledgements_ends_with_the_transfer(
     what_ends_it: str, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +87,27 @@ def test_waiting_for_acknowledgements_ends_with_the_transfer(
             link.cancel(transfer, "not wanted any more")
             link.tick(time.monotonic())  # as the watchdog does when it is stirred
         case _:
-            link.ended(0, TransportError("version", "speaks another version"), in_handshake=True)
+            refuse(link, link.begin(Lane(link)))
     waiting.join(5)
     assert answers == [False]
     assert len(listener.errors) == 1
+
+
+def test_a_refusal_ends_what_was_open_when_its_connection_was_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "Lane", IdleLane)
+    config = TransportConfig(num_connections=2)
+    link = SenderLink(
+        SPEC.endpoint, config, None, instance=b"", numbers=itertools.count(), stir=lambda: None
+    )
+    early, late = Listener(), Listener()
+    link.open(SPEC, Space(), early)
+    one, two = (link.begin(Lane(link)) for _ in range(2))
+    refuse(link, one)
+    assert early.errors == ["version"]
+    link.open(replace(SPEC, transfer_id=b"2" * 16), Space(), late)  # the receiver was replaced
+    refuse(link, two)
+    assert late.errors == []
+    refuse(link, link.begin(Lane(link)))
+    assert late.errors == ["version"]
