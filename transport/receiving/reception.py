@@ -80,8 +80,8 @@ class Reception:
 
     def conclude(self, connection: int, transfer: IncomingTransfer, now_s: float) -> bool:
         """Nothing is missing any more, as the caller was told by the transfer: judge it. True when
-        it is complete, which the caller's connection then tells its sender. After a digest, which
-        takes time, the others are told as well: the caller's may be dead by now.
+        it is complete, which the caller's connection then tells its sender. The others are told as
+        well: the caller's may be dead by now, and they may have said that every byte is there.
         """
         try:
             agrees = transfer.judge()
@@ -100,8 +100,8 @@ class Reception:
         except Exception:
             logger.exception("registry.on_complete raised for %s", transfer.transfer_id.hex())
         transfer.settle()
-        if transfer.wants_digest:
-            others = self.transfers.attached(transfer) - {connection}
+        others = self.transfers.attached(transfer) - {connection}
+        if others:
             self._connections.tell(others, _outcome_frame(transfer))
         return True
 

@@ -16,7 +16,14 @@ from transport.receiving.incoming import RAW_LENGTH, Discarded, IncomingData, Ve
 from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.incoming_transfers import OpenRequest
 from transport.receiving.reception import Reception
-from transport.wire.frames import FrameHeader, FrameReader, Step, encode_data_header
+from transport.wire.frames import (
+    FrameHeader,
+    FrameReader,
+    FrameType,
+    Step,
+    encode_data_header,
+    encode_frame,
+)
 
 CONFIG = TransportConfig(max_frame_bytes=100_000, max_ranges_per_transfer=2, drop_grace_s=0)
 SPEC = make_spec(1)
@@ -110,6 +117,18 @@ def test_what_is_verified_is_told_by_its_raw_range(make: Maker) -> None:
     assert fixture.take(make(600, 1000)) == Verified(fixture.landing, (600, 1000), True)
     assert fixture.landed == DATA[:1000]
     fixture.space.release()
+
+
+def test_whoever_opened_it_while_it_was_judged_hears_that_it_is_complete() -> None:
+    fixture = Fixture(nbytes=1000)
+    assert fixture.take(raw(0, 1000)) == Verified(fixture.landing, (0, 1000), True)
+    request = OpenRequest(SPEC.transfer_id, SPEC.token, SPEC.fingerprint, 1000)
+    assert fixture.reception.open(2, request, 2.5).verified() == [(0, 1000)]
+    assert fixture.landing.state is TransferState.OPEN
+    assert fixture.reception.conclude(1, fixture.landing, 3.0)
+    assert fixture.told.frames == [
+        (frozenset({2}), encode_frame(FrameType.COMPLETE, SPEC.transfer_id))
+    ]
 
 
 @pytest.mark.parametrize("make", [raw, coded])
