@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import GatewayOption, JsonOption, KeyOption, RunDirOption, print_json
-from deploy.ops import client
+from deploy.region import client
 
 if TYPE_CHECKING:
     from deploy.gateway.serving.records import RequestRecord

@@ -26,7 +26,7 @@ from deploy.command_line import (
     command_group,
     print_json,
 )
-from deploy.ops import client
+from deploy.region import client
 from deploy.table_style import new_table
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
 from netmon.estimate import LinkCondition

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.command_line import GatewayOption, JsonOption, KeyOption, RunDirOption
-from deploy.ops import client
+from deploy.region import client
 from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
 

@@ -23,7 +23,7 @@ from deploy.command_line import (
     fail,
     print_json,
 )
-from deploy.ops import client
+from deploy.region import client
 from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age
 

@@ -18,7 +18,7 @@ from deploy.gateway.file import GatewayFile, agent_clients, build_clusters, buil
 from deploy.gateway.links.region_links import LinksOverview
 from deploy.gateway.server import start_server
 from deploy.lab.emulator import RelayProcess
-from deploy.ops.client import ask
+from deploy.region.client import ask
 from kvmanager.agent.client import AgentClient, probe_link
 from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.agent.probe_messages import (

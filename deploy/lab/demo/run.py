@@ -26,7 +26,7 @@ from deploy.lab.demo.scenario import DemoRequest, demo_requests
 from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS
 from deploy.lab.demo.verdict import Row, judge, judge_shares
-from deploy.ops.client import ask
+from deploy.region.client import ask
 from deploy.region.launch.launcher import RegionStartFailed, RunningRegion
 from deploy.region.launch.progress import progress_view
 from prfaas.engines.errors import EngineStartFailed

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from deploy.cli import app
 from deploy.gateway.cache.api import CacheOverview
 from deploy.ops.cache import WrongPrompt, request_body
-from deploy.ops.client import CannotAsk, ask, find_gateway
+from deploy.region.client import CannotAsk, ask, find_gateway
 from deploy.region.launch.rundir import RegionState, open_run_directory
 
 run = CliRunner().invoke

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.gateway.serving.records import Outcome, RequestRecord, TtftParts
-from deploy.ops import client
-from deploy.ops.client import CannotAsk
+from deploy.region import client
+from deploy.region.client import CannotAsk
 from deploy.ops.explain_view import (
     OUTCOMES,
     REASONS,

@@ -16,7 +16,7 @@ from deploy.gateway.scheduling.role_pages import (
     RoleChangeNow,
     RolesOverview,
 )
-from deploy.ops import client
+from deploy.region import client
 from scheduler.live.conversion import PdRole
 
 AT = ["--gateway", "http://g"]

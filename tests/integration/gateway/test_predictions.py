@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from live_region_cases import snapshot
 
-from deploy.ops.client import CannotAsk
+from deploy.region.client import CannotAsk
 from deploy.ops.explain import find_records
 from deploy.ops.explain_view import ttft_error
 from scheduler.live.core import LiveScheduler
