@@ -35,6 +35,17 @@ def fail(message: str, status: int) -> NoReturn:
     raise typer.Exit(status)
 
 
+def check_plot(path: Path, *endings: str) -> None:
+    """Exit with status 2 where `--plot` names no file that can be written; for commands that take a
+    while until they write it.
+    """
+    if path.suffix not in endings:
+        *others, last = endings
+        fail(f"--plot {path}: the name must end in {', '.join(others)} or {last}", 2)
+    if not path.parent.is_dir():
+        fail(f"--plot {path}: there is no directory {path.parent}", 2)
+
+
 def print_json(value: object, *, indent: int = -1) -> None:
     """JSON on stdout: one line, or with `indent` a line for each value. Structs and dataclasses are
     objects, a number that is not finite is null.

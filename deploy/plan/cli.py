@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deploy.command_line import JsonOption, command_group, fail, print_json
+from deploy.command_line import JsonOption, check_plot, command_group, fail, print_json
 from deploy.ops.plan import live_command
 from deploy.plan.kv.cli import kv_command
 from deploy.plan.profile.cli import profile_command
@@ -100,7 +100,7 @@ def solve_command(
     spec, region = plan_input.spec, plan_input.region
     # Before the search and the simulation, which take a while.
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot, ".png", ".svg", ".html")
     if search and not is_pair(region):
         fail("--search needs one PD cluster and at most one prefill cluster", 2)
     try:
@@ -202,10 +202,3 @@ def _load(file: Path) -> PlanInput:
         return load_plan(file)
     except FileError as error:
         fail(str(error), 2)
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix not in (".png", ".svg", ".html"):
-        fail(f"--plot {path}: the name must end in .png, .svg or .html", 2)
-    if not path.parent.is_dir():
-        fail(f"--plot {path}: there is no directory {path.parent}", 2)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deploy.command_line import JsonOption, fail
+from deploy.command_line import JsonOption, check_plot, fail
 
 if TYPE_CHECKING:
     from deploy.plan.simulate.building import Simulation
@@ -86,7 +86,8 @@ def run_command(
       oracle       the router, told what links will do
       homogeneous  all instances in the PD cluster, no prefill cluster
     """
-    _check_plot(plot)
+    if plot is not None:
+        check_plot(plot, ".png", ".svg")
     simulation = _load(file)
     names = _names(simulation, policy, compare)
     from deploy.plan.simulate.report import document_of, print_outcomes, series_of
@@ -187,7 +188,8 @@ def study_command(
         fail(f"no study {name!r}{suggestion(name, STUDIES)}", 2)
     if trace is not None and name != "overload":
         fail("--trace is for the study overload", 2)
-    _check_plot(plot)
+    if plot is not None:
+        check_plot(plot, ".png", ".svg")
     study = _overload(trace, seed, scale) if trace is not None else STUDIES[name](seed, scale)
     if plot is not None and study.outcomes:
         from deploy.plan.simulate.plots import write_plots
@@ -238,15 +240,6 @@ def _names(simulation: Simulation, given: list[str] | None, compare: bool) -> li
         if name not in known:
             fail(f"--policy {name}: unknown{suggestion(name, known)}", 2)
     return names
-
-
-def _check_plot(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix not in (".png", ".svg"):
-        fail(f"--plot {path}: the name must end in .png or .svg", 2)
-    if not path.parent.is_dir():
-        fail(f"--plot {path}: there is no directory {path.parent}", 2)
 
 
 def _print_study(study: Study) -> None:
