@@ -25,8 +25,7 @@ from deploy.region.launch.rundir import (
     RunDirectoryError,
     RunLock,
     default_base,
-    known_runs,
-    read_state,
+    find_run,
     remove_leftovers,
 )
 from kvmanager.config_files.problems import FileError
@@ -80,7 +79,7 @@ def status_command(
     """
     from deploy.region.launch.status import region_status, render_status
 
-    _, state = _find(name, run_dir)
+    _, state = find_run(run_dir, name, or_left_behind=True)
     status = asyncio.run(region_status(state))
     if as_json:
         print_json(status)
@@ -101,7 +100,7 @@ def down_command(
     prfaas down
     prfaas down --run-dir /run/prfaas/demo
     """
-    root, state = _find(name, run_dir)
+    root, state = find_run(run_dir, name, or_left_behind=True)
     if state.launcher_lives():
         os.kill(state.launcher_pid, signal.SIGTERM)
     deadline_s = time.monotonic() + timeout_s
@@ -111,20 +110,6 @@ def down_command(
         time.sleep(0.05)
     clean_up(state, root)
     typer.echo(f"region {state.region} is down")
-
-
-def _find(name: str | None, run_dir: Path | None) -> tuple[Path, RegionState]:
-    """The run directory that is meant and its state; with neither argument the only one here."""
-    base = default_base(os.environ)
-    runs = [run_dir] if run_dir else [base / name] if name else known_runs(base)
-    if not runs:
-        fail(f"no region runs under {base}", 1)
-    if len(runs) > 1:
-        fail(f"several regions run; name one: {', '.join(run.name for run in runs)}", 2)
-    state = read_state(runs[0])
-    if state is None:
-        fail(f"no region runs in {runs[0]}", 1)
-    return runs[0], state
 
 
 def clean_up(state: RegionState, root: Path) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,8 +22,8 @@ T = TypeVar("T")
 
 
 class CannotAsk(CommandFailed):
-    """There is no gateway, or it did not give the answer that was asked for; the message says what
-    helps. `status` is the HTTP status if a gateway answered.
+    """The gateway did not give the answer that was asked for; the message says why. `status` is
+    the HTTP status if a gateway answered.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -32,36 +31,30 @@ class CannotAsk(CommandFailed):
         self.status = status
 
 
-def find_gateway(
-    gateway: str = "", run_dir: Path | None = None, environ: Mapping[str, str] = os.environ
-) -> str:
+def find_gateway(gateway: str = "", run_dir: Path | None = None) -> str:
     """The gateway's URL: the one given, that of the region in `run_dir`, or that of the only
-    region on this machine. Raises `CannotAsk`, `RunDirectoryError`.
+    region on this machine. Raises `WhichRun`, `RunDirectoryError`.
     """
-    from deploy.region.launch.rundir import default_base, known_runs, read_state
+    from deploy.region.launch.rundir import find_run
 
     if gateway:
         return gateway
-    roots = [run_dir] if run_dir else known_runs(default_base(environ))
-    states = [read_state(root) for root in roots]
-    # A run directory outlives a launcher that was killed.
-    found = {
-        state.region: state.gateway_url for state in states if state and state.launcher_lives()
-    }
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if not found:
-        where = f"in {run_dir}" if run_dir else "on this machine"
-        raise CannotAsk(f"no region runs {where}; give its gateway with --gateway URL")
-    names = ", ".join(f"{name} at {url}" for name, url in found.items())
-    raise CannotAsk(f"several regions run; name a gateway with --gateway URL: {names}")
+    _, state = find_run(run_dir, hint="give its gateway with --gateway URL")
+    return state.gateway_url
 
 
 def ask(url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None) -> T:
+    """`asked` for callers without an event loop."""
+    return asyncio.run(asked(url, path, kind, key=key, body=body))
+
+
+async def asked(
+    url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None
+) -> T:
     """The answer to a GET, or with `body` to a POST. Raises `CannotAsk`."""
     import msgspec
 
-    status, answer = asyncio.run(_fetch(url.rstrip("/") + path, key, body))
+    status, answer = await _fetch(url.rstrip("/") + path, key, body)
     if status // 100 != 2:
         raise CannotAsk(f"{url} answered {status}: {_message(answer)}", status)
     try:

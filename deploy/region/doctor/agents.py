@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deploy.command_line import CommandFailed
 from deploy.region.launch.ports import advertised_address
-from deploy.region.launch.rundir import RegionState, RunDirectoryError, known_runs, read_state
+from deploy.region.launch.rundir import RegionState, find_run
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import suggestion
@@ -44,13 +44,21 @@ class Pair:
 
 
 def find_pair(
-    sender: str, receiver: str, run_dir: Path | None, base: Path, region: str | None
+    sender: str,
+    receiver: str,
+    run_dir: Path | None = None,
+    region: str | None = None,
+    *,
+    base: Path | None = None,
 ) -> Pair:
-    """Raises UnknownAgent, RunDirectoryError."""
+    """The agents that `sender` and `receiver` name; the other arguments choose the region, as
+    those of `find_run` do. Raises UnknownAgent, WhichRun, RunDirectoryError.
+    """
     # Two addresses need no region: the agents may be on any hosts.
     if is_address(sender) and is_address(receiver):
         return Pair(AgentPlace(sender, sender), AgentPlace(receiver, receiver), None, None)
-    state = _running(run_dir, base, region)
+    hint = "give control ports as host:port"
+    _, state = find_run(run_dir, region, base=base, hint=hint)
     spec = RegionSpec.model_validate_json(Path(state.region_file).read_bytes())
     places = _places(spec, state)
     first, second = _find(sender, places), _find(receiver, places)
@@ -63,20 +71,6 @@ def is_address(text: str) -> bool:
         return Endpoint.parse(text).port > 0
     except ValueError:
         return False
-
-
-def _running(run_dir: Path | None, base: Path, region: str | None) -> RegionState:
-    roots = [run_dir] if run_dir else [base / region] if region else known_runs(base)
-    hint = "; start one with `prfaas up`, or give control ports as host:port"
-    if not roots:
-        raise RunDirectoryError(f"no region runs under {base}{hint}")
-    if len(roots) > 1:
-        names = ", ".join(root.name for root in roots)
-        raise UnknownAgent(f"several regions run; give --region, one of: {names}")
-    state = read_state(roots[0])
-    if state is None or not state.launcher_lives():
-        raise RunDirectoryError(f"no region runs in {roots[0]}{hint}")
-    return state
 
 
 def _places(spec: RegionSpec, state: RegionState) -> dict[str, AgentPlace]:

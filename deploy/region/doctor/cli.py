@@ -6,7 +6,6 @@ What a command needs is imported by it, so that its help appears at once.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,9 +78,8 @@ def link_command(
         fail(f"--via: {error}", 2)
     from deploy.region.doctor.agents import find_pair
     from deploy.region.doctor.probe import CannotMeasure, ProbePlan
-    from deploy.region.launch.rundir import default_base
 
-    pair = find_pair(sender, receiver, run_dir, default_base(os.environ), region)
+    pair = find_pair(sender, receiver, run_dir, region)
     plan = ProbePlan(seconds, mib << 20, endpoint or pair.via)
     try:
         run = asyncio.run(_measure(pair, tls_dir, plan))

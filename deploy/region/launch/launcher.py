@@ -25,7 +25,7 @@ from deploy.lab.emulator.control import RelayControl
 from deploy.region.launch.arenas import discard_arenas
 from deploy.region.launch.plan import Kind, PlannedProcess, Planner, gateway_url
 from deploy.region.launch.ports import ResolvedRegion, resolve_ports, taken_ports
-from deploy.region.launch.probes import Prober
+from deploy.region.launch.probes import Prober, region_trouble
 from deploy.region.launch.rundir import (
     Phase,
     ProcessRecord,
@@ -203,9 +203,8 @@ class RunningRegion:
 
         RegionStartFailed, with what they miss, when time is over.
         """
-        assert self._prober is not None, "the region is not started"
         deadline_s = time.monotonic() + timeout_s
-        while (trouble := await self._prober.region_trouble(self.gateway_url)) is not None:
+        while (trouble := await region_trouble(self.gateway_url)) is not None:
             if time.monotonic() > deadline_s:
                 raise RegionStartFailed(f"the gateway runs, but {trouble}")
             self._report(self.gateway, trouble, state="waiting")

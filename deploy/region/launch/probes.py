@@ -10,6 +10,7 @@ import asyncio
 import aiohttp
 import msgspec
 
+from deploy.region.client import CannotAsk, asked
 from deploy.region.launch.plan import PlannedProcess
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
@@ -22,8 +23,25 @@ _TIMEOUT_S = 5.0
 
 
 class _RegionView(msgspec.Struct):
+    """What is read of GET /prfaas/region."""
+
     pd: ClusterReport | None = None
     prefill: dict[str, ClusterReport] = {}
+
+
+async def region_trouble(gateway_url: str) -> str | None:
+    """What the gateway still misses, None when all its instances are usable."""
+    try:
+        view = await asked(gateway_url, "/prfaas/region", _RegionView)
+    except CannotAsk as error:
+        return f"it does not answer: {error}"
+    if view.pd is None:
+        return "it has no report of the PD cluster"
+    for cluster in (view.pd, *view.prefill.values()):
+        for instance in cluster.instances:
+            if not instance.healthy:
+                return f"{instance.name} is not usable: {instance.reason}"
+    return None
 
 
 class Prober:
@@ -47,22 +65,6 @@ class Prober:
         if control not in self._agents:
             self._agents[control] = AgentClient(control, self._tls)
         return await self._agents[control].status(_TIMEOUT_S)
-
-    async def region_trouble(self, gateway_url: str) -> str | None:
-        """What the gateway still misses, None when all its instances are usable."""
-        try:
-            async with self._session.get(f"{gateway_url}/prfaas/region") as response:
-                body = await response.read()
-            view = msgspec.json.decode(body, type=_RegionView)
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
-            return f"it does not answer: {str(error) or type(error).__name__}"
-        if view.pd is None:
-            return "it has no report of the PD cluster"
-        for cluster in (view.pd, *view.prefill.values()):
-            for instance in cluster.instances:
-                if not instance.healthy:
-                    return f"{instance.name} is not usable: {instance.reason}"
-        return None
 
     async def close(self) -> None:
         """Close connections to agents."""

@@ -31,6 +31,14 @@ class RunDirectoryError(CommandFailed):
     """The run directory cannot be used: another launcher has it, or it cannot be written."""
 
 
+class WhichRun(CommandFailed):
+    """It is not clear which region is meant: none runs (exit status 1), or several do (2)."""
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
 class ProcessRecord(msgspec.Struct, frozen=True):
     """One process of a region as its launcher sees it. `pid` leads the session of all of it."""
 
@@ -186,6 +194,36 @@ def default_base(environment: Mapping[str, str]) -> Path:
     return Path(state_home).expanduser() / "prfaas"
 
 
-def known_runs(base: Path) -> list[Path]:
+def find_run(
+    run_dir: Path | None = None,
+    name: str | None = None,
+    *,
+    base: Path | None = None,
+    or_left_behind: bool = False,
+    hint: str = "",
+) -> tuple[Path, RegionState]:
+    """The run that is meant and its directory: the one in `run_dir`, that of region `name`, or the
+    only one under `base` (by default where regions run).
+
+    With `or_left_behind`, one whose launcher was killed counts where none runs. `hint` says what
+    the user may give instead of a run. Raises WhichRun, RunDirectoryError.
+    """
+    base = base or default_base(os.environ)
+    roots = [run_dir] if run_dir else [base / name] if name else _known_runs(base)
+    states = {root: state for root in roots if (state := read_state(root)) is not None}
+    runs = {root: state for root, state in states.items() if state.launcher_lives()}
+    if not runs and or_left_behind:
+        runs = states
+    if len(runs) == 1:
+        return next(iter(runs.items()))
+    if not runs:
+        where = f"in {roots[0]}" if run_dir or name else f"under {base}"
+        raise WhichRun(f"no region runs {where}" + (f"; {hint}" if hint else ""), 1)
+    choice = "choose one with --run-dir" + (f", or {hint}" if hint else "")
+    names = (f"{state.region} at {state.gateway_url} in {root}" for root, state in runs.items())
+    raise WhichRun(f"several regions run; {choice}: {', '.join(names)}", 2)
+
+
+def _known_runs(base: Path) -> list[Path]:
     """Directories under `base` that hold the state of a region, alive or left behind."""
     return sorted(path.parent for path in base.glob("*/state.json"))

@@ -1,4 +1,4 @@
-"""`prfaas cache` without a gateway: prompt files, the gateway that is meant, errors."""
+"""`prfaas cache` without a gateway: prompt files, errors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.gateway.cache.api import CacheOverview
 from deploy.ops.cache import WrongPrompt, request_body
-from deploy.region.client import CannotAsk, ask, find_gateway
-from deploy.region.launch.rundir import RegionState, open_run_directory
+from deploy.region.client import CannotAsk, ask
 
 run = CliRunner().invoke
 
@@ -54,41 +52,6 @@ def test_what_is_no_prompt_is_refused(tmp_path: Path) -> None:
     result = run(app, ["cache", "explain", str(tmp_path / "none"), "--gateway", "http://x"])
     assert result.exit_code == 2
     assert "none" in result.output
-
-
-def up(base: Path, name: str, *, lives: bool = True) -> None:
-    own = psutil.Process()
-    root = base / "prfaas" / name
-    root.mkdir(parents=True)
-    open_run_directory(root).write_state(
-        RegionState(
-            region=name,
-            phase="running",
-            launcher_pid=own.pid,
-            launcher_started_s=own.create_time() - (0 if lives else 100),
-            started_s=0.0,
-            gateway_url=f"http://{name}",
-            region_file="region.json",
-            processes=(),
-            relays={},
-            agents={},
-        )
-    )
-
-
-def test_the_only_region_here_is_meant(tmp_path: Path) -> None:
-    environ = {"XDG_STATE_HOME": str(tmp_path)}
-    up(tmp_path, "dead", lives=False)
-    with pytest.raises(CannotAsk, match="--gateway URL"):
-        find_gateway(environ=environ)
-    up(tmp_path, "one")
-    assert find_gateway(environ=environ) == "http://one"
-    up(tmp_path, "two")
-    assert find_gateway(run_dir=tmp_path / "prfaas" / "two") == "http://two"
-    with pytest.raises(CannotAsk, match="no region runs in"):
-        find_gateway(run_dir=tmp_path / "prfaas" / "three")
-    with pytest.raises(CannotAsk, match="one at http://one, two at"):
-        find_gateway(environ=environ)
 
 
 def test_a_gateway_that_is_not_there_is_named() -> None:

@@ -13,8 +13,6 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.gateway.serving.records import Outcome, RequestRecord, TtftParts
-from deploy.region import client
-from deploy.region.client import CannotAsk
 from deploy.ops.explain_view import (
     OUTCOMES,
     REASONS,
@@ -23,6 +21,8 @@ from deploy.ops.explain_view import (
     reason_words,
     ttft_error,
 )
+from deploy.region import client
+from deploy.region.client import CannotAsk
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason
 from scheduler.routing.prediction import Prediction

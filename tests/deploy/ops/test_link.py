@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.gateway.links.region_links import LinksOverview
-from deploy.region import client
 from deploy.ops.link import overview, sparkline
+from deploy.region import client
 from netmon.estimate import LinkCondition, LinkEstimate, PathReport
 from netmon.region_link import LinkNow, LinkPath, LinkStep
 

@@ -12,26 +12,28 @@ import psutil
 import pytest
 
 from deploy.region.cli import clean_up
+from deploy.region.client import find_gateway
 from deploy.region.launch.rundir import (
     RegionState,
     RunDirectoryError,
     RunLock,
+    WhichRun,
     default_base,
-    known_runs,
+    find_run,
     open_run_directory,
     read_state,
     remove_leftovers,
 )
 
 
-def state(pid: int, started_s: float) -> RegionState:
+def state(pid: int, started_s: float, region: str = "r") -> RegionState:
     return RegionState(
-        region="r",
+        region=region,
         phase="running",
         launcher_pid=pid,
         launcher_started_s=started_s,
         started_s=0.0,
-        gateway_url="http://127.0.0.1:1",
+        gateway_url=f"http://{region}",
         region_file="region.json",
         processes=(),
         relays={},
@@ -48,7 +50,7 @@ def test_state_is_written_read_and_removed(tmp_path: Path) -> None:
     directory.write_state(written)
     assert read_state(root) == written
     assert written.launcher_lives()
-    assert known_runs(tmp_path) == [root]
+    assert find_run(base=tmp_path) == (root, written)
     directory.socket("a").touch()
     remove_leftovers(root)
     assert read_state(root) is None
@@ -59,6 +61,53 @@ def test_state_is_written_read_and_removed(tmp_path: Path) -> None:
 def test_a_reused_pid_is_not_the_launcher() -> None:
     own = psutil.Process()
     assert not state(own.pid, own.create_time() - 100).launcher_lives()
+
+
+def run_of(base: Path, region: str, *, lives: bool = True) -> Path:
+    """The directory of a run whose launcher is this process, or was killed."""
+    root = base / region
+    root.mkdir(parents=True)
+    own = psutil.Process()
+    started_s = own.create_time() - (0 if lives else 100)
+    open_run_directory(root).write_state(state(own.pid, started_s, region))
+    return root
+
+
+def test_the_only_region_that_runs_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(WhichRun, match=f"no region runs under {tmp_path}; ask another") as none:
+        find_run(base=tmp_path, hint="ask another")
+    assert none.value.exit_status == 1
+    dead = run_of(tmp_path, "dead", lives=False)
+    with pytest.raises(WhichRun, match="no region runs under"):
+        find_run(base=tmp_path)
+    assert find_run(base=tmp_path, or_left_behind=True)[0] == dead
+    one = run_of(tmp_path, "one")
+    for or_left_behind in (False, True):
+        assert find_run(base=tmp_path, or_left_behind=or_left_behind)[0] == one
+
+
+def test_of_several_regions_one_is_named_or_chosen_by_its_directory(tmp_path: Path) -> None:
+    one, two = run_of(tmp_path, "one"), run_of(tmp_path, "two")
+    with pytest.raises(WhichRun, match="several regions run; choose one with --run-dir") as several:
+        find_run(base=tmp_path)
+    assert several.value.exit_status == 2
+    assert str(several.value).endswith(f"one at http://one in {one}, two at http://two in {two}")
+    assert find_run(name="two", base=tmp_path)[1].region == "two"
+    assert find_run(one, base=tmp_path)[1].region == "one"
+    for choice in ({"name": "three"}, {"run_dir": tmp_path / "three"}):
+        with pytest.raises(WhichRun, match=f"no region runs in {tmp_path / 'three'}"):
+            find_run(**choice, base=tmp_path)
+
+
+def test_a_gateway_is_the_one_given_or_that_of_the_region_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(WhichRun, match="--gateway URL"):
+        find_gateway()
+    root = run_of(tmp_path / "prfaas", "one")
+    assert find_gateway() == find_gateway(run_dir=root) == "http://one"
+    assert find_gateway("http://other", root) == "http://other"
 
 
 def test_one_owner_at_a_time(tmp_path: Path) -> None:

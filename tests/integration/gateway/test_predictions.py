@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 from live_region_cases import snapshot
 
-from deploy.region.client import CannotAsk
 from deploy.ops.explain import find_records
 from deploy.ops.explain_view import ttft_error
+from deploy.region.client import CannotAsk
 from scheduler.live.core import LiveScheduler
 from scheduler.routing.decision import ONE_ENGINE
 

@@ -20,7 +20,7 @@ from deploy.region.doctor.agents import UnknownAgent, find_pair, is_address
 from deploy.region.doctor.diagnosis import diagnose
 from deploy.region.doctor.measurement import Measurement, summarise
 from deploy.region.doctor.probe import CannotMeasure, ProbeRun, Sample
-from deploy.region.launch.rundir import RegionState, RunDirectoryError
+from deploy.region.launch.rundir import RegionState, WhichRun
 from deploy.region.spec.loading import load_region
 from kvmanager.agent.messages import StatusReply
 from kvmanager.agent.probe_messages import AgentLoad, KernelTcp, ProbeStatusReply
@@ -221,30 +221,25 @@ class TestNames:
 
     @pytest.mark.parametrize("names", [("a1", "b1"), ("prefill-a", "pd-b"), ("a1-prefill", "b1")])
     def test_nodes_clusters_and_instances(self, base: Path, names: tuple[str, str]) -> None:
-        pair = find_pair(*names, None, base, None)
+        pair = find_pair(*names, base=base)
         assert (pair.sender.control, pair.receiver.control) == ("127.0.0.1:1", "127.0.0.1:2")
         assert pair.via == ("127.0.0.1", 9)
 
     def test_the_other_way_is_no_link(self, base: Path) -> None:
-        assert find_pair("b1", "a1", base / "demo", base, None).via is None
-        assert find_pair("b1", "10.0.0.1:7101", None, base, "demo").receiver.name == "10.0.0.1:7101"
+        assert find_pair("b1", "a1", base / "demo").via is None
+        pair = find_pair("b1", "10.0.0.1:7101", region="demo", base=base)
+        assert pair.receiver.name == "10.0.0.1:7101"
 
     def test_unknown_names(self, base: Path) -> None:
         with pytest.raises(UnknownAgent, match="did you mean 'b1-decode'"):
-            find_pair("a1", "b1-decod", None, base, None)
+            find_pair("a1", "b1-decod", base=base)
 
-    def test_no_region_or_several(self, base: Path, tmp_path: Path) -> None:
-        with pytest.raises(RunDirectoryError, match="no region runs"):
-            find_pair("a1", "b1", None, tmp_path / "empty", None)
-        with pytest.raises(RunDirectoryError, match="no region runs"):
-            find_pair("a1", "b1", tmp_path / "empty", base, None)
-        (base / "other").mkdir()
-        (base / "other" / "state.json").write_bytes((base / "demo" / "state.json").read_bytes())
-        with pytest.raises(UnknownAgent, match="demo, other"):
-            find_pair("a1", "b1", None, base, None)
+    def test_no_region(self, base: Path, tmp_path: Path) -> None:
+        with pytest.raises(WhichRun, match="give control ports as host:port"):
+            find_pair("a1", "b1", tmp_path / "empty", base=base)
 
     def test_addresses_need_no_region(self, tmp_path: Path) -> None:
-        pair = find_pair("[::1]:1", "h:2", None, tmp_path, None)
+        pair = find_pair("[::1]:1", "h:2", base=tmp_path)
         assert (pair.sender.control, pair.receiver.control, pair.tls) == ("[::1]:1", "h:2", None)
         assert not any(map(is_address, ("a1", "h:", ":1", "h:x", "h:70000")))
 
