@@ -1,4 +1,5 @@
-"""A link that slows down, breaks and comes back under real engines: routes follow, nothing fails.
+"""A link that slows down, breaks and comes back under real engines: routes follow, nothing fails,
+and the recording of it all gives the same decisions again.
 
 The region has the scheduling that users get: nothing of it is set. Each engine has a core of its
 own, as engines of two sites have. Requests run all the time, and the PD cluster's one engine can
@@ -19,6 +20,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from engine_region import WINDOW, model_dir, on_cores_of_their_own, region_spec, running
+from flight_recording import holds_no_text, is_decided_again, link_conditions, recorded
 
 from deploy.lab.demo.scenario import text
 from deploy.region.launch.launcher import RunningRegion
@@ -85,7 +87,7 @@ class Traffic:
         request_id = f"congestion-{number}"
         body = {
             "model": WINDOW,
-            "prompt": text(PROMPT_TOKENS, number),
+            "prompt": prompt_text(number),
             "max_tokens": 4,
             "stream": True,
         }
@@ -100,19 +102,29 @@ class Traffic:
         self.asked.append(Asked(sent_s, is_whole, record))
 
 
+def prompt_text(number: int) -> str:
+    """The prompt of a request."""
+    return text(PROMPT_TOKENS, number)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the region's gateway records."""
+    return tmp_path_factory.mktemp("flight")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def region(
-    models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    models_dir: Path, recording: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RunningRegion]:
     path = model_dir(models_dir, WINDOW)
     spec = region_spec(path, WINDOW, local_prefill=False, scheduling=DEFAULTS)
-    async with running(
-        on_cores_of_their_own(spec), tmp_path_factory.mktemp("congestion")
-    ) as started:
+    spec = recorded(on_cores_of_their_own(spec), recording)
+    async with running(spec, tmp_path_factory.mktemp("congestion")) as started:
         yield started
 
 
-async def test_routes_follow_the_link(region: RunningRegion) -> None:
+async def test_routes_follow_the_link(region: RunningRegion, recording: Path) -> None:
     relay = region.relay()
     async with aiohttp.ClientSession() as session:
         traffic = Traffic(region, session)
@@ -148,6 +160,10 @@ async def test_routes_follow_the_link(region: RunningRegion) -> None:
         assert _decisions(metrics, reason) >= 1
     assert _decisions(metrics, "local_sooner") + _decisions(metrics, "link_congested") >= 1
     assert 'prfaas_gateway_link_condition{condition="clear",source="prefill-a"' in metrics
+
+    assert link_conditions(recording) >= {"clear", "down"}
+    holds_no_text(recording, (prompt_text(number) for number in range(len(traffic.asked))))
+    await is_decided_again(recording)
 
 
 async def _until_asked(

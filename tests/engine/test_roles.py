@@ -7,9 +7,6 @@ have too few KV blocks for several long answers at once.
 """
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -33,8 +30,8 @@ from engine_region import (
     region_spec,
     running,
 )
+from flight_recording import is_decided_again, recorded
 
-from deploy.gateway.config import RecorderSection
 from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.regions import pd_cluster_alone
 from deploy.lab.demo.scenario import DemoRequest
@@ -106,10 +103,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def region(
     models_dir: Path, recording: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RunningRegion]:
-    spec = _spec(model_dir(models_dir, WINDOW))
-    recorder = RecorderSection(dir=recording)
-    gateway = spec.gateway.model_copy(update={"recorder": recorder})
-    spec = spec.model_copy(update={"gateway": gateway})
+    spec = recorded(_spec(model_dir(models_dir, WINDOW)), recording)
     async with running(spec, tmp_path_factory.mktemp("r")) as started:
         yield started
 
@@ -165,16 +159,8 @@ async def test_the_bench_of_a_region_runs_on_this_one(
 async def test_every_decision_is_taken_the_same_again(
     region: RunningRegion, recording: Path
 ) -> None:
-    """By the command line, from the recording of all of this module while it is written."""
-    words = [sys.executable, "-m", "deploy.cli", "simulate", "--recording", str(recording)]
-    told = await asyncio.to_thread(
-        subprocess.run, [*words, "--json"], capture_output=True, text=True, check=False
-    )
-    assert told.returncode == 0, told.stdout + told.stderr
-    found = json.loads(told.stdout)
-    assert (found["differences"], found["is_complete"]) == ([], True)
-    asked = sum(row["recorded"] for row in found["outcomes"] if row["decision"] == "RouteAsked")
-    assert found["decisions"] > asked > 10, found
+    """From the recording of all of this module while it is written."""
+    await is_decided_again(recording)
 
 
 async def long_answer(
