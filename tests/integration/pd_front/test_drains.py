@@ -1,0 +1,182 @@
+"""Draining and roles at the PD cluster front; fake engines, loopback."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from front_doubles import (
+    eventually,
+)
+from pd_front_rig import CONFIG, PdRig, make_rig
+
+from local_pd.errors import NoInstance, RoleRefused
+from local_pd.remote import RemotePdCluster
+from local_pd.server import SERVICE
+from prfaas.engines.errors import UnknownInstance
+from scheduler.live.conversion import RoleChange, RoleStatus
+from transport.rpc import RpcServer
+
+
+async def test_draining_waits_for_the_engine_and_takes_nothing_new(rig: PdRig) -> None:
+    rig.engines["d0"].waiting = 1
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 1)
+    draining = asyncio.create_task(rig.front.drain("d0"))
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].draining)
+    assert {(await rig.reserve()).instance for _ in range(3)} == {"d1"}
+    assert not draining.done()
+    rig.engines["d0"].waiting = 0
+    await draining
+    assert [item.draining for item in (await rig.front.report()).instances] == [True, False, False]
+    await rig.front.resume("d0")
+    assert (await rig.reserve()).instance == "d0"
+    with pytest.raises(UnknownInstance, match="d9"):
+        await rig.front.drain("d9")
+
+
+async def test_draining_waits_for_slots_that_are_held(rig: PdRig) -> None:
+    slot = await rig.reserve()
+    load = rig.embedded._instances.by_name["d0"].load
+    await eventually(lambda: load.num_requests == 0)  # nothing but the slot says that work comes
+    draining = asyncio.create_task(rig.front.drain("d0"))
+    await asyncio.sleep(0.15)
+    assert not draining.done()
+    await rig.front.release(slot, "answered")
+    async with asyncio.timeout(5):
+        await draining
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_an_instance_that_was_left_drained_is_given_work_again(dies: bool) -> None:
+    """Whoever drained it was killed: neither `resume` nor anything else comes."""
+    instances = replace(CONFIG.instances, drained_hold_s=1.0)
+    async with make_rig("remote", replace(CONFIG, instances=instances)) as rig:
+        instance = rig.embedded._instances.by_name["d0"]
+        rig.engines["d0"].waiting = 1
+        await eventually(lambda: instance.load.num_requests == 1)
+        draining = asyncio.create_task(rig.front.drain("d0"))
+        await eventually(lambda: instance.draining)
+        await asyncio.sleep(1.2)
+        assert instance.draining  # it still has something to do
+        if dies:
+            rig.engines["d0"].healthy = False
+        else:
+            rig.engines["d0"].waiting = 0
+        await asyncio.gather(draining, return_exceptions=True)
+        assert isinstance(draining.exception(), NoInstance) is dies
+        await eventually(lambda: not instance.draining)
+
+
+async def test_whoever_resumes_or_drains_again_is_not_overruled() -> None:
+    async with make_rig("remote") as rig:
+        holds = rig.embedded._instances._holds
+        instance = rig.embedded._instances.by_name["d0"]
+        await rig.front.drain("d0")
+        ends = [holds["d0"]]
+        await rig.front.resume("d0")
+        assert ends[0].cancelled()
+        assert holds == {}
+        await rig.front.drain("d0")
+        ends.append(holds["d0"])
+        rig.engines["d0"].waiting = 1
+        await eventually(lambda: instance.load.num_requests == 1)
+        draining = asyncio.create_task(rig.front.drain("d0"))
+        await eventually(ends[1].cancelled)
+        assert holds == {}
+        rig.engines["d0"].waiting = 0
+        await draining
+        assert not holds["d0"].cancelled()
+        assert instance.draining
+
+
+async def test_an_engine_that_dies_is_not_drained(rig: PdRig) -> None:
+    """Nobody can tell what became of its requests."""
+    instance = rig.embedded._instances.by_name["d0"]
+    rig.engines["d0"].waiting = 1
+    await eventually(lambda: instance.load.num_requests == 1)
+    draining = asyncio.create_task(rig.front.drain("d0"))
+    await eventually(lambda: instance.draining)
+    rig.engines["d0"].healthy = False
+    async with asyncio.timeout(5):
+        with pytest.raises(NoInstance, match="d0 is not drained but gone: engine: "):
+            await draining
+    assert instance.draining
+    await rig.front.resume("d0")
+    assert not instance.draining
+
+
+async def test_an_engine_that_drains_serves_what_no_other_can(rig: PdRig) -> None:
+    for instance in rig.embedded._instances.by_name.values():
+        instance.draining = True
+    assert (await rig.front.report()).healthy
+    assert (await rig.front.direct("r1")).instance == "d0"
+    with pytest.raises(NoInstance, match="is draining"):
+        await rig.reserve()
+
+
+async def test_draining_waits_for_local_prefills(rig: PdRig) -> None:
+    slot = await rig.reserve()
+    rig.engines["p0"].may_answer.clear()
+    job = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
+    await rig.engines["p0"].wait_requests(1)
+    draining = asyncio.create_task(rig.front.drain("p0"))
+    await asyncio.sleep(0.1)
+    assert not draining.done()
+    rig.engines["p0"].may_answer.set()
+    assert (await job).instance == "p0"
+    async with asyncio.timeout(5):
+        await draining
+
+
+async def test_a_role_is_what_the_front_gives_an_instance_to_do(rig: PdRig) -> None:
+    order = RoleChange("prefill", 1)
+    assert await rig.front.set_role("d0", order) == RoleStatus("prefill", 1)
+    assert await rig.front.set_role("d0", order) == RoleStatus("prefill", 1)
+    assert {(await rig.reserve()).instance for _ in range(3)} == {"d1"}
+    with pytest.raises(RoleRefused, match="too old; it is prefill since epoch 1"):
+        await rig.front.set_role("d0", RoleChange("decode", 1))
+    await rig.front.set_role("p0", RoleChange("decode", 1))
+    result = await rig.front.prefill_locally(rig.job_for(await rig.reserve()))
+    assert result.instance == "d0"
+    draining = asyncio.create_task(rig.front.drain("p0"))
+    await eventually(lambda: rig.embedded._instances.by_name["p0"].draining)
+    reports = {item.name: item for item in (await rig.front.report()).instances}
+    assert [(i.role, i.role_epoch, i.role_ready) for i in reports.values()] == [
+        ("prefill", 1, True),
+        ("decode", 0, True),
+        ("decode", 1, False),
+    ]
+    assert await rig.front.set_role("p0", RoleChange("prefill", 2)) == RoleStatus(
+        "prefill", 2, ready=False
+    )
+    draining.cancel()
+    for name in ("d0", "p0"):
+        await rig.front.set_role(name, RoleChange("decode", 3))
+    await rig.front.report()
+    assert not rig.front.has_prefill_instances
+    with pytest.raises(UnknownInstance, match="d9"):
+        await rig.front.set_role("d9", order)
+    rig.embedded._instances.by_name["d1"].role = "both"
+    with pytest.raises(RoleRefused, match="prefills and decodes"):
+        await rig.front.set_role("d1", order)
+
+
+async def test_a_drain_ends_with_the_gateway_that_waited_for_it() -> None:
+    async with make_rig("remote") as rig:
+        instance = rig.embedded._instances.by_name["d0"]
+        rig.engines["d0"].waiting = 1
+        await eventually(lambda: instance.load.num_requests == 1)
+        draining = asyncio.create_task(rig.front.drain("d0"))
+        await eventually(lambda: instance.draining)
+        await rig.front.close()
+        await asyncio.gather(draining, return_exceptions=True)
+        await eventually(lambda: not instance.draining)
+
+
+async def test_a_front_that_knows_no_roles_refuses_them_for_good() -> None:
+    """Otherwise its instance would stay drained for as long as somebody tries to undo the order."""
+    server = RpcServer("127.0.0.1:0", {SERVICE: {}})
+    front = RemotePdCluster("west", f"127.0.0.1:{await server.start()}", has_prefill_instances=True)
+    with pytest.raises(RoleRefused):
+        await front.set_role("d0", RoleChange("prefill", 1))
+    await front.close()
+    await server.stop(0.0)

@@ -1,0 +1,86 @@
+"""Prefills inside the PD cluster; fake engines, loopback."""
+
+import asyncio
+
+import pytest
+from front_doubles import (
+    BYTES_PER_TOKEN,
+    eventually,
+)
+from pd_front_rig import PdRig, make_rig
+
+from prfaas.engines.errors import PrefillFailed
+
+
+async def test_a_local_prefill_fills_the_landing(rig: PdRig) -> None:
+    slot = await rig.reserve()
+    result = await rig.front.prefill_locally(rig.job_for(slot))
+    assert (result.instance, result.nbytes) == ("p0", 8 * BYTES_PER_TOKEN)
+    assert result.reason.startswith("least_loaded; cached_tokens=0; tokens_ahead=0")
+    assert rig.engines["p0"].requests[0]["kv_transfer_params"]["prfaas"]["role"] == "producer"
+    assert (await rig.front.report()).running_tokens == 0
+
+
+async def test_cancelling_a_local_prefill_aborts_it(rig: PdRig) -> None:
+    slot = await rig.reserve()
+    rig.engines["p0"].may_answer.clear()
+    task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
+    await rig.engines["p0"].wait_requests(1)
+    report = await rig.front.report()
+    assert report.running_tokens == 8
+    (job,) = report.jobs
+    assert (job.transfer_id, job.instance) == (slot.landing.transfer_id, "p0")
+    assert (job.num_tokens, job.uncached_tokens) == (8, 8)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    async with asyncio.timeout(20):
+        await rig.engines["p0"].wait_aborts(1)
+    await eventually(lambda: not rig.nodes[0].outboxes)
+    await eventually(lambda: rig.embedded._handoff.num_tokens == 0)
+
+
+async def test_a_prefill_engine_that_dies_is_a_clear_failure(rig: PdRig) -> None:
+    slot = await rig.reserve()
+    rig.engines["p0"].may_answer.clear()
+    task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
+    await rig.engines["p0"].wait_requests(1)
+    await rig.engines["p0"].stop()
+    with pytest.raises(PrefillFailed) as caught:
+        await task
+    assert caught.value.code == "engine_failed"
+    with pytest.raises(PrefillFailed) as caught:
+        await rig.front.prefill_locally(rig.job_for(slot))
+    assert caught.value.code == "no_instance"
+    assert not rig.nodes[0].outboxes
+
+
+async def test_an_engine_that_is_back_can_be_given_work_while_its_agent_is_still_asked() -> None:
+    async with make_rig("embedded") as rig:
+        instance = rig.embedded._instances.by_name["p0"]
+        rig.engines["p0"].healthy = False
+        await eventually(instance.gone.is_set)
+        go_on = asyncio.Event()
+
+        async def slow(method: str) -> None:
+            if method == "Status":
+                await go_on.wait()
+
+        rig.nodes[0].before_reply = slow
+        rig.engines["p0"].healthy = True
+        await eventually(lambda: instance.transfers)
+        assert not instance.gone.is_set()
+        go_on.set()
+        slot = await rig.reserve()
+        assert (await rig.front.prefill_locally(rig.job_for(slot))).instance == "p0"
+
+
+async def test_closing_ends_local_prefills(rig: PdRig) -> None:
+    slot = await rig.reserve()
+    rig.engines["p0"].may_answer.clear()
+    task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
+    await rig.engines["p0"].wait_requests(1)
+    await rig.front.close()
+    with pytest.raises(PrefillFailed) as caught:
+        await task
+    assert caught.value.code == "closed"
+    await eventually(lambda: not rig.nodes[0].outboxes)

@@ -1,0 +1,208 @@
+"""The PD cluster front's slots, reports and leases; fake engines, loopback."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from front_doubles import (
+    BYTES_PER_TOKEN,
+    eventually,
+    prefill_job,
+)
+from pd_front_rig import CONFIG, ROLES, PdRig, make_rig
+
+from kvmanager.agent.messages import CacheModel
+from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom
+from local_pd.messages import DecodeSlot
+from local_pd.remote import RemotePdCluster
+from scheduler.live.conversion import RoleChange
+
+
+async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig: PdRig) -> None:
+    slot = await rig.reserve()
+    assert slot.instance == "d0"
+    assert slot.engine_url == rig.engines["d0"].url
+    assert slot.landing.nbytes == 8 * BYTES_PER_TOKEN
+    assert slot.kv_transfer_params == {
+        "prfaas": {
+            "role": "consumer",
+            "transfer_id": slot.landing.transfer_id,
+            "num_tokens": 8,
+            "token_digest": prefill_job(1).landing.token_digest,
+            "arena_epoch": "e1",
+            "runs": [[0, 2], [5, 1]],
+            "layout_fingerprint": slot.landing.layout_fingerprint,
+            "cached_tokens": 0,
+            "cached_runs": [],
+        }
+    }
+    assert rig.front.has_prefill_instances
+    await rig.front.release(slot, "done")
+    await rig.front.release(slot, "done")
+    assert rig.num_landings == 0
+
+
+async def test_slots_go_to_the_least_loaded_decoder(rig: PdRig) -> None:
+    slots = [await rig.reserve() for _ in range(4)]
+    assert sorted(slot.instance for slot in slots) == ["d0", "d0", "d1", "d1"]
+    rig.engines["d0"].waiting = 3
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 3)
+    assert (await rig.reserve()).instance == "d1"
+
+
+async def test_what_a_node_has_cached_draws_requests_and_is_not_sent(rig: PdRig) -> None:
+    preferred = rig.nodes[1]
+    preferred.cached_tokens = 4
+    keys = bytes(range(48))
+    digest = prefill_job(1).landing.token_digest
+    slot = await rig.front.reserve(
+        8, digest, "r1", block_keys=keys, prefer_nodes=["10.0.0.9:1", preferred.target]
+    )
+    assert slot.instance == "d1"
+    assert preferred.landings[slot.landing.transfer_id].block_keys == keys
+    assert slot.landing.cached_tokens == 4
+    params = slot.kv_transfer_params["prfaas"]
+    assert (params["cached_tokens"], params["cached_runs"]) == (4, [[[9, 1]]])
+    target = await rig.front.direct("r2", prefer_nodes=[preferred.target])
+    assert target.instance == "d1"
+    assert "cached" in target.reason
+
+
+async def test_reports_say_where_and_how_prompts_are_cached(rig: PdRig) -> None:
+    model = CacheModel("ab" * 16, 64, [(0, 4096, 0)])
+    rig.nodes[0].cache_model = model
+
+    async with asyncio.timeout(5):
+        while (await rig.front.report()).instances[0].cache is None:
+            await asyncio.sleep(0.01)
+    reports = {item.name: item for item in (await rig.front.report()).instances}
+    assert reports["d0"].cache == model
+    assert reports["d0"].node == rig.nodes[0].target == reports["d0"].node_name
+    assert reports["d1"].cache is None
+
+
+async def test_reports_say_how_full_engines_are(rig: PdRig) -> None:
+    rig.engines["d0"].waiting, rig.engines["d0"].deferred = 3, 2
+    rig.engines["d0"].kv_usage, rig.engines["d0"].num_kv_blocks = 0.75, 101
+    rig.nodes[0].kv_block_bytes, rig.nodes[0].landing_bytes = 4096, 1_000_000
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 3)
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].kv_block_bytes == 4096)
+    reports = {item.name: item for item in (await rig.front.report()).instances}
+    d0, d1 = reports["d0"], reports["d1"]
+    assert (d0.running, d0.num_running, d0.decode_slots) == (3, 0, 256)
+    # Two of three that wait do so for their KVCache, which no room would help.
+    assert (d0.num_waiting, d1.num_waiting) == (1, 0)
+    # vLLM keeps one block for itself.
+    assert (d0.kv_usage, d0.kv_total_bytes) == (0.75, 100 * 4096)
+    assert (d1.kv_usage, d1.kv_total_bytes) == (0.0, None)
+    # What landings hold now is no part of it: that is old when a request comes.
+    assert (d0.landing_cap_bytes, d1.landing_cap_bytes) == (1 << 20, 1 << 20)
+    assert 0 <= d0.looked_s < 10
+
+
+async def test_a_full_node_leads_to_the_other_and_two_to_no_room(rig: PdRig) -> None:
+    rig.nodes[0].landing_room = 0
+    assert (await rig.reserve()).instance == "d1"
+    rig.nodes[1].landing_room = 1
+    with pytest.raises(NoLandingRoom, match=r"d0.*landing cap.*d1|d1.*landing cap.*d0"):
+        await rig.reserve()
+
+
+async def test_nodes_that_are_gone_are_said_to_be(rig: PdRig) -> None:
+    for node in rig.nodes:
+        await node.stop()
+    with pytest.raises(FrontUnreachable, match="no landing reserved"):
+        await rig.reserve()
+    with pytest.raises(NoInstance, match="node agent is not healthy"):
+        await rig.reserve()
+    target = await rig.front.direct("r1")  # engines alone still serve
+    assert target.instance in ("d0", "d1")
+
+
+async def test_a_request_is_served_whole_by_the_least_loaded_engine(rig: PdRig) -> None:
+    targets = [await rig.front.direct(f"r{n}") for n in range(4)]
+    assert sorted(target.instance for target in targets) == ["d0", "d0", "d1", "d1"]
+    assert targets[0].engine_url == rig.engines[targets[0].instance].url
+    assert (await rig.front.direct("r5", exclude=["d0"])).instance == "d1"
+    assert (await rig.front.direct("r6", exclude=["d0", "d1"])).instance == "p0"
+    assert (await rig.front.direct("r7", exclude=list(ROLES))).instance in ROLES
+    for engine in rig.engines.values():
+        engine.healthy = False
+    await eventually(lambda: not any(i.serves for i in rig.embedded._instances.by_name.values()))
+    with pytest.raises(NoInstance, match="engine is not healthy"):
+        await rig.front.direct("r8")
+
+
+async def test_cancelling_a_reservation_leaves_no_landing(rig: PdRig) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def pause(method: str) -> None:
+        if method == "Reserve":
+            asked.set()
+            await go_on.wait()
+
+    rig.nodes[0].before_reply = pause
+    task = asyncio.create_task(rig.reserve())
+    await asked.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    go_on.set()
+    await eventually(lambda: len(rig.nodes[0].cancelled) == 1)
+    assert rig.num_landings == 0
+
+
+async def test_requests_count_once_and_until_they_are_over(rig: PdRig) -> None:
+    async def num_requests() -> int:
+        report = await rig.front.report()
+        return next(item.running for item in report.instances if item.name == slot.instance)
+
+    slot = await rig.reserve()
+    load = rig.embedded._instances.by_name[slot.instance].load
+    await eventually(lambda: load.num_requests == 0)  # no engine has anything to do
+    assert await num_requests() == 1
+    node = next(node for node in rig.nodes if slot.landing.transfer_id in node.landings)
+    node.end_landing(slot.landing.transfer_id, "complete")
+    load.polled(5, load.poll_starts())
+    assert (await rig.awaited(slot))[0] == "landed"
+    assert load.num_requests == 6
+    await rig.front.request_ended(slot.instance)
+    assert load.num_requests == 5
+    await rig.front.request_ended("nowhere")
+    await rig.front.release(slot, "answered")
+
+
+@pytest.mark.parametrize("kind", ["embedded", "remote"])
+async def test_leases_are_kept_until_release(kind: str) -> None:
+    async with make_rig(kind, replace(CONFIG, lease_s=0.15)) as rig:
+        slot = await rig.reserve()
+        await eventually(lambda: rig.nodes[0].renewals >= 3)
+        await rig.front.release(slot, "done")
+        renewals = rig.nodes[0].renewals
+        await asyncio.sleep(0.2)
+        assert rig.nodes[0].renewals <= renewals + 1
+
+
+async def test_a_lease_that_is_over_is_not_renewed_for_ever() -> None:
+    async with make_rig("embedded", replace(CONFIG, lease_s=0.06)) as rig:
+        await rig.reserve()
+        rig.nodes[0].landings.clear()
+        await eventually(lambda: len(rig.embedded._leases) == 0)
+
+
+async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:
+    front = RemotePdCluster("west", "127.0.0.1:1", has_prefill_instances=False)
+    with pytest.raises(FrontUnreachable, match="west"):
+        await front.reserve(8, "00" * 32, "r1")
+    with pytest.raises(FrontUnreachable, match="west"):
+        await front.direct("r1")
+    with pytest.raises(FrontUnreachable, match="west"):
+        await front.set_role("d0", RoleChange("prefill", 1))
+    landing = prefill_job(1).landing
+    slot = DecodeSlot(
+        landing=landing, instance="d0", engine_url="", kv_transfer_params={}, lease_s=1.0
+    )
+    assert (await front.await_landing(slot, 0.1)).state == "unknown"
+    report = await front.report()
+    assert (report.healthy, "not reachable" in report.reason) == (False, True)
+    await front.close()

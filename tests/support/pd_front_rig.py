@@ -1,0 +1,96 @@
+"""A PD cluster front over loopback, with fake engines and agents."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import msgspec
+from front_doubles import (
+    FakeAgent,
+    FakeEngine,
+    prefill_job,
+)
+from prometheus_client import CollectorRegistry
+
+from local_pd.cluster import PdCluster
+from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
+from local_pd.messages import DecodeSlot
+from local_pd.metrics import PdMetrics
+from local_pd.remote import RemotePdCluster
+from local_pd.server import PdServer
+from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.prefill_run import RunnerConfig
+from prfaas.jobs import PrefillJob
+
+ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
+
+CONFIG = PdClusterConfig(
+    lease_s=10.0,
+    drain_poll_interval_s=0.02,
+    instances=InstancesConfig(probe_interval_s=0.05, start_probe_interval_s=0.05, poll_load=True),
+    runner=RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0, stall_timeout_s=0.5),
+)
+
+
+class PdRig:
+    """Two decode instances on two nodes, a prefill instance on the first, and the front."""
+
+    def __init__(self) -> None:
+        self.nodes: list[FakeAgent] = []
+        self.engines: dict[str, FakeEngine] = {}
+        self.embedded: EmbeddedPdCluster
+        self.front: PdCluster
+
+    @property
+    def num_landings(self) -> int:
+        return sum(len(node.landings) for node in self.nodes)
+
+    def job_for(self, slot: DecodeSlot) -> PrefillJob:
+        job = prefill_job(1, num_tokens=slot.landing.num_tokens)
+        return msgspec.structs.replace(job, landing=slot.landing)
+
+    async def reserve(self) -> DecodeSlot:
+        job = prefill_job(1)
+        return await self.front.reserve(8, job.landing.token_digest, "r1")
+
+    async def awaited(self, slot: DecodeSlot, timeout_s: float = 20.0) -> tuple[str, str]:
+        """How a landing ended, and why."""
+        report = await self.front.await_landing(slot, timeout_s)
+        return report.state, report.error
+
+
+@asynccontextmanager
+async def make_rig(kind: str, config: PdClusterConfig = CONFIG) -> AsyncIterator[PdRig]:
+    rig = PdRig()
+    async with AsyncExitStack() as stack:
+        rig.nodes = [await FakeAgent("d0", "p0").start(), await FakeAgent("d1").start()]
+        specs = []
+        for name, role in ROLES.items():
+            agent = rig.nodes[1] if name == "d1" else rig.nodes[0]
+            engine = rig.engines[name] = await FakeEngine(agent).start()
+            stack.push_async_callback(engine.stop)
+            specs.append(
+                InstanceSpec.model_validate(
+                    {"name": name, "url": engine.url, "agent": agent.target, "role": role}
+                )
+            )
+        for node in rig.nodes:
+            stack.push_async_callback(node.stop)
+        rig.embedded = EmbeddedPdCluster(
+            "west",
+            specs,
+            replace(config, keep_leases=kind == "embedded"),
+            metrics=PdMetrics(CollectorRegistry()),
+        )
+        await rig.embedded.start()
+        stack.push_async_callback(rig.embedded.close)
+        rig.front = rig.embedded
+        if kind == "remote":
+            server = PdServer(rig.embedded, "127.0.0.1:0")
+            port = await server.start()
+            stack.push_async_callback(server.stop, 0)
+            rig.front = RemotePdCluster("west", f"127.0.0.1:{port}", has_prefill_instances=True)
+            stack.push_async_callback(rig.front.close)
+        yield rig
+        for engine in rig.engines.values():
+            engine.may_answer.set()
