@@ -140,6 +140,8 @@ def main(argv: list[str]) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         return 1
+    # The parent's own are closed at exec; a library's might not be.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     status = _Guard(grace_s).run(command)
     return 128 - status if status < 0 else status
 

@@ -49,6 +49,24 @@ class Cleanups:
         return task
 
 
+async def finished(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` to its end, however often the caller is cancelled meanwhile; its result.
+
+    Raises CancelledError when the caller was cancelled, and what `work` raises.
+    """
+    task = asyncio.create_task(work)
+    was_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            was_cancelled = True
+    result = task.result()
+    if was_cancelled:
+        raise asyncio.CancelledError
+    return result
+
+
 def cancel_requested() -> bool:
     """Whether the running task itself was asked to end; for handlers of CancelledError.
 

@@ -11,12 +11,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from threading import Thread
+from typing import Any, Final
 
 from prfaas.engines.guard import live_session_members
+from prfaas.engines.ownership import finished
+from prfaas.engines.spawn import spawn
 
 logger = logging.getLogger("prfaas.kvmanager.engines")
 
@@ -24,6 +27,7 @@ _GUARD: Final = str(Path(__file__).with_name("guard.py"))
 _TAIL_BYTES: Final = 64 << 10
 _KILL_TIMEOUT_S: Final = 5.0
 _GUARD_MARGIN_S: Final = 3.0
+_UNKNOWN_STATUS: Final = 255 << 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,54 +41,64 @@ class ProcessSpec:
     argv: Sequence[str]
     log_path: Path
     env: Mapping[str, str] = field(repr=False)
-    cwd: Path | None = None
     term_grace_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """`log_offset_bytes`: what earlier runs wrote to the log."""
+
+    pid: int
+    log_offset_bytes: int
 
 
 class ChildProcess:
     """A running command. Every process it starts belongs to the session `pid`."""
 
-    def __init__(
-        self, spec: ProcessSpec, process: asyncio.subprocess.Process, log_offset_bytes: int
-    ) -> None:
+    def __init__(self, spec: ProcessSpec, found: _Started, ended: asyncio.Future[int]) -> None:
         self.spec = spec
-        self._process = process
-        self._log_offset_bytes = log_offset_bytes
+        self._started = found
+        self._ended = ended
 
     @classmethod
     async def start(cls, spec: ProcessSpec) -> "ChildProcess":
-        """Start `spec`. It ends when the calling thread does, even by SIGKILL (Linux).
+        """Start `spec`. It ends when this process does, even by SIGKILL (Linux).
 
-        Raises OSError when the log file or the interpreter cannot be opened.
+        Cancelled, it returns when nothing of the command runs. Raises OSError when the log file or
+        the interpreter cannot be opened.
         """
-        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log_path.open("ab") as log:
-            stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
-            log.write(f"=== {stamp} start {spec.name}\n".encode())
-            log.flush()
-            offset_bytes = log.tell()
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", _GUARD,
-                str(os.getpid()), f"{spec.term_grace_s:g}", *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=dict(spec.env),
-                cwd=spec.cwd,
-                start_new_session=True,
-            )  # fmt: skip
-        return cls(spec, process, offset_bytes)
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[_Started] = loop.create_future()
+        ended: asyncio.Future[int] = loop.create_future()
+
+        async def undo() -> None:
+            await asyncio.wait({started})
+            if started.exception() is None:
+                await cls(spec, started.result(), ended).stop()
+
+        # A thread of the child's own, and none of a pool's: the kernel tells the guard of its
+        # parent's death when this thread ends, and it must not before the process does.
+        Thread(target=_live, args=(spec, loop, started, ended), daemon=True).start()
+        try:
+            await asyncio.wait({started})
+        except asyncio.CancelledError:
+            # A start cannot be broken off half-way.
+            await finished(undo())
+            raise
+        return cls(spec, started.result(), ended)
 
     @property
     def pid(self) -> int:
         """The process id of the session's leader, which guards the command."""
-        return self._process.pid
+        return self._started.pid
 
     @property
     def exit_status(self) -> int | None:
         """The command's exit status; 128 + N when signal N ended it; None while it runs."""
-        status = self._process.returncode
-        return 128 - status if status is not None and status < 0 else status
+        if not self._ended.done():
+            return None
+        status = self._ended.result()
+        return 128 - status if status < 0 else status
 
     def members(self) -> list[int]:
         """Processes of the session that still run, the guard among them."""
@@ -92,39 +106,37 @@ class ChildProcess:
 
     async def wait(self) -> int:
         """Wait until the command has ended and nothing of it runs any more; its exit status."""
-        await self._process.wait()
+        await asyncio.wait({self._ended})
         await self._kill_rest()
         assert self.exit_status is not None
         return self.exit_status
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after the grace. On return nothing of it runs. Idempotent."""
-        if self._process.returncode is None:
-            self._signal_guard(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.spec.term_grace_s + _GUARD_MARGIN_S):
-                    await self._process.wait()
+        self._signal_guard(signal.SIGTERM)
+        await asyncio.wait({self._ended}, timeout=self.spec.term_grace_s + _GUARD_MARGIN_S)
         await self._kill_rest()
-        await self._process.wait()
+        await asyncio.wait({self._ended})
 
     def log_tail(self, num_lines: int = 20) -> list[str]:
         """The last lines this run (not an earlier one) wrote to its log."""
         try:
             with self.spec.log_path.open("rb") as log:
                 end_bytes = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_offset_bytes, end_bytes - _TAIL_BYTES))
+                log.seek(max(self._started.log_offset_bytes, end_bytes - _TAIL_BYTES))
                 text = log.read().decode("utf-8", "replace")
         except OSError:
             return []
         return text.splitlines()[-num_lines:]
 
     def _signal_guard(self, signum: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signum)
+        if not self._ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
 
     async def _kill_rest(self) -> None:
         deadline_s = time.monotonic() + _KILL_TIMEOUT_S
-        while (members := self.members()) or self._process.returncode is None:
+        while (members := self.members()) or not self._ended.done():
             if time.monotonic() > deadline_s:
                 logger.error("%s: processes %s survive SIGKILL", self.spec.name, members)
                 return
@@ -134,3 +146,41 @@ class ChildProcess:
             if not members:
                 self._signal_guard(signal.SIGKILL)
             await asyncio.sleep(0.02)
+
+
+def _live(
+    spec: ProcessSpec,
+    loop: asyncio.AbstractEventLoop,
+    started: asyncio.Future[_Started],
+    ended: asyncio.Future[int],
+) -> None:
+    """Start the command and wait for its end; both futures belong to `loop`."""
+
+    def tell(callback: Callable[[Any], None], value: object) -> None:
+        # A loop that is closed has nobody who waits for the command.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(callback, value)
+
+    try:
+        found = _spawned(spec)
+    except OSError as error:
+        tell(started.set_exception, error)
+        return
+    tell(started.set_result, found)
+    try:
+        _, status = os.waitpid(found.pid, 0)
+    except ChildProcessError:
+        # Somebody in this process who waits for any child was faster, and has the status.
+        status = _UNKNOWN_STATUS
+    tell(ended.set_result, os.waitstatus_to_exitcode(status))
+
+
+def _spawned(spec: ProcessSpec) -> _Started:
+    spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+    with spec.log_path.open("ab") as log:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
+        log.write(f"=== {stamp} start {spec.name}\n".encode())
+        log.flush()
+        offset_bytes = os.fstat(log.fileno()).st_size
+    guard = (sys.executable, "-I", "-S", _GUARD, str(os.getpid()), f"{spec.term_grace_s:g}")
+    return _Started(spawn((*guard, *spec.argv), spec.env, spec.log_path), offset_bytes)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.ownership import finished
 from prfaas.engines.process import ChildProcess, ProcessSpec
 from prfaas.engines.restart import RestartConfig, RestartPolicy
 
@@ -169,7 +170,7 @@ class Supervisor:
             return reason
         finally:
             exited.cancel()
-            await _finish(child.stop())
+            await finished(child.stop())
             self._child = None
 
     async def _watch(self, exited: asyncio.Task[int]) -> str | None:
@@ -216,16 +217,6 @@ class Supervisor:
         logger.info("%s: %s (%s)", self.spec.name, state, reason)
         if self._on_event is not None:
             self._on_event(SupervisorEvent(self.spec.name, state, reason))
-
-
-async def _finish(work: Awaitable[None]) -> None:
-    """Await `work` to its end even when the caller is cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
 
 
 def engine_process(spec: EngineSpec, log_dir: Path, *, term_grace_s: float = 15.0) -> ProcessSpec:

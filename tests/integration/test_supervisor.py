@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.guard import live_session_members
 from prfaas.engines.process import ChildProcess, ProcessSpec
 from prfaas.engines.restart import RestartConfig
+from prfaas.engines.spawn import spawn
 from prfaas.engines.supervisor import (
     ProcessState,
     Supervisor,
@@ -234,14 +236,87 @@ async def test_a_command_that_does_not_exist_is_explained(tmp_path: Path) -> Non
     await supervisor.stop()
 
 
+@pytest.fixture
+def waits_for_a_reader(tmp_path: Path) -> ProcessSpec:
+    """Its log is a pipe: whoever opens it to write waits until somebody reads."""
+    spec = process(tmp_path, FAMILY, str(tmp_path))
+    spec.log_path.parent.mkdir()
+    os.mkfifo(spec.log_path)
+    return spec
+
+
+async def test_the_event_loop_goes_on_while_a_process_starts(
+    waits_for_a_reader: ProcessSpec,
+) -> None:
+    starting = asyncio.create_task(ChildProcess.start(waits_for_a_reader))
+    done, _ = await asyncio.wait({starting}, timeout=0.2)
+    assert not done
+    with waits_for_a_reader.log_path.open("rb"):
+        child = await starting
+        assert child.exit_status is None
+        await child.stop()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_start_that_is_cancelled_leaves_nothing(
+    waits_for_a_reader: ProcessSpec, tmp_path: Path, times: int
+) -> None:
+    """It cannot be broken off, so whoever cancels it waits until it is undone."""
+    starting = asyncio.create_task(ChildProcess.start(waits_for_a_reader))
+    for _ in range(times):
+        await asyncio.wait({starting}, timeout=0.05)
+        starting.cancel()
+    done, _ = await asyncio.wait({starting}, timeout=0.2)
+    assert not done
+    with waits_for_a_reader.log_path.open("rb"):
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert left_of(tmp_path) == []
+
+
+async def test_a_start_that_fails_after_it_was_cancelled_is_over(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    spec = ProcessSpec("dummy", ["true"], tmp_path / "file" / "dummy.log", os.environ)
+    starting = asyncio.create_task(ChildProcess.start(spec))
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    with pytest.raises(NotADirectoryError):
+        await ChildProcess.start(spec)
+
+
+def test_other_threads_go_on_while_a_program_is_loaded(tmp_path: Path) -> None:
+    """The new process opens its output, a pipe without a reader, before the program is loaded."""
+    output = tmp_path / "pipe"
+    os.mkfifo(output)
+    pids: list[int] = []
+    argv = [sys.executable, "-c", "print('loaded')"]
+    thread = threading.Thread(target=lambda: pids.append(spawn(argv, os.environ, output)))
+    thread.start()
+    with output.open("rb") as reader:
+        thread.join()
+        assert reader.read() == b"loaded\n"
+    assert os.waitpid(pids[0], 0) == (pids[0], 0)
+
+
+def test_a_program_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="/no/such/program"):
+        spawn(["/no/such/program"], os.environ, tmp_path / "log")
+
+
 async def test_stopping_in_the_middle_of_a_start_leaves_nothing(tmp_path: Path) -> None:
     for delay_s in (0.0, 0.01, 0.05, 0.2):
         supervisor = Supervisor(process(tmp_path, FAMILY, str(tmp_path)), never, FAST)
         supervisor.start()
         await asyncio.sleep(delay_s)
         await supervisor.stop()
-    left = [item.pid for item in psutil.process_iter() if str(tmp_path) in command_line(item)]
-    assert left == []
+    assert left_of(tmp_path) == []
+
+
+def left_of(tmp_path: Path) -> list[int]:
+    """Processes that have `tmp_path` among their arguments."""
+    return [item.pid for item in psutil.process_iter() if str(tmp_path) in command_line(item)]
 
 
 def command_line(process: psutil.Process) -> list[str]:

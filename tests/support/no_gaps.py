@@ -9,7 +9,6 @@ gap counts as far as the loop's thread was seen in our packages.
 import functools
 import inspect
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,8 @@ IN_CHILDREN = Path(__file__).with_name("in_children")
 
 
 def is_ours(stack: Stack) -> bool:
-    """Whether the innermost frame that is of this project is no test and no test double.
-
-    Starting a process is nobody's: the one that starts it stands still until the kernel has given
-    the new one a core and read its program.
-    """
-    for name, _, function in reversed(stack):
-        if function == "_execute_child" and name == subprocess.__file__:
-            return False
+    """Whether the innermost frame that is of this project is no test and no test double."""
+    for name, _, _ in reversed(stack):
         path = Path(name)
         if path.is_relative_to(ROOT):
             package, *_ = path.relative_to(ROOT).parts

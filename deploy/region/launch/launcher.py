@@ -85,8 +85,7 @@ class Progress:
 class RunningRegion:
     """A region on this machine. `start` or enter it; after `stop` nothing of it is left but logs.
 
-    All methods belong to one event loop, which must run on the thread that lives longest: children
-    die with the thread that started them.
+    All methods belong to one event loop.
     """
 
     def __init__(
