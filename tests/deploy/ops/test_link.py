@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import time
-from typing import Any
 
 import pytest
+from fake_gateway import FakeGateway
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -91,21 +92,6 @@ def test_bars_are_shares_of_the_most() -> None:
     assert len(sparkline(steps(*range(100)))) == 16
 
 
-class FakeGateway:
-    """Answers as a gateway would; from the given look on it does not."""
-
-    def __init__(self, fails_at: int = 1000) -> None:
-        self.num_looks = 0
-        self._fails_at = fails_at
-
-    def ask(self, url: str, path: str, kind: Any, *, key: str = "") -> LinksOverview:
-        assert (url, path, kind) == ("http://g", "/prfaas/links", LinksOverview)
-        self.num_looks += 1
-        if self.num_looks >= self._fails_at:
-            raise client.CannotAsk(f"{url} is gone")
-        return FOUND
-
-
 def sleeps(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Ctrl-C comes in the pause after so many others."""
     left = iter(range(number))
@@ -119,7 +105,7 @@ def sleeps(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> FakeGateway:
-    made = FakeGateway()
+    made = FakeGateway("/prfaas/links", itertools.repeat(FOUND))
     monkeypatch.setattr(client, "ask", made.ask)
     return made
 
@@ -128,7 +114,7 @@ def test_once_and_without_a_terminal_it_looks_once(gateway: FakeGateway) -> None
     for words in ([], ["--once"], ["--paths"]):
         result = run(app, ["link", "top", "--gateway", "http://g", *words])
         assert (result.exit_code, "wan" in result.output) == (0, True)
-    assert gateway.num_looks == 3
+    assert gateway.num_asked == 3
 
 
 def test_json_goes_on_until_ctrl_c(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,13 +128,14 @@ def test_json_goes_on_until_ctrl_c(gateway: FakeGateway, monkeypatch: pytest.Mon
 
 
 def test_live_it_outlives_a_gateway_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    away = FakeGateway(fails_at=2)
+    gone = client.CannotAsk("http://g is gone")
+    away = FakeGateway("/prfaas/links", (FOUND, gone, gone))
     monkeypatch.setattr(client, "ask", away.ask)
     monkeypatch.setattr(Console, "is_terminal", True)
     sleeps(monkeypatch, 2)
     result = run(app, ["link", "top", "--gateway", "http://g"])
     assert result.exit_code == 0
-    assert away.num_looks == 3
+    assert away.num_asked == 3
     assert "no answer: http://g is gone" in result.output
 
 

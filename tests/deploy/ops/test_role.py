@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from fake_gateway import FakeGateway
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -59,28 +60,10 @@ def overview(
     )
 
 
-class FakeGateway:
-    """Gives its answers one by one; `bodies` are the orders it got."""
-
-    def __init__(self, *answers: object) -> None:
-        self.answers = list(answers)
-        self.bodies: list[Any] = []
-
-    def ask(self, url: str, path: str, kind: Any, *, key: str = "", body: Any = None) -> Any:
-        assert (url, path) == ("http://g", "/v1/pd_role")
-        if body is not None:
-            self.bodies.append(json.loads(body))
-        answer = self.answers.pop(0)
-        if isinstance(answer, BaseException):
-            raise answer
-        assert isinstance(answer, kind)
-        return answer
-
-
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
     def given(*answers: object) -> FakeGateway:
-        gateway = FakeGateway(*answers)
+        gateway = FakeGateway("/v1/pd_role", answers)
         monkeypatch.setattr(client, "ask", gateway.ask)
         return gateway
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from transfer_io_double import FakeIo
 
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.links.control import MAX_PROBE_BYTES, MAX_PROBES, LinkControl
@@ -26,7 +27,7 @@ from netmon.detector import DetectorConfig
 from netmon.estimate import LinkCondition, PathReport
 from netmon.monitor import MonitorConfig
 from netmon.samples import InterfaceSample, ProbeResult
-from transport import Endpoint, LinkState, OutgoingSpec, TransferProgress, TransferState
+from transport import Endpoint, LinkState, TransferProgress, TransferState
 from transport.sending.link_state import Backlog, ConnectionState
 from transport.sending.tuning import TuningWindow
 from transport.tcp_info import TcpInfo
@@ -279,38 +280,6 @@ def test_the_detector_is_configured_by_name() -> None:
             AgentConfig(link_detector=wrong)
 
 
-class FakeSend:
-    """A transfer of which a test says how it went."""
-
-    def __init__(self, progress: TransferProgress) -> None:
-        self._progress = progress
-        self.cancelled = False
-
-    def ready(self, offset: int, length: int) -> None: ...
-
-    def cancel(self, reason: str) -> None:
-        self.cancelled = True
-
-    def progress(self) -> TransferProgress:
-        return self._progress
-
-
-class FakeIo:
-    def __init__(self, progress: TransferProgress, *, ends: bool = True) -> None:
-        self.sending = FakeSend(progress)
-        self.spaces: list[Any] = []
-        self._ends = ends
-
-    def open_probe(self, spec: OutgoingSpec, space: Any, listener: Any) -> FakeSend:
-        self.spaces.append(space)
-        if self._ends:
-            asyncio.get_running_loop().call_soon(listener.on_complete, spec.transfer_id)
-        return self.sending
-
-    def post(self, function: Any, *arguments: object) -> None:
-        function(*arguments)
-
-
 def control(rig: Rig, io: FakeIo, *, probes: bool = True) -> LinkControl:
     return LinkControl(rig.watch, cast(TransferIo, io), lambda: rig.now_s, probes=probes)
 
@@ -336,11 +305,11 @@ def progress(first_sent_s: float | None, completed_s: float | None, acked: int) 
 async def test_a_probe_says_how_it_went() -> None:
     rig = Rig()
     rig.run(1.0)
-    io = FakeIo(progress(1.0, 1.5, 1000))
+    io = FakeIo(progress(1.0, 1.5, 1000), ends=True)
     reply = await control(rig, io).probe(request())
     assert (reply.acked_bytes, reply.duration_s, reply.error) == (1000, 0.5, "")
     assert (await rig.view()).estimate.available_bytes_per_s == 2000
-    assert sum(map(len, io.spaces[0].views(0, 1000))) == 1000
+    assert sum(map(len, io.opened[0][1].views(0, 1000))) == 1000
 
 
 async def test_a_probe_that_takes_too_long_is_given_up() -> None:
@@ -350,7 +319,7 @@ async def test_a_probe_that_takes_too_long_is_given_up() -> None:
     reply = await control(rig, io).probe(request(lease_s=0.01))
     assert (reply.acked_bytes, reply.duration_s) == (100, 2.0)
     assert "not over within" in reply.error
-    assert io.sending.cancelled
+    assert io.outgoing.cancelled
     io = FakeIo(progress(None, None, 0), ends=False)
     reply = await control(rig, io).probe(request(lease_s=0.01))
     assert (reply.acked_bytes, reply.duration_s) == (0, 0.0)
@@ -358,7 +327,7 @@ async def test_a_probe_that_takes_too_long_is_given_up() -> None:
 
 async def test_wrong_probes_are_refused() -> None:
     rig = Rig()
-    io = FakeIo(progress(1.0, 1.5, 1000))
+    io = FakeIo(progress(1.0, 1.5, 1000), ends=True)
     with pytest.raises(BadRequest, match="link_probes"):
         await control(rig, io, probes=False).probe(request())
     handler = control(rig, io)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import cast
 
 import pytest
+from transfer_io_double import FakeIo
 
 from kvmanager.agent.links.host_load import agent_load, kernel_tcp, usable_cpus
 from kvmanager.agent.links.probing import (
@@ -22,7 +23,6 @@ from kvmanager.transfers.records import BadRequest, NoArenaRoom, UnknownTransfer
 from transport import (
     Endpoint,
     LocalError,
-    OutgoingSpec,
     Priority,
     TransferProgress,
     TransferState,
@@ -36,54 +36,9 @@ def progress(state: TransferState, acked_bytes: int = 7) -> TransferProgress:
     return TransferProgress(state, 10, 10, 10, acked_bytes, 0, 0.0, 0.0, None, 2)
 
 
-class FakeOutgoing:
-    def __init__(self) -> None:
-        self.ready_ranges: list[tuple[int, int]] = []
-        self.cancelled: list[str] = []
-
-    def ready(self, offset: int, length: int) -> None:
-        self.ready_ranges.append((offset, length))
-
-    def cancel(self, reason: str) -> None:
-        self.cancelled.append(reason)
-
-    def progress(self) -> TransferProgress:
-        return progress(TransferState.OPEN)
-
-
-class FakeIo:
-    """What the prober asks of TransferIo."""
-
-    def __init__(self) -> None:
-        self.admitted: dict[bytes, Any] = {}
-        self.dropped: dict[bytes, str] = {}
-        self.landing: TransferProgress | None = None
-        self.opened: list[tuple[OutgoingSpec, Any, Any]] = []
-        self.outgoing = FakeOutgoing()
-
-    def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: Any) -> None:
-        self.admitted[transfer_id] = space
-
-    def drop(self, transfer_id: bytes, reason: str) -> None:
-        self.dropped[transfer_id] = reason
-
-    def landing_progress(self, transfer_id: bytes) -> TransferProgress | None:
-        return self.landing
-
-    def open_probe(self, spec: OutgoingSpec, space: Any, listener: Any) -> FakeOutgoing:
-        self.opened.append((spec, space, listener))
-        return self.outgoing
-
-    def link_state(self, endpoint: Endpoint) -> None:
-        return None
-
-    def post(self, function: Any, *arguments: object) -> None:
-        function(*arguments)
-
-
 @pytest.fixture
 def io() -> FakeIo:
-    return FakeIo()
+    return FakeIo(progress(TransferState.OPEN), ends=False)
 
 
 @pytest.fixture
