@@ -282,7 +282,7 @@ async def test_a_start_that_fails_after_it_was_cancelled_is_over(tmp_path: Path)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(FileExistsError):
         await ChildProcess.start(spec)
 
 
