@@ -229,6 +229,7 @@ class Gateway:
             caches.open_agent,
             self._background,
             MoveMetrics(self.metrics.registry),
+            self.scheduler.tell,
         )
         return PrefixPlacement(moves, caches.directory, lambda: node_loads(self._watcher.reports()))
 

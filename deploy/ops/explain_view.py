@@ -20,7 +20,7 @@ _ROWS: Final = (
     ("turn into tokens", "", "render_s"),
     ("reserve", "", "reserve_s"),
     ("queue", "queue_s", "queue_s"),
-    ("move cache", "move_s", ""),
+    ("move cache", "move_s", "move_s"),
     ("prefill", "prefill_s", "prefill_s"),
     ("transfer tail", "tail_s", "transfer_tail_s"),
     ("decode slot", "slot_s", ""),
@@ -146,6 +146,8 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
     yield "prompt", _prompt(record)
     if cached := _cached(record):
         yield "cached", cached
+    if record.cache_move:
+        yield "cache move", record.cache_move
     numbers = record.numbers
     if "threshold_tokens" in numbers:
         yield "threshold", f"{_tokens(numbers['threshold_tokens'])} uncached"

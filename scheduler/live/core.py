@@ -2,7 +2,7 @@
 
     facts      reports of clusters, the state of links          `scheduler.live.events`
     feedback   what each step of a request's life teaches       `scheduler.live.feedback`
-    questions  a route, admission, thresholds, a cache move     `scheduler.live.events`
+    questions  a route with its cache move, admission, t        `scheduler.live.events`
 
 The object reads no clock, calls nobody and waits for nothing: its answer to an event depends on
 the events before it and on nothing else. So the gateway's shell, which hands events over and
@@ -24,6 +24,7 @@ import msgspec
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
+from scheduler.live.cache_moves import CacheMoveLedger
 from scheduler.live.decode_side import is_full
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
@@ -71,6 +72,7 @@ class LiveScheduler:
         """Tenant and tokens of the requests that were let in and are not over."""
         self.reports = {name: Reported(name, None, -math.inf) for name in (settings.pd, *clusters)}
         self.links: dict[LinkPair, LinkView] = {}
+        self.moves = CacheMoveLedger()
         self._knowledge: dict[str, ModelKnowledge] = {}
 
     def take(self, event: Event[R], now_s: float) -> R:
@@ -188,6 +190,10 @@ class LiveScheduler:
         hands_off = shape.at_most_tokens > self.settings.hand_off_tokens
         return bool(seen.local.free_s) and hands_off
 
+    def _links_in(self, target: str, now_s: float) -> dict[str, LinkView]:
+        pairs = [(name, target) for name in self.reports if name != target]
+        return {pair[0]: self.moves.completed(self.link(*pair), pair, now_s) for pair in pairs}
+
     def _maker(self, model: str, request: PendingRequest | None = None) -> SnapshotMaker:
         return SnapshotMaker(
             model,
@@ -195,6 +201,8 @@ class LiveScheduler:
             self.ledger,
             self.thresholds,
             self.link,
+            self._links_in,
+            self.moves,
             order=self.settings.order,
             request=request,
         )
@@ -211,7 +219,5 @@ class LiveScheduler:
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,
             overhead_s=known.overheads(now_s),
-            # Whether a prefix is moved is decided by measured rates when the route is taken
-            # (`MayMoveCache`): no route may count on a move that is then not made.
-            min_move_saving_s=math.inf,
+            is_known=known.is_known and known.kv is not None,
         )

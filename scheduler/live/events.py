@@ -11,7 +11,6 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.live.admission import (
     AdmissionReason,
@@ -98,16 +97,6 @@ class RouteAsked(Event[RouteDecision], frozen=True):
         return live.route(self.model, request, now_s, excluded=self.excluded)
 
 
-class MayMoveCache(Event[bool], frozen=True):
-    """May a longer cached prefix be brought from the PD cluster to this prefill cluster?"""
-
-    cluster: str
-
-    def apply(self, live: LiveScheduler, now_s: float) -> bool:
-        """Whether nothing speaks against using the link to there."""
-        return live.link(live.settings.pd, self.cluster).state is LinkCondition.CLEAR
-
-
 class ThresholdsAsked(Event[list[ThresholdNow]], frozen=True):
     """All thresholds, for links as they are now: t returns to the plan's without requests, too."""
 
@@ -187,5 +176,5 @@ def _decode_load(prediction: Prediction, decode: DecodeView) -> float | None:
     return (decode_load_at(decode, prediction.landed_s).occupied + 1) / decode.slots_total
 
 
-DecisionEvent: TypeAlias = RouteEarly | RouteAsked | MayMoveCache | ThresholdsAsked | AdmitAsked
+DecisionEvent: TypeAlias = RouteEarly | RouteAsked | ThresholdsAsked | AdmitAsked
 FactEvent: TypeAlias = ReportHeard | LinkHeard | ThresholdPlanned | AdmissionOver

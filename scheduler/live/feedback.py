@@ -237,6 +237,40 @@ class AnswerDecoded(Event[None], frozen=True):
         live.knowledge(self.model).decoded(self.num_tokens, self.seconds, now_s)
 
 
+class CacheMoveBegun(Event[int], frozen=True):
+    """A cached prefix is on its way between two clusters."""
+
+    source: str
+    target: str
+
+    def apply(self, live: LiveScheduler, now_s: float) -> int:
+        """The key for `CacheMoveOver`."""
+        return live.moves.begun((self.source, self.target), now_s)
+
+
+class CacheMoveOver(Event[None], frozen=True):
+    """It has arrived, or not: `failed`. What was sent took so long; 0: nothing was measured."""
+
+    key: int
+    failed: bool
+    nbytes: int = 0
+    seconds: float = 0.0
+    rtt_s: float = 0.0
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """How fast moves are between these clusters is learnt; after a failure none is made for a
+        while.
+        """
+        live.moves.over(
+            self.key,
+            now_s,
+            nbytes=self.nbytes,
+            seconds=self.seconds,
+            rtt_s=self.rtt_s,
+            failed=self.failed,
+        )
+
+
 def _is_length_known(live: LiveScheduler, known: ModelKnowledge, shape: RequestShape) -> bool:
     """Whether a prompt is counted, or estimated where none ever will be: for want of prefill
     clusters. Beside these only short prompts are not counted, and would say little of others.
@@ -261,4 +295,6 @@ FeedbackEvent: TypeAlias = (
     | DirectTook
     | FirstToken
     | AnswerDecoded
+    | CacheMoveBegun
+    | CacheMoveOver
 )

@@ -7,11 +7,12 @@ decide anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from netmon.region_link import LinkView
+from scheduler.live.cache_moves import CacheMoveLedger
 from scheduler.live.decode_side import decode_view, landing_cap_bytes
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
@@ -33,6 +34,8 @@ NO_LINK_KNOWN: Final = LinkView()
 """For a gateway that does not follow links: nothing speaks against using one."""
 
 LinkNow = Callable[[str, str], LinkView]
+LinksIn = Callable[[str, float], Mapping[str, LinkView]]
+"""To a cluster from each other one, by name, as a moved prefix would find it at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class SnapshotMaker:
     ledger: Ledger
     thresholds: Thresholds
     link: LinkNow
+    links_in: LinksIn
+    moves: CacheMoveLedger
     order: OrderConfig = field(default_factory=OrderConfig)
     """In which the prefill clusters' queues start what waits."""
     request: PendingRequest | None = None
@@ -91,6 +96,8 @@ class SnapshotMaker:
             prefill_clusters=tuple(
                 self._prefill_cluster(source, pd.name, now_s) for source in prefill_clusters
             ),
+            moving=self.moves.moving(),
+            failed_moves=self.moves.failed_lately(now_s),
         )
 
     def decode_side(self, pd: Reported, now_s: float) -> DecodeView:
@@ -132,10 +139,16 @@ class SnapshotMaker:
             queued_tokens=sum(job.uncached_tokens for job in ahead),
             queued_s=sum(job.prefill_s for job in ahead),
             link=self._filled(link, jobs),
-            link_back=self.link(pd, name),
+            links_in=self._links_in(name, report.instances, now_s),
             threshold_tokens=threshold,
             plan_threshold_tokens=self.thresholds.plan_tokens(name),
         )
+
+    def _links_in(
+        self, name: str, instances: Iterable[InstanceReport], now_s: float
+    ) -> Mapping[str, LinkView]:
+        """The links over which cached prefixes come to these instances; none without an agent."""
+        return self.links_in(name, now_s) if any(item.node for item in instances) else {}
 
     def _num_places(self, report: ClusterReport, num_running: int) -> int:
         """How many more jobs the instances would take at once."""
@@ -161,6 +174,7 @@ class SnapshotMaker:
             is_healthy=report.healthy and any(item.is_usable for item in instances),
             num_queued=len(jobs),
             max_queued=room,
+            links_in=self._links_in(pd.name, own, now_s),
             queued_tokens=sum(job.uncached_tokens for job in ahead),
             queued_s=sum(job.prefill_s for job in ahead),
         )
@@ -177,7 +191,11 @@ class SnapshotMaker:
             self._engine(item, direct.get(item.name, ()), profile, now_s) for item in whole
         )
         return ClusterView(
-            name=pd.name, prefill=profile, instances=instances, is_healthy=report.healthy
+            name=pd.name,
+            prefill=profile,
+            instances=instances,
+            is_healthy=report.healthy,
+            links_in=self._links_in(pd.name, whole, now_s),
         )
 
     def _engine(

@@ -173,7 +173,7 @@ class CoreDecider:
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
         shape = self._shape
         shape.num_prompt_tokens, shape.transfer_bytes = job.num_tokens, int(kv_bytes)
-        hits = self._hits(job, shape, kv_bytes)
+        hits = self._hits(job, shape)
         self._show(job.num_tokens, hits, now_s)
         chosen = choose(self._as_shape, self._as_snapshot, self._route, now_s)
         taken = chosen.taken
@@ -185,9 +185,9 @@ class CoreDecider:
                 return False
         job.place = self._places[taken.target] if taken is chosen.remote else 0
         job.cached_tokens = taken.cached_tokens
-        if taken.cache_from is not None and hits is not None:
-            job.move_from = self._places[taken.cache_from]
-            job.move_tokens = job.cached_tokens - hits[job.place]
+        if taken.move.pays:
+            job.move_from = self._places[taken.move.source]
+            job.move_tokens = taken.move.saved_tokens
         job.predicted_ttft_s = predicted.ttft_s
         job.expected_landing_s = now_s + predicted.landed_s
         insort(self._landings_s, job.expected_landing_s)
@@ -234,15 +234,14 @@ class CoreDecider:
     def plan_sends(self, bytes_per_s: float) -> None:
         self._planned_bytes_per_s = bytes_per_s
 
-    def _hits(self, job: Job, shape: LiveShape, kv_bytes: float) -> list[int] | None:
+    def _hits(self, job: Job, shape: LiveShape) -> list[int] | None:
         caches = self._parts.caches
         if caches is None:
             return None
         hits = [cache.hit_tokens(job.blocks, job.num_tokens) for cache in caches]
         shape.local_cached_tokens = shape.landing_cached_tokens = hits[0]
-        shape.prefill_cached_tokens = {  # type: ignore[assignment]
-            cluster.name: hit for cluster, hit in zip(self._clusters[1:], hits[1:], strict=True)
-        }
+        by_name = {cluster.name: hit for cluster, hit in zip(self._clusters, hits, strict=True)}
+        shape.prefill_cached_tokens = shape.sendable_tokens = by_name
         return hits
 
     def _show(self, num_tokens: int, hits: list[int] | None, now_s: float) -> None:
@@ -254,7 +253,7 @@ class CoreDecider:
             cluster.queued_s = station.queued_s(uncached, now_s) * believed.factor
             cluster.free_s = station.free_s(now_s)
             if watch is not None:
-                cluster.link = watch.view(now_s)
+                cluster.link = self._clusters[0].links_in[cluster.name] = watch.view(now_s)
         self._show_decode(now_s)
 
     def _show_decode(self, now_s: float) -> None:

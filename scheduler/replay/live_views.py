@@ -8,7 +8,7 @@ test holds against the real views. Valid until the replay goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, cast, overload
 
@@ -29,6 +29,7 @@ class LiveShape:
         "local_cached_tokens",
         "num_prompt_tokens",
         "prefill_cached_tokens",
+        "sendable_tokens",
         "transfer_bytes",
     )
     is_exact = True
@@ -46,7 +47,8 @@ class LiveShape:
         self.transfer_bytes = transfer_bytes
         self.local_cached_tokens = 0
         self.landing_cached_tokens = 0
-        self.prefill_cached_tokens = _NO_HITS
+        self.prefill_cached_tokens: Mapping[str, int] = _NO_HITS
+        self.sendable_tokens: Mapping[str, int] = _NO_HITS
 
     @property
     def local_uncached_tokens(self) -> int:
@@ -109,7 +111,7 @@ class FromNow(Sequence[float]):
 class LiveCluster:
     """One cluster, as `ClusterView`."""
 
-    __slots__ = ("free_s", "link", "link_back", "name", "prefill", "queued_s", "threshold_tokens")
+    __slots__ = ("free_s", "link", "links_in", "name", "prefill", "queued_s", "threshold_tokens")
     is_healthy = True
     takes_jobs = True
     num_queued = 0
@@ -121,7 +123,7 @@ class LiveCluster:
         self.queued_s = 0.0
         self.free_s: Sequence[float] = ()
         self.link: LinkView | None = None
-        self.link_back: LinkView | None = None
+        self.links_in: dict[str, LinkView] = {}
         self.threshold_tokens = 0.0
 
 
@@ -164,6 +166,7 @@ class LiveSnapshot:
     __slots__ = ("decode", "local", "prefill_clusters", "taken_s")
     engines: ClusterView | None = None
     landing_cap_bytes: int | None = None
+    moving = failed_moves = frozenset[tuple[str, str]]()
 
     def __init__(
         self, local: LiveCluster, decode: LiveDecode, prefill_clusters: list[LiveCluster]

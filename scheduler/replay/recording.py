@@ -208,8 +208,6 @@ def _in_words(answer: Any) -> str:
     match answer:
         case None:
             return "count it first"
-        case bool():
-            return "yes" if answer else "no"
         case {"target": target, "reason": reason}:
             return f"{target} ({reason})"
         case {"verdict": {"admitted": admitted, "reason": reason}}:

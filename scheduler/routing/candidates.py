@@ -3,25 +3,37 @@
 For `scheduler.routing.short_term`: which places can be had now and if not why, what of the prompt
 is cached there, and whether a longer cached prefix is worth fetching from another cluster first.
 
-The cache rule (PrfaaS 3.4.3). A link is abundant when it is clear and carries KVCache faster than
-all instances of its cluster would emit it for prompts like this one, with some room; then compute
-is what is scarce. Over an abundant link the longest prefix of any cluster may be moved to where the
-prompt is computed, and is when the first token comes sooner by that. Over any other link every
-cluster has its own cache alone. Prefixes move between the PD cluster and a prefill cluster.
+The cache rule (PrfaaS 3.4.3), for a prompt computed on either side. A prefill cluster's link is
+abundant when it is clear and carries KVCache faster than all instances of the cluster would emit it
+for prompts like this one, with some room; then compute is what is scarce. Between clusters whose
+links are abundant the best cached prefix moves to where the prompt is computed, when the first
+token comes sooner by that. Otherwise every cluster has its own cache alone.
+
+Only measured rates count. Where nobody knows what the link in the needed direction carries, the
+move begins and the request does not wait for it: that measures the link for later requests.
 
 Knows no thresholds and takes no decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
+from scheduler.routing.decision import (
+    HAND_OFF,
+    NO_MOVE,
+    ONE_ENGINE,
+    CacheMove,
+    MoveReason,
+    Reason,
+    RequestShape,
+)
 from scheduler.routing.prediction import Prediction, PrefillTask, predict
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.views import ClusterView, RegionSnapshot
@@ -29,6 +41,8 @@ from scheduler.routing.views import ClusterView, RegionSnapshot
 MOVE_ROUND_TRIPS: Final = 4
 """Memory at the destination, the order to the source, opening, the last acknowledgement."""
 
+MAX_MOVE_S: Final = 10.0
+"""No request waits longer for a cached prefix."""
 
 MARGIN_S: Final = 1.0
 MARGIN_SHARE: Final = 0.45
@@ -59,6 +73,8 @@ class RouteConfig:
     """Link rate over the cluster's KVCache emission from which on bandwidth is abundant."""
     min_move_saving_s: float = 0.1
     """A prefix is not moved for less."""
+    is_known: bool = True
+    """Whether prefill times and `kv` were measured: no prefix is moved for a guess."""
     overhead_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
@@ -71,15 +87,22 @@ class RouteConfig:
 
 
 class Candidate(NamedTuple):
-    """One place. `cached_tokens` need not be computed there once `cache_from` (a cluster, None: no
-    move) has sent what it has more.
-    """
+    """One place. `cached_tokens` need not be computed there once `move`, if it pays, is over."""
 
     target: str
     cluster: ClusterView
     prediction: Prediction
     cached_tokens: int
-    cache_from: str | None = None
+    move: CacheMove = NO_MOVE
+
+
+class _Asked(NamedTuple):
+    """What a candidate is made for. No cache comes from clusters in `excluded`."""
+
+    request: RequestShape
+    snapshot: RegionSnapshot
+    config: RouteConfig
+    excluded: Set[str]
 
 
 def obstacle(
@@ -120,64 +143,130 @@ def wire_bytes(request: RequestShape, kv: KvProfile) -> tuple[float, float]:
 
 
 def local_candidate(
-    request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig, usable: list[ClusterView]
+    request: RequestShape,
+    snapshot: RegionSnapshot,
+    config: RouteConfig,
+    excluded: Set[str] = frozenset(),
 ) -> Candidate:
     """The PD cluster. Its prefill instances if it has any that can be used and enough is uncached;
-    else one engine, where prefilling holds up decoding.
+    else one engine, where prefilling holds up decoding. No cache comes from clusters in `excluded`.
     """
     cluster, target = _local_place(request, snapshot, config)
     num_tokens = request.num_prompt_tokens
-    own = min(request.local_cached_tokens, num_tokens)
-    overhead_s = config.overhead_s.get(target, 0.0)
-    task = PrefillTask(num_tokens, own)
-    prediction = predict(task, cluster, snapshot.decode, overhead_s)
-    best = Candidate(target, cluster, prediction, own)
-    for source in usable:
-        theirs = min(request.prefill_cached_tokens.get(source.name, 0), num_tokens)
-        if theirs <= own or source.link is None or not is_abundant(request, source, config):
-            continue
-        move_s = _move_s(theirs - own, source.link, config.kv)
-        task = PrefillTask(num_tokens, theirs, move_s=move_s)
-        moved = predict(task, cluster, snapshot.decode, overhead_s)
-        if moved.ttft_s + config.min_move_saving_s <= best.prediction.ttft_s:
-            best = Candidate(target, cluster, moved, theirs, source.name)
-    return best
+    task = PrefillTask(num_tokens, min(request.local_cached_tokens, num_tokens))
+    return _with_best_cache(task, target, cluster, _Asked(request, snapshot, config, excluded))
 
 
 def remote_candidate(
-    request: RequestShape, cluster: ClusterView, snapshot: RegionSnapshot, config: RouteConfig
+    request: RequestShape,
+    cluster: ClusterView,
+    snapshot: RegionSnapshot,
+    config: RouteConfig,
+    excluded: Set[str] = frozenset(),
 ) -> Candidate:
     """A prefill cluster that can take the request."""
     num_tokens = request.num_prompt_tokens
-    own = min(request.prefill_cached_tokens.get(cluster.name, 0), num_tokens)
-    overhead_s = config.overhead_s.get(cluster.name, 0.0)
-    token_bytes, fixed_bytes = wire_bytes(request, config.kv)
-    task = PrefillTask(num_tokens, own, token_bytes, fixed_bytes)
-    prediction = predict(task, cluster, snapshot.decode, overhead_s)
-    best = Candidate(cluster.name, cluster, prediction, own)
-    local = min(request.local_cached_tokens, num_tokens)
-    back = cluster.link_back
-    if local <= own or not back or not back.available_bytes_per_s:
-        return best
-    if back.state is not LinkCondition.CLEAR or not is_abundant(request, cluster, config):
-        return best
-    move_s = _move_s(local - own, back, config.kv)
-    task = PrefillTask(num_tokens, local, token_bytes, fixed_bytes, move_s)
-    moved = predict(task, cluster, snapshot.decode, overhead_s)
-    if moved.ttft_s + config.min_move_saving_s <= prediction.ttft_s:
-        return Candidate(cluster.name, cluster, moved, local, snapshot.local.name)
-    return best
+    cached_tokens = min(request.prefill_cached_tokens.get(cluster.name, 0), num_tokens)
+    task = PrefillTask(num_tokens, cached_tokens, *wire_bytes(request, config.kv))
+    asked = _Asked(request, snapshot, config, excluded)
+    return _with_best_cache(task, cluster.name, cluster, asked)
 
 
 def is_abundant(request: RequestShape, cluster: ClusterView, config: RouteConfig) -> bool:
     """Whether compute, not the link, limits what the cluster sends for prompts like this one."""
     link = cluster.link
-    if link is None or link.state is not LinkCondition.CLEAR or not link.available_bytes_per_s:
+    if link is None or link.state is not LinkCondition.CLEAR:
         return False
+    rate = link.available_bytes_per_s
+    # Nobody has asked a quiet link for more than it carried: nothing says that it limits.
+    if rate is None or link.is_floor:
+        return not link.backlog_bytes
     own = request.prefill_cached_tokens.get(cluster.name, 0)
     prefill_s = cluster.prefill.prefill_s(request.num_prompt_tokens, own)
     emitted = len(cluster.free_s) * sum(wire_bytes(request, config.kv))
-    return link.available_bytes_per_s * prefill_s >= config.abundance * emitted
+    return rate > 0 and rate * prefill_s >= config.abundance * emitted
+
+
+def _with_best_cache(
+    task: PrefillTask, target: str, cluster: ClusterView, asked: _Asked
+) -> Candidate:
+    """The place with the cache that makes the first token come first: its own, or one that moves
+    there. Without a move, the reason is that of the longest prefix elsewhere.
+    """
+    overhead_s = asked.config.overhead_s.get(target, 0.0)
+    prediction = predict(task, cluster, asked.snapshot.decode, overhead_s)
+    own = Candidate(target, cluster, prediction, task.cached_tokens)
+    others = [
+        _with_cache_of(source, min(sendable, task.num_tokens), own, task, asked)
+        for source, sendable in asked.request.sendable_tokens.items()
+        if min(sendable, task.num_tokens) > task.cached_tokens
+        and source != cluster.name
+        and source not in asked.excluded
+    ]
+    return min(others, key=_by_first_token, default=own)
+
+
+def _by_first_token(candidate: Candidate) -> tuple[bool, float, int]:
+    move = candidate.move
+    return not move.pays, candidate.prediction.ttft_s, -move.num_tokens
+
+
+def _with_cache_of(
+    source: str, num_tokens: int, own: Candidate, task: PrefillTask, asked: _Asked
+) -> Candidate:
+    """The place once `source` has sent it the prefix, if that pays; else as it is, with why not."""
+    cluster, before = own.cluster, own.prediction
+    saved_tokens = num_tokens - own.cached_tokens
+    nbytes = asked.config.kv.size_bytes(saved_tokens)
+    link = cluster.links_in.get(source)
+    seconds = 0.0 if link is None else _move_s(nbytes, link)
+    latest_s = before.ttft_s - asked.config.min_move_saving_s
+
+    def after(move_s: float) -> Prediction:
+        moved = task._replace(cached_tokens=num_tokens, move_s=move_s)
+        return predict(moved, cluster, asked.snapshot.decode, before.overhead_s)
+
+    moved = after(seconds)
+    if link is None:
+        reason = MoveReason.NO_AGENT
+    elif (against := _move_obstacle(source, cluster.name, link, asked)) is not None:
+        reason = against
+    # A place that cannot serve gains nothing by a cache.
+    elif not after(0.0).ttft_s <= latest_s < math.inf:
+        reason = MoveReason.NOTHING_SAVED
+    elif link.available_bytes_per_s and seconds <= MAX_MOVE_S and moved.ttft_s <= latest_s:
+        reason = MoveReason.PAYS
+    elif not link.available_bytes_per_s or link.is_floor:
+        is_moving = (source, cluster.name) in asked.snapshot.moving
+        reason = MoveReason.LINK_BEING_MEASURED if is_moving else MoveReason.LINK_RATE_UNKNOWN
+    else:
+        reason = MoveReason.TOO_LONG if seconds > MAX_MOVE_S else MoveReason.TOO_SLOW
+    move = CacheMove(
+        reason=reason,
+        source=source,
+        num_tokens=num_tokens,
+        saved_tokens=saved_tokens,
+        nbytes=round(nbytes),
+        seconds=seconds,
+    )
+    if not move.pays:
+        return own._replace(move=move)
+    return Candidate(own.target, cluster, moved, num_tokens, move)
+
+
+def _move_obstacle(source: str, target: str, link: LinkView, asked: _Asked) -> MoveReason | None:
+    """Why no cached prefix may move between these clusters, whatever it would save."""
+    request, snapshot, config, _ = asked
+    pair = source, target
+    if not config.is_known:
+        return MoveReason.PREFILL_RATE_UNKNOWN
+    if link.state is not LinkCondition.CLEAR or link.age_s > config.max_link_age_s:
+        return MoveReason.LINK_NOT_CLEAR
+    # The paper's bandwidth is that by which prefill clusters send KVCache to the PD cluster.
+    ends = [item for item in snapshot.prefill_clusters if item.name in pair]
+    if not all(is_abundant(request, end, config) for end in ends):
+        return MoveReason.BANDWIDTH_SCARCE
+    return MoveReason.FAILED_LATELY if pair in snapshot.failed_moves else None
 
 
 def _local_place(
@@ -196,9 +285,9 @@ def _local_place(
     return engines or prefill, ONE_ENGINE
 
 
-def _move_s(num_tokens: int, link: LinkView, kv: KvProfile) -> float:
-    """How long the KVCache of so many tokens, and the state after them, takes over a link."""
+def _move_s(nbytes: float, link: LinkView) -> float:
+    """How long a cached prefix takes over a link; 0 where nobody knows."""
     rate = link.available_bytes_per_s
-    assert rate, "the caller looks at the rate first"
-    nbytes = link.backlog_bytes + kv.size_bytes(num_tokens)
-    return nbytes / rate + MOVE_ROUND_TRIPS * link.rtt_s
+    if not rate:
+        return 0.0
+    return (link.backlog_bytes + nbytes) / rate + MOVE_ROUND_TRIPS * link.rtt_s

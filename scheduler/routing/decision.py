@@ -63,6 +63,61 @@ class Reason(StrEnum):
     DECODE_FAILED = "decode_engine_failed"
 
 
+class MoveReason(StrEnum):
+    """Why a cached prefix of another cluster is brought to where a prompt is computed, or is not.
+    Values are stable: they are metric labels.
+    """
+
+    PAYS = "pays"
+    # The move begins and no request waits for it: it measures the link.
+    LINK_RATE_UNKNOWN = "link_rate_unknown"
+    # Nothing is moved.
+    NOTHING_SAVED = "nothing_saved"
+    NO_AGENT = "no_agent"
+    PREFILL_RATE_UNKNOWN = "prefill_rate_unknown"
+    LINK_NOT_CLEAR = "link_not_clear"
+    BANDWIDTH_SCARCE = "bandwidth_scarce"
+    FAILED_LATELY = "failed_lately"
+    LINK_BEING_MEASURED = "link_being_measured"
+    TOO_SLOW = "too_slow"
+    TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMove:
+    """A cached prefix that another cluster could send to where a prompt is computed.
+
+    `source` is that cluster, "" if none has more. Its prefix has `num_tokens`, `saved_tokens` more
+    than the place itself. Those take about `nbytes` and, where the link's rate is known, `seconds`.
+    """
+
+    reason: MoveReason
+    source: str = ""
+    num_tokens: int = 0
+    saved_tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether the request waits for the move."""
+        return self.reason is MoveReason.PAYS
+
+    @property
+    def begins(self) -> bool:
+        """Whether the move is made."""
+        return self.pays or self.reason is MoveReason.LINK_RATE_UNKNOWN
+
+    def __str__(self) -> str:
+        return (
+            f"{self.saved_tokens} tokens more in {self.source}, {self.nbytes} bytes, "
+            f"{self.seconds:.3g} s: {self.reason}"
+        )
+
+
+NO_MOVE: Final = CacheMove(reason=MoveReason.NOTHING_SAVED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestShape:
     """What routing needs to know of a request.
@@ -73,6 +128,8 @@ class RequestShape:
     `local_cached_tokens` is the longest prefix that one node of the PD cluster can resume,
     `prefill_cached_tokens` the same by prefill cluster, both 0 where nothing is known.
     `landing_cached_tokens` need not be sent, because the node that decodes has their KVCache.
+    `sendable_tokens` is the longest prefix that a node of each cluster could send to another
+    cluster, by cluster and with the PD cluster's; clusters without any may be left out.
     """
 
     num_prompt_tokens: int
@@ -90,6 +147,7 @@ class RequestShape:
     local_cached_tokens: int = 0
     prefill_cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     landing_cached_tokens: int = 0
+    sendable_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:

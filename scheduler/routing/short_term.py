@@ -12,7 +12,7 @@ Rules, first match wins:
    lately, or would carry it far too late. What is left are the candidates. Without any the request
    stays local.
 3. The threshold t of each candidate gives the request its side: more than t uncached tokens, at the
-   PD cluster and after a cached prefix was moved there if that pays (`route_candidates`), belongs
+   PD cluster and after a cached prefix was moved there if that pays (`candidates`), belongs
    to the prefill cluster that is predicted to be first; anything else is local.
 4. It leaves that side when the other side's first token is predicted sooner by more than a margin,
    a fixed part and a share of the prediction. Towards a prefill cluster only over a link that is up
@@ -43,6 +43,8 @@ from scheduler.routing.candidates import (
     remote_candidate,
 )
 from scheduler.routing.decision import (
+    NO_MOVE,
+    CacheMove,
     Decision,
     Number,
     Reason,
@@ -75,10 +77,12 @@ class RouteDecision(Decision):
     """A routing result with the predictions it was taken from.
 
     `local` is None only for `direct`, `remote` (of the best candidate) wherever there is none.
+    `move`: the cached prefix of another cluster that comes to the target first, or why none does.
     """
 
     local: Prediction | None = None
     remote: Prediction | None = None
+    move: CacheMove = NO_MOVE
 
     @property
     def predicted(self) -> Prediction | None:
@@ -141,10 +145,10 @@ def choose(
             usable.append(cluster)
         else:
             obstacles.append((cluster, reason))
-    local = local_candidate(request, snapshot, config, usable)
+    local = local_candidate(request, snapshot, config, excluded)
     remotes: list[Candidate] = []
     for cluster in usable:
-        remote = remote_candidate(request, cluster, snapshot, config)
+        remote = remote_candidate(request, cluster, snapshot, config, excluded)
         if remote.prediction.tail_s <= config.max_tail_s:
             remotes.append(remote)
         else:
@@ -264,6 +268,9 @@ def _decision(request: RequestShape, chosen: Chosen) -> RouteDecision:
         if link is not None and link.available_bytes_per_s is not None:
             numbers["link_bytes_per_s"] = link.available_bytes_per_s
             numbers["link_backlog_bytes"] = link.backlog_bytes
+    if taken.move.pays:
+        numbers["moved_tokens"] = taken.move.saved_tokens
+        numbers["moved_bytes"] = taken.move.nbytes
     return RouteDecision(
         "prefill_cluster" if is_remote else "local",
         taken.target,
@@ -271,4 +278,5 @@ def _decision(request: RequestShape, chosen: Chosen) -> RouteDecision:
         MappingProxyType(numbers),
         local.prediction,
         None if remote is None else remote.prediction,
+        taken.move,
     )

@@ -8,7 +8,9 @@ Knows neither how anything was measured nor what is decided from it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from netmon.region_link import LinkView
 from scheduler.routing.profiles import PrefillProfile
@@ -93,8 +95,9 @@ class ClusterView:
     """A prefill cluster, or the prefill side of the PD cluster.
 
     `queued_tokens` and `queued_s` wait in the common queue, ahead of a new request. `link` leads to
-    the PD cluster, None inside of it; `link_back` from there, None where no cache can be moved that
-    way. `threshold_tokens`: prompts with more uncached are meant for this cluster.
+    the PD cluster, None inside of it. `links_in` lead here from the clusters whose cached prefixes
+    can be received, by their names. `threshold_tokens`: prompts with more uncached are meant for
+    this cluster.
     `plan_threshold_tokens`: the same if its link were well; None where that is not told apart.
     """
 
@@ -107,7 +110,7 @@ class ClusterView:
     queued_tokens: int = 0
     queued_s: float = 0.0
     link: LinkView | None = None
-    link_back: LinkView | None = None
+    links_in: Mapping[str, LinkView] = field(default_factory=lambda: MappingProxyType({}))
     threshold_tokens: float = 0.0
     plan_threshold_tokens: float | None = None
     free_s: tuple[float, ...] = field(init=False, repr=False)
@@ -133,6 +136,8 @@ class RegionSnapshot:
     `local` are the prefill instances of the PD cluster (none: its decode engines prefill),
     `engines` those that can serve a request whole. `landing_cap_bytes` is the most that
     a landing can ever take; whether so much is free turns out when it is reserved. None: not known.
+    `moving` are the pairs of clusters (from, to) between which a cached prefix is under way, and
+    `failed_moves` those between which a move failed lately.
     """
 
     taken_s: float
@@ -141,6 +146,8 @@ class RegionSnapshot:
     prefill_clusters: tuple[ClusterView, ...] = ()
     engines: ClusterView | None = None
     landing_cap_bytes: int | None = None
+    moving: Set[tuple[str, str]] = frozenset()
+    failed_moves: Set[tuple[str, str]] = frozenset()
 
     def __post_init__(self) -> None:
         names = [cluster.name for cluster in self.prefill_clusters]

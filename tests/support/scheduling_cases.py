@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -54,17 +57,21 @@ def region(
     decode: DecodeView = IDLE_DECODE,
     **fields: object,
 ) -> RegionSnapshot:
+    links_in = {cluster.name: cluster.link for cluster in clusters if cluster.link is not None}
     return RegionSnapshot(
         taken_s=0.0,
-        local=local or near(),
+        local=replace(local or near(), links_in=links_in),
         decode=decode,
         prefill_clusters=clusters,
         **fields,  # type: ignore[arg-type]
     )
 
 
-def prompt(num_tokens: int, **fields: object) -> RequestShape:
-    return RequestShape(num_prompt_tokens=num_tokens, **fields)  # type: ignore[arg-type]
+def prompt(num_tokens: int, **fields: Any) -> RequestShape:
+    """What is cached in a cluster can be sent to others."""
+    local = {"pd": fields.get("local_cached_tokens", 0)}
+    sendable = {"sendable_tokens": local | fields.get("prefill_cached_tokens", {})}
+    return RequestShape(num_prompt_tokens=num_tokens, **(sendable | fields))
 
 
 seconds = st.floats(0, 1000)
@@ -80,6 +87,8 @@ links = st.builds(
     inflow_bytes_per_s=rates,
     age_s=st.floats(0, 10),
 )
+
+_PAIRS = st.sampled_from([("x", "pd"), ("pd", "x"), ("y", "pd"), ("x", "y")])
 
 many_instances = st.lists(
     st.builds(
@@ -125,7 +134,7 @@ def clusters(draw: st.DrawFn, name: str, *, is_far: bool) -> ClusterView:
         max_queued=draw(st.one_of(st.none(), st.integers(0, 5))),
         queued_s=draw(seconds),
         link=draw(link) if is_far else None,
-        link_back=draw(link) if is_far else None,
+        links_in=draw(st.dictionaries(st.sampled_from(["pd", "x", "y"]), links)),
         threshold_tokens=draw(st.floats(0, 1e6)),
     )
 
@@ -140,6 +149,8 @@ def snapshots(draw: st.DrawFn) -> RegionSnapshot:
         prefill_clusters=tuple(draw(clusters(name, is_far=True)) for name in names),
         engines=draw(st.one_of(st.none(), clusters("pd", is_far=False))),
         landing_cap_bytes=draw(st.one_of(st.none(), st.integers(0, 10**10))),
+        moving=draw(st.sets(_PAIRS)),
+        failed_moves=draw(st.sets(_PAIRS)),
     )
 
 
@@ -150,5 +161,6 @@ shapes = st.builds(
     local_cached_tokens=st.integers(0, 10**6),
     prefill_cached_tokens=st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 10**6)),
     landing_cached_tokens=st.integers(0, 10**6),
+    sendable_tokens=st.dictionaries(st.sampled_from(["pd", "x", "y"]), st.integers(0, 10**6)),
     num_choices=st.sampled_from([1, 1, 1, 2]),
 )

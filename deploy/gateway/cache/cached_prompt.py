@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+import msgspec
+
 from kvmanager.agent.messages import CacheModel
-from kvmanager.directory.messages import NodeCoverage
+from kvmanager.directory.messages import Hit, NodeCoverage, NodeName
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import PartKind
 from kvmanager.token_ids import TokenIds
@@ -122,9 +124,26 @@ class CachedPrompt:
         }
 
     @property
-    def longest_tokens(self) -> int:
-        """Length of the longest prefix that any node has in its arena or on its SSD."""
-        return self._tokens(max((item.pool.usable_blocks for item in self.coverage), default=0))
+    def sendable_tokens(self) -> dict[str, int]:
+        """Tokens of the longest prefix that a node of each cluster could send to another one."""
+        found: dict[str, int] = {}
+        for item in self.coverage:
+            tokens = self._tokens(item.pool.usable_blocks)
+            found[item.cluster] = max(tokens, found.get(item.cluster, 0))
+        return found
+
+    def received(self, node: NodeName, num_blocks: int) -> CachedPrompt:
+        """The same once a node has the first `num_blocks` in its pool."""
+        others = [item for item in self.coverage if (item.cluster, item.node) != node]
+        known = next((item for item in self.coverage if (item.cluster, item.node) == node), None)
+        if known is None:
+            known = NodeCoverage(*node, Hit(), Hit(), Hit(), Hit(), Hit(), age_s=0.0)
+
+        def at_least(hit: Hit) -> Hit:
+            return Hit(max(hit.kv_blocks, num_blocks), max(hit.usable_blocks, num_blocks))
+
+        tiers = {name: at_least(getattr(known, name)) for name in ("every", "pool", "arena")}
+        return replace(self, coverage=(*others, msgspec.structs.replace(known, **tiers)))
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Bytes that a transfer saves if the KV of these tokens is at the landing already."""
@@ -143,6 +162,7 @@ class CachedPrompt:
             local_cached_tokens=self.local_tokens,
             prefill_cached_tokens=MappingProxyType(self.prefill_tokens),
             landing_cached_tokens=self.landing_tokens,
+            sendable_tokens=MappingProxyType(self.sendable_tokens),
         )
 
     @property

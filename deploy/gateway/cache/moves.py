@@ -1,19 +1,17 @@
 """Moves cached prefixes between the region's nodes: for a request that waits, and ahead of need.
 
-Owns a connection to each agent that took part in a move, and every move under way. It measures the
-rates of prefill and of links; `scheduler.routing.cache_moves` decides by them whether a move is
-worth waiting for. Does not know requests or how prefixes are found.
+Owns a connection to each agent that took part in a move, and every move under way. A route says
+what a prompt gets from another cluster (`scheduler.routing.candidates`), and the scheduler hears
+from here how moves between clusters ended. Does not know requests or how prefixes are found.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from dataclasses import replace
+from typing import Any, Final, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -26,9 +24,12 @@ from kvmanager.agent.client import (
     move_cache,
 )
 from kvmanager.agent.messages import CacheModel
-from kvmanager.directory.messages import NodeCoverage, NodeName
+from kvmanager.directory.messages import NodeName
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-from scheduler.routing.cache_moves import MoveCase, MoveReason, RateMeter, worth_moving
+from scheduler.live.core import Event
+from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
+from scheduler.routing.candidates import MAX_MOVE_S
+from scheduler.routing.short_term import RouteDecision
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -38,10 +39,6 @@ MoveName = tuple[bytes, NodeName]
 """The last key of the prefix, and the node to which it goes."""
 
 STATUS_TIMEOUT_S: Final = 3.0
-MAX_WAIT_S: Final = 10.0
-"""A request waits for a move for at most so long."""
-MIN_SAVED_TOKENS: Final = 1024
-"""A move that saves fewer tokens is not made."""
 MAX_MOVES: Final = 8
 """At most so many moves are under way at a time."""
 
@@ -71,19 +68,13 @@ class MoveMetrics:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A move that would let `destination` resume `saved_tokens` more of a prompt than it can now.
+class _Shipment(NamedTuple):
+    """What is sent from where to where; `parts` are (block, part of the cache shape)."""
 
-    `parts` are (block, part of the cache shape); together they have `nbytes`.
-    """
-
+    prefix: PromptKeys
     source: NodeName
     destination: NodeName
-    prefix: PromptKeys
-    saved_tokens: int
     parts: tuple[tuple[int, int], ...]
-    nbytes: int
 
 
 class CacheMoves:
@@ -95,108 +86,53 @@ class CacheMoves:
         open_agent: Callable[[str], AgentClient],
         background: Background,
         metrics: MoveMetrics,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[Event[Any]], Any],
     ) -> None:
         """`targets` gives the control address of each node's agent as it is now. `open_agent`
-        makes a client of the agent at such an address, to be closed here.
+        makes a client of the agent at such an address, to be closed here. `tell` hands an event to
+        the live scheduler.
         """
         self.metrics = metrics
         self._targets = targets
         self._open_agent = open_agent
         self._background = background
-        self._clock = clock
+        self._tell = tell
         self._agents: dict[str, AgentClient] = {}
         self._moving: dict[MoveName, asyncio.Task[CacheMoveResult]] = {}
         self._fingerprints: dict[tuple[str, str], str] = {}
-        self._prefill_rates: defaultdict[str, RateMeter] = defaultdict(RateMeter)
-        self._link_rates: defaultdict[tuple[str, str], RateMeter] = defaultdict(RateMeter)
-        self._rtts: dict[tuple[str, str], float] = {}
 
     @property
     def moving(self) -> set[MoveName]:
         """The names of the moves under way."""
         return set(self._moving)
 
-    def prefilled(self, target: str, num_tokens: int, prefill_s: float) -> None:
-        """Note that a route's target computed `num_tokens` uncached tokens in `prefill_s`."""
-        self._prefill_rates[target].observe(num_tokens, prefill_s, self._clock())
-
-    async def before_prefill(self, cached: CachedPrompt, target: str) -> str | None:
-        """Move the longest prefix that any node has to a node that computes for `target`, if that
-        clearly takes less time than to compute it there.
-
-        Returns the control address of that node's agent, so that the job can go there, or None if
-        nothing was moved. Raises nothing but `CancelledError`.
+    async def bring(self, cached: CachedPrompt, decision: RouteDecision) -> CachedPrompt:
+        """Carry out what a route says of the prompt's cached prefix, and wait for it if the route
+        does. Returns what is cached after that, which without a move, or with one that failed or
+        takes too long, is `cached` itself. Raises nothing but `CancelledError`.
         """
+        move = decision.move
+        if move.source:
+            self.metrics.decisions.labels(move.reason.value).inc()
+            logger.debug("%s: %s", decision.target, move)
+        if not move.begins:
+            return cached
         try:
-            found = self._candidate(cached, target)
+            found = _shipment(cached, move.source, decision.target)
         except ValueError as error:
             logger.warning("a model's cache shape is not usable: %s", error)
-            return None
+            return cached
         if found is None:
-            return None
-        now_s = self._clock()
-        link = found.source.cluster, found.destination.cluster
-        verdict = worth_moving(
-            MoveCase(
-                saved_tokens=found.saved_tokens,
-                nbytes=found.nbytes,
-                prefill_tokens_per_s=self._prefill_rates[target].per_s(now_s),
-                link_bytes_per_s=self._link_rates[link].per_s(now_s),
-                rtt_s=self._rtts.get(link, 0.0),
-            ),
-            max_wait_s=MAX_WAIT_S,
-        )
-        self.metrics.decisions.labels(verdict.reason.value).inc()
-        logger.debug("moving %s -> %s: %s", found.source, found.destination, verdict)
-        if verdict.reason is MoveReason.LINK_RATE_UNKNOWN and not self._moving:
-            # This request does not wait: the move measures the link and serves the next request.
-            self.begin(found.prefix, found.source, found.destination, found.parts)
-        if not verdict.moves:
-            return None
-        task = self.begin(
-            found.prefix, found.source, found.destination, found.parts, kind="request"
-        )
-        if task is None:
-            return None
+            return cached
+        task = self.begin(*found, "request" if move.pays else "replication")
+        if task is None or not move.pays:
+            return cached
         # A move that takes too long goes on without the request: a later one can use it.
-        done, _ = await asyncio.wait({task}, timeout=MAX_WAIT_S)
+        done, _ = await asyncio.wait({task}, timeout=MAX_MOVE_S)
         if not done or task.cancelled() or task.exception() is not None:
-            return None
-        return self._targets().get(found.destination)
-
-    def _candidate(self, cached: CachedPrompt, target: str) -> _Candidate | None:
-        """The longest prefix that another cluster has, if it saves the target enough tokens."""
-        cluster, nodes = cached.computing(target)
-        elsewhere = [item for item in cached.coverage if item.cluster != cluster]
-        if cached.keys is None or not nodes or not elsewhere:
-            return None
-        longest = max(elsewhere, key=lambda item: item.pool.usable_blocks)
-        num_blocks = longest.pool.usable_blocks
-        here = {i.node: i for i in cached.coverage if i.cluster == cluster and i.node in nodes}
-        best_here = max((item.usable_blocks for item in here.values()), default=0)
-        model = cached.keys.model
-        saved_tokens = (num_blocks - best_here) * model.block_tokens
-        if saved_tokens < MIN_SAVED_TOKENS:
-            return None
-        # The node that has the most of it needs the fewest bytes.
-        node = max(sorted(nodes), key=lambda name: _kv_blocks(here.get(name)))
-        kv_there = _kv_blocks(here.get(node))
-        shape = cache_shape(model)
-        parts = tuple(
-            (index, part)
-            for index, part in shape.resume_parts(num_blocks)
-            if shape.parts[part].kind is not PartKind.KV or index >= kv_there
-        )
-        return _Candidate(
-            source=NodeName(longest.cluster, longest.node),
-            destination=NodeName(cluster, node),
-            prefix=replace(cached.keys, blocks=cached.keys.blocks[:num_blocks]),
-            saved_tokens=saved_tokens,
-            parts=parts,
-            nbytes=sum(shape.parts[part].nbytes for _, part in parts),
-        )
+            return cached
+        is_there = _is_whole(task.result())
+        return cached.received(found.destination, len(found.prefix.blocks)) if is_there else cached
 
     async def drop(self, prefix: PromptKeys, node: NodeName, keep_blocks: int) -> int:
         """Drop a node's copy of `prefix` but for its first `keep_blocks`; returns the number of
@@ -224,7 +160,6 @@ class CacheMoves:
         source: NodeName,
         destination: NodeName,
         parts: Sequence[tuple[int, int]],
-        *,
         kind: MoveKind = "replication",
     ) -> asyncio.Task[CacheMoveResult] | None:
         """Start to copy `parts` of a prefix in a task of its own, and return the task.
@@ -253,7 +188,9 @@ class CacheMoves:
         parts: Sequence[tuple[int, int]],
         kind: MoveKind,
     ) -> CacheMoveResult:
-        outcome = "cancelled"
+        outcome, result = "cancelled", CacheMoveResult(0, 0, 0)
+        between = source.cluster != destination.cluster
+        key = self._tell(CacheMoveBegun(source.cluster, destination.cluster)) if between else None
         try:
             fingerprint = await self._fingerprint(source, prefix.model)
             order = CacheMoveOrder(fingerprint, prefix.joined, parts, kind)
@@ -265,11 +202,11 @@ class CacheMoves:
             raise
         finally:
             self.metrics.moves.labels(kind, outcome).inc()
-        self.metrics.bytes.labels(kind).inc(result.nbytes)
-        link = source.cluster, destination.cluster
-        self._link_rates[link].observe(result.nbytes, result.transfer_s, self._clock())
-        if result.rtt_s:
-            self._rtts[link] = result.rtt_s
+            self.metrics.bytes.labels(kind).inc(result.nbytes)
+            if key is not None:
+                failed = outcome not in ("complete", "cancelled") or not _is_whole(result)
+                measured = result.nbytes, result.transfer_s, result.rtt_s
+                self._tell(CacheMoveOver(key, failed, *measured))
         return result
 
     async def _fingerprint(self, node: NodeName, model: CacheModel) -> str:
@@ -312,5 +249,32 @@ def cache_shape(model: CacheModel) -> CacheShape:
     return CacheShape(model.block_tokens, parts)
 
 
-def _kv_blocks(item: NodeCoverage | None) -> int:
-    return item.pool.kv_blocks if item is not None else 0
+def _shipment(cached: CachedPrompt, source: str, target: str) -> _Shipment | None:
+    """The longest prefix that a cluster has, for a node that computes for a route's target. None if
+    there are no such nodes. Raises `ValueError` if the model's parts are no cache shape.
+    """
+    cluster, nodes = cached.computing(target)
+    sending = [item for item in cached.coverage if item.cluster == source]
+    if cached.keys is None or not nodes or not sending:
+        return None
+    sender = max(sending, key=lambda item: item.pool.usable_blocks)
+    num_blocks = sender.pool.usable_blocks
+    there = {item.node: item.pool.kv_blocks for item in cached.coverage if item.cluster == cluster}
+    # The node that has the most of it needs the fewest bytes.
+    node = max(sorted(nodes), key=lambda name: there.get(name, 0))
+    shape = cache_shape(cached.keys.model)
+    return _Shipment(
+        prefix=replace(cached.keys, blocks=cached.keys.blocks[:num_blocks]),
+        source=NodeName(source, sender.node),
+        destination=NodeName(cluster, node),
+        parts=tuple(
+            (index, part)
+            for index, part in shape.resume_parts(num_blocks)
+            if shape.parts[part].kind is not PartKind.KV or index >= there.get(node, 0)
+        ),
+    )
+
+
+def _is_whole(result: CacheMoveResult) -> bool:
+    """Whether the destination kept all that it got: it may have had no room for some."""
+    return result.kept_parts >= result.num_parts

@@ -1,6 +1,6 @@
 """Keeps hot prefixes on more than one node: every few seconds it makes a plan and carries it out.
 
-`scheduler.routing.cache_moves.plan_replication` makes the plan; this module has the clock, the
+`scheduler.routing.replication.plan_replication` makes the plan; this module has the clock, the
 directory and the moves. No request waits for a copy, so a failed copy is only logged and tried
 again after `RETRY_S`.
 """
@@ -20,7 +20,8 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
 from scheduler.reports import ClusterReport
-from scheduler.routing.cache_moves import (
+from scheduler.routing.prefix_demand import CachedPrefix, Demand, DemandTracker
+from scheduler.routing.replication import (
     ByteBudget,
     Demote,
     HotPrefix,
@@ -31,7 +32,6 @@ from scheduler.routing.cache_moves import (
     ReplicationState,
     plan_replication,
 )
-from scheduler.routing.prefix_demand import CachedPrefix, Demand, DemandTracker
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.gateway")

@@ -16,7 +16,6 @@ from netmon.region_link import LinkView
 from scheduler.live.core import Event, LinkPair, LiveScheduler
 from scheduler.live.events import (
     LinkHeard,
-    MayMoveCache,
     ReportHeard,
     RouteAsked,
     RouteEarly,
@@ -98,10 +97,6 @@ class RegionScheduler:
     ) -> RouteDecision | None:
         """The route of a prompt that nobody has counted; None: count it and look it up first."""
         return self.ask(RouteEarly(model, shape, priority))
-
-    def moves_caches(self, decision: RouteDecision) -> bool:
-        """Whether a longer cached prefix may be brought to the prefill cluster of this route."""
-        return decision.route == "prefill_cluster" and self.ask(MayMoveCache(decision.target))
 
     def thresholds_now(self) -> list[ThresholdNow]:
         """All thresholds, for links as they are now."""

@@ -124,6 +124,10 @@ class Exchange:
         self.record.looked_up(shape)
         self.metrics.looked_up(pd_cluster, shape)
 
+    def moved_cache(self, move_s: float) -> None:
+        """Note how long the request waited for a cached prefix of another cluster."""
+        self.record.parts.move_s = move_s
+
     def given(self, instance: str, *, was_full: bool) -> None:
         """Note the instance that will decode."""
         self.record.decode_instance = instance

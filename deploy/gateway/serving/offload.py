@@ -105,9 +105,8 @@ class Offload:
         Otherwise the decode engine prefills by itself, and `decision` changes to say so. Also
         raises `NotOffloaded`, `EngineLost`, `EngineTimeout`.
         """
-        moved_to = await self._move_cache()
         slot = await self._reserve()
-        leg = self._leg = self._begin(slot, moved_to)
+        leg = self._leg = self._begin(slot)
         landing = await self._await_landing(slot, leg)
         if landing.state == "failed":
             self._lost(slot, await self._failure(leg, landing), try_elsewhere)
@@ -134,17 +133,6 @@ class Offload:
             self._give_back(is_answered=is_answered), f"settle {self._exchange.request_id}"
         )
 
-    async def _move_cache(self) -> str | None:
-        """Move a longer cached prefix to the prefill cluster if that is allowed and pays. Returns
-        the control address of the node agent that has it then. Raises nothing but `CancelledError`.
-        """
-        services = self._services
-        if services.placement is None:
-            return None
-        if not services.scheduler.moves_caches(self._routed):
-            return None
-        return await services.placement.moves.before_prefill(self._cached, self._routed.target)
-
     async def _reserve(self) -> DecodeSlot:
         started_s = self._exchange.elapsed_s()
         try:
@@ -167,7 +155,7 @@ class Offload:
         self._exchange.reserved(slot, reserve_s, self._saved_bytes(slot))
         return slot
 
-    def _begin(self, slot: DecodeSlot, moved_to: str | None) -> _Leg:
+    def _begin(self, slot: DecodeSlot) -> _Leg:
         """Start the prefill leg. Until it is over, predictions for other requests count on it."""
         self._feedback.leg_begun(
             self._inbound.model,
@@ -178,21 +166,14 @@ class Offload:
             priority=self._inbound.priority,
         )
         leg = self._services.background.spawn(
-            self._prefill(slot, moved_to), f"prefill leg {self._exchange.request_id}"
+            self._prefill(slot), f"prefill leg {self._exchange.request_id}"
         )
         leg.add_done_callback(lambda _: self._feedback.leg_over(slot.landing))
         return leg
 
-    async def _prefill(
-        self, slot: DecodeSlot, moved_to: str | None
-    ) -> PrefillResult | PrefillFailed:
-        """Run the prefill leg, best at the node agent that a prefix was `moved_to`. Returns
-        failures, since the decode leg goes on without the prefill leg.
-        """
+    async def _prefill(self, slot: DecodeSlot) -> PrefillResult | PrefillFailed:
+        """Run the prefill leg. Returns failures, since the decode leg goes on without it."""
         target = self._routed.target
-        cached_tokens = self._cached.computing_tokens(target)
-        if moved_to is not None:
-            cached_tokens[moved_to] = self._cached.longest_tokens
         job = PrefillJob(
             request_id=self._exchange.request_id,
             prompt_token_ids=self._prefix,
@@ -201,7 +182,7 @@ class Offload:
             priority=self._inbound.priority,
             traceparent=self._exchange.headers["traceparent"],
             model=self._inbound.model,
-            cached_tokens=cached_tokens,
+            cached_tokens=self._cached.computing_tokens(target),
         )
         try:
             if target == HAND_OFF:
@@ -217,9 +198,6 @@ class Offload:
             return self._prefill_failed(PrefillFailed("engine_failed", repr(error)))
         self._exchange.prefilled(target, result, self._saved_bytes(slot))
         self._feedback.prefilled(self._inbound.model, target, len(self._prefix), result)
-        if (placement := self._services.placement) is not None:
-            num_computed = len(self._prefix) - result.cached_tokens
-            placement.moves.prefilled(target, num_computed, result.prefill_s)
         return result
 
     def _prefill_failed(self, error: PrefillFailed) -> PrefillFailed:

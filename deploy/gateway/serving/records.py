@@ -38,6 +38,7 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     read_s: float | None = None
     render_s: float | None = None
+    move_s: float | None = None
     reserve_s: float | None = None
     queue_s: float | None = None
     prefill_s: float | None = None
@@ -64,7 +65,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     `first_*` is the decision at arrival; the fields without a prefix are the latest one.
     `predicted_ttft_s` is what the first one was expected to take, and `predictions` has the parts
     of that for the side that was taken and for the other one ("local", "remote"). They are None and
-    empty for a prompt that was not counted. `numbers` has the finite numbers of the decision.
+    empty for a prompt that was not counted. `numbers` has the finite numbers of the decision, and
+    `cache_move` what it says of a longer cached prefix in another cluster, "" if there is none.
 
     `local_cached_tokens`, `prefill_cached_tokens` (by cluster) and `landing_cached_tokens` are what
     was known to be cached when the route was chosen, None and empty without a look-up. The last one
@@ -89,6 +91,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     target: str = ""
     reason: str = ""
     numbers: Mapping[str, Number] = {}
+    cache_move: str = ""
     predicted_ttft_s: float | None = None
     predictions: dict[str, dict[str, float]] = {}
     tenant: str = ""
@@ -128,6 +131,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.route = decision.route
         self.target = decision.target
         self.reason = decision.reason.value
+        if isinstance(decision, RouteDecision):
+            self.cache_move = str(decision.move) if decision.move.source else ""
         # JSON has no infinity, the prediction for a place that cannot serve the request.
         self.numbers = {
             name: value for name, value in decision.numbers.items() if math.isfinite(value)

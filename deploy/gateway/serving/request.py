@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import aiohttp
@@ -124,6 +125,7 @@ class Serving:
                 self._retried(Reason.DECODE_FAILED)
 
     async def _try(self, decision: Decision, plan: RequestPlan) -> EngineAnswer:
+        plan = await self._with_moved_cache(decision, plan)
         if plan.token_ids is None or not (
             isinstance(decision, RouteDecision) and decision.needs_landing
         ):
@@ -137,6 +139,17 @@ class Serving:
             return answer
         finally:
             offload.close(is_answered=is_answered)
+
+    async def _with_moved_cache(self, decision: Decision, plan: RequestPlan) -> RequestPlan:
+        """The plan after the cached prefix that the route moves has come, if there is one."""
+        placement = self._services.placement
+        if placement is None or not isinstance(decision, RouteDecision):
+            return plan
+        started_s = self._exchange.elapsed_s()
+        cached = await placement.moves.bring(plan.cached, decision)
+        if decision.move.pays:
+            self._exchange.moved_cache(self._exchange.elapsed_s() - started_s)
+        return replace(plan, cached=cached, shape=cached.shape(plan.shape))
 
     def _has_another_cluster(self, decision: Decision, plan: RequestPlan) -> bool:
         """Whether a try is left and another prefill cluster would take it."""

@@ -6,7 +6,7 @@ import msgspec
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, places_of, prompt_keys
 from kvmanager.agent.messages import CacheModel
-from kvmanager.directory.messages import Hit, NodeCoverage
+from kvmanager.directory.messages import Hit, NodeCoverage, NodeName
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.token_ids import TokenIds
 from scheduler.reports import ClusterReport, InstanceReport
@@ -87,7 +87,19 @@ async def test_each_side_is_spared_what_its_best_node_holds() -> None:
     assert known.computing_tokens(HAND_OFF) == {"b3:1": 12 * 64, "b2:1": 4 * 64}
     assert known.computing_tokens(ONE_ENGINE) == {"b1:1": 2 * 64, "b2:1": 4 * 64}
     assert known.computing_tokens("unheard of") == {}
-    assert known.longest_tokens == 15 * 64
+    sendable = {"home": 12 * 64, "far": 8 * 64, "near": 15 * 64, "gone": 15 * 64}
+    assert known.sendable_tokens == sendable
+
+
+async def test_what_a_node_received_is_cached_there() -> None:
+    known = await cached(coverage("far", "a2", usable=8, kv=8), coverage("home", "b2", 1, 9))
+    at_known = known.received(NodeName("home", "b2"), 8)
+    assert at_known.computing_tokens(ONE_ENGINE) == {"b2:1": 8 * 64}
+    assert (at_known.local_tokens, at_known.landing_tokens) == (8 * 64, 9 * 64)
+    assert at_known.prefill_tokens == known.prefill_tokens
+    at_new = known.received(NodeName("home", "b1"), 8)
+    assert at_new.direct_nodes() == ("b1:1", "b2:1")
+    assert known.computing_tokens(ONE_ENGINE) == {"b2:1": 64}
 
 
 async def test_a_landing_cannot_build_on_what_engines_hold() -> None:
@@ -101,6 +113,7 @@ async def test_a_shape_takes_what_is_known() -> None:
     told = known.shape(shape)
     assert (told.local_cached_tokens, told.landing_cached_tokens) == (128, 192)
     assert dict(told.prefill_cached_tokens) == {"far": 320, "near": 0}
+    assert dict(told.sendable_tokens) == {"home": 128, "far": 320}
     assert (await cached()).shape(shape) == shape
 
 

@@ -14,8 +14,12 @@ from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCac
 from kvmanager.agent.client import AgentClient, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
+from scheduler.live.core import Event
+from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
 from scheduler.reports import ClusterReport, InstanceReport
-from scheduler.routing.cache_moves import NodeLoad, ReplicationLimits
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, CacheMove, MoveReason, Reason
+from scheduler.routing.replication import NodeLoad, ReplicationLimits
+from scheduler.routing.short_term import RouteDecision
 from transport.rpc import RpcError
 
 MODEL = CacheModel("ab" * 16, 512, [(0, 1_000_000, 0), (2, 5_000_000, 0)])
@@ -23,6 +27,7 @@ KEYS = tuple(bytes([index]) * 16 for index in range(10))
 TARGETS = {
     NodeName("pd", "a"): "pd-a:1",
     NodeName("pd", "b"): "pd-b:1",
+    NodeName("pd", "h"): "pd-h:1",
     NodeName("prefill", "x"): "prefill-x:1",
     NodeName("prefill", "y"): "prefill-y:1",
 }
@@ -35,12 +40,17 @@ class World:
         self.now_s = 0.0
         self.failing: RpcError | None = None
         self.stalled = False
-        self.transfer_s = 0.01
+        self.num_kept = 11
+        self.told: list[Event[Any]] = []
         self.sent: list[tuple[str, CacheMoveOrder]] = []
         self.dropped: list[tuple[str, int]] = []
 
     def clock(self) -> float:
         return self.now_s
+
+    def tell(self, event: Event[Any]) -> int:
+        self.told.append(event)
+        return 1
 
 
 class FakeControl(AgentClient):
@@ -70,8 +80,8 @@ class FakeControl(AgentClient):
     ) -> CacheMoveStatusReply:
         while self._world.stalled and wait_s:
             await asyncio.sleep(0.01)
-        transfer_s = self._world.transfer_s
-        return CacheMoveStatusReply("complete", "", 10_000_000, 10_000_000, 11, transfer_s, 0.001)
+        kept = self._world.num_kept
+        return CacheMoveStatusReply("complete", "", 10_000_000, 10_000_000, kept, 0.01, 0.001)
 
     async def end_cache_move(self, transfer_id: str, reason: str) -> bool:
         return True
@@ -96,6 +106,7 @@ def prompt(*held: NodeCoverage) -> CachedPrompt:
         "pd",
         MODEL,
         MappingProxyType({"a": "pd-a:1", "b": "pd-b:1"}),
+        MappingProxyType({"h": "pd-h:1"}),
         prefill_nodes=MappingProxyType(
             {"prefill": MappingProxyType({"x": "prefill-x:1", "y": "prefill-y:1"})}
         ),
@@ -110,13 +121,13 @@ def world() -> World:
 
 @pytest.fixture
 async def moves(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[CacheMoves]:
-    monkeypatch.setattr("deploy.gateway.cache.moves.MAX_WAIT_S", 0.2)
+    monkeypatch.setattr("deploy.gateway.cache.moves.MAX_MOVE_S", 0.2)
     moves = CacheMoves(
         lambda: TARGETS,
         lambda target: FakeControl(target, world),
         Background(),
         MoveMetrics(CollectorRegistry()),
-        clock=world.clock,
+        world.tell,
     )
     yield moves
     await moves.close()
@@ -132,76 +143,107 @@ async def settled(moves: CacheMoves) -> None:
             await asyncio.sleep(0.01)
 
 
-class TestBeforePrefill:
-    async def test_what_was_never_measured_is_not_waited_for_but_measured(
+def route(target: str, source: str, reason: MoveReason = MoveReason.PAYS) -> RouteDecision:
+    move = CacheMove(reason=reason, source=source)
+    side: Any = "prefill_cluster" if target == "prefill" else "local"
+    return RouteDecision(side, target, Reason.BELOW_THRESHOLD, move=move)
+
+
+class TestBring:
+    async def test_a_prefix_comes_to_the_node_that_has_most_of_it(
         self, world: World, moves: CacheMoves
     ) -> None:
         cached = prompt(coverage("pd", "a", 10), coverage("prefill", "y", 4))
-        assert await moves.before_prefill(cached, "prefill") is None  # no rate of prefill
-        assert world.sent == []
-        moves.prefilled("prefill", 10_000, 2.0)
-        assert await moves.before_prefill(cached, "prefill") is None  # no rate of the link
-        await settled(moves)
+        found = await moves.bring(cached, route("prefill", "pd"))
         ((way, order),) = world.sent
-        assert way == "pd-a:1 -> prefill-y:1"  # where most of it is already
-        assert order.priority == "replication"
+        assert way == "pd-a:1 -> prefill-y:1"
+        assert order.priority == "request"
         assert order.block_keys == bytes(16) + b"".join(KEYS)
         assert order.parts == (*((index, 0) for index in range(4, 10)), (9, 1))
         assert order.layout_fingerprint == "f0" * 32
-        # Now the link is known: 3072 tokens at 5000/s against 11 MB at 1 GB/s.
-        assert await moves.before_prefill(cached, "prefill") == "prefill-y:1"
-        assert world.sent[1][1].priority == "request"
+        assert found.prefill_tokens == {"prefill": 5120}
+        assert found.computing_tokens("prefill") == {"prefill-y:1": 5120}
+        assert world.told == [
+            CacheMoveBegun("pd", "prefill"),
+            CacheMoveOver(1, False, 10_000_000, 0.01, 0.001),
+        ]
         assert count(moves, "request", "complete") == 1
+        assert moves.metrics.decisions.labels("pays")._value.get() == 1
 
-    async def test_a_slow_link_is_not_waited_for(self, world: World, moves: CacheMoves) -> None:
-        world.transfer_s = 100.0
+    @pytest.mark.parametrize(
+        ("target", "nodes", "way"),
+        [
+            (ONE_ENGINE, (coverage("pd", "b", 2),), "prefill-x:1 -> pd-b:1"),
+            (ONE_ENGINE, (), "prefill-x:1 -> pd-a:1"),
+            (HAND_OFF, (coverage("pd", "b", 2),), "prefill-x:1 -> pd-h:1"),
+        ],
+    )
+    async def test_the_pd_cluster_gets_the_prefill_clusters_cache(
+        self, world: World, moves: CacheMoves, target: str, nodes: Any, way: str
+    ) -> None:
+        cached = prompt(coverage("prefill", "x", 10), *nodes)
+        found = await moves.bring(cached, route(target, "prefill"))
+        assert [sent for sent, _ in world.sent] == [way]
+        assert found.computing_tokens(target)[way.split()[-1]] == 5120
+        assert (found.direct_nodes()[0] == way.split()[-1]) == (target == ONE_ENGINE)
+
+    async def test_a_move_that_measures_a_link_is_not_waited_for(
+        self, world: World, moves: CacheMoves
+    ) -> None:
         cached = prompt(coverage("pd", "a", 10))
-        moves.prefilled("prefill", 10_000, 2.0)
-        await moves.before_prefill(cached, "prefill")
+        decision = route("prefill", "pd", MoveReason.LINK_RATE_UNKNOWN)
+        assert await moves.bring(cached, decision) is cached
         await settled(moves)
-        assert await moves.before_prefill(cached, "prefill") is None
-        assert len(world.sent) == 1
+        assert [order.priority for _, order in world.sent] == ["replication"]
+        assert world.told[1:] == [CacheMoveOver(1, False, 10_000_000, 0.01, 0.001)]
 
     async def test_a_move_that_takes_too_long_goes_on_without_the_request(
         self, world: World, moves: CacheMoves
     ) -> None:
-        cached = prompt(coverage("pd", "a", 10))
-        moves.prefilled("prefill", 10_000, 2.0)
-        await moves.before_prefill(cached, "prefill")
-        await settled(moves)
+        cached, decision = prompt(coverage("pd", "a", 10)), route("prefill", "pd")
         world.stalled = True
         first, second = await asyncio.gather(
-            moves.before_prefill(cached, "prefill"), moves.before_prefill(cached, "prefill")
+            moves.bring(cached, decision), moves.bring(cached, decision)
         )
-        assert first is second is None
-        assert len(world.sent) == 2  # both waited for the same move
+        assert first is second is cached
+        assert len(world.sent) == 1  # both waited for the same move
+        assert world.told == [CacheMoveBegun("pd", "prefill")]
         world.stalled = False
         await settled(moves)
         assert count(moves, "request", "complete") == 1
+        assert len(world.told) == 2
 
-    async def test_a_move_that_fails_costs_nothing(self, world: World, moves: CacheMoves) -> None:
+    async def test_a_move_that_fails_costs_nothing_but_is_told(
+        self, world: World, moves: CacheMoves
+    ) -> None:
         cached = prompt(coverage("pd", "a", 10))
-        moves.prefilled("prefill", 10_000, 2.0)
-        await moves.before_prefill(cached, "prefill")
-        await settled(moves)
         world.failing = RpcError("NO_ROOM", "full")
-        assert await moves.before_prefill(cached, "prefill") is None
+        assert await moves.bring(cached, route("prefill", "pd")) is cached
         assert count(moves, "request", "no_room") == 1
+        assert world.told[1:] == [CacheMoveOver(1, True)]
 
-    @pytest.mark.parametrize(
-        "cached",
-        [
-            CachedPrompt(),
-            prompt(),
-            prompt(coverage("prefill", "x", 10)),
-            prompt(coverage("pd", "a", 5), coverage("prefill", "x", 4)),  # 512 tokens more
-        ],
-    )
-    async def test_nothing_to_gain(
+    async def test_a_prefix_that_was_not_kept_whole_is_not_counted_on(
+        self, world: World, moves: CacheMoves
+    ) -> None:
+        world.num_kept = 10
+        cached = prompt(coverage("pd", "a", 10))
+        assert await moves.bring(cached, route("prefill", "pd")) is cached
+        assert world.told[1:] == [CacheMoveOver(1, True, 10_000_000, 0.01, 0.001)]
+
+    @pytest.mark.parametrize("reason", sorted(set(MoveReason) - {"pays", "link_rate_unknown"}))
+    async def test_any_other_reason_moves_nothing(
+        self, world: World, moves: CacheMoves, reason: MoveReason
+    ) -> None:
+        cached = prompt(coverage("pd", "a", 10))
+        assert await moves.bring(cached, route("prefill", "pd", reason)) is cached
+        assert (world.sent, world.told) == ([], [])
+        assert moves.metrics.decisions.labels(reason.value)._value.get() == 1
+
+    @pytest.mark.parametrize("cached", [CachedPrompt(), prompt()])
+    async def test_what_no_node_has_any_more_is_not_moved(
         self, world: World, moves: CacheMoves, cached: CachedPrompt
     ) -> None:
-        moves.prefilled("prefill", 10_000, 2.0)
-        assert await moves.before_prefill(cached, "prefill") is None
+        assert await moves.bring(cached, route("prefill", "pd")) is cached
         assert world.sent == []
 
 

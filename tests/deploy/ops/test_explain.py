@@ -107,6 +107,15 @@ def test_a_record_says_where_why_and_with_what_numbers() -> None:
     ):
         assert part in text, part
     assert row(text, "decoded by") == ["d0"]
+    assert "cache move" not in text
+
+
+def test_a_cached_prefix_that_came_first_is_told_with_its_time() -> None:
+    made = record(cache_move="4000 tokens more in home, 2048000 bytes, 0.1 s: pays")
+    made.parts.move_s = 0.125
+    text = shown(made)
+    assert made.cache_move in text
+    assert row(text, "move cache") == ["0.000", "0.000", "0.125", "-100%"]
 
 
 def test_predicted_and_measured_stand_side_by_side() -> None:

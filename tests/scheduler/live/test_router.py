@@ -206,25 +206,6 @@ def test_learnt_overhead_is_part_of_what_is_predicted() -> None:
     assert again.overhead_s == pytest.approx(0.5)
 
 
-def test_no_route_counts_on_a_move_that_may_not_be_made() -> None:
-    region = Region()
-    region.links["far", "home"] = LinkView(available_bytes_per_s=1e11)
-    shape = RequestShape(num_prompt_tokens=1900, prefill_cached_tokens={"far": 1800})
-    scheduler = known(region)
-    decision = scheduler.route(MODEL, shape)
-    assert (decision.target, decision.numbers["move_s"]) == ("far", 0)
-    assert not scheduler.moves_caches(scheduler.route(MODEL, SHORT))
-
-
-def test_a_prefix_moves_to_a_prefill_cluster_over_a_clear_link() -> None:
-    region = Region()
-    scheduler = known(region)
-    decision = scheduler.route(MODEL, LONG)
-    assert scheduler.moves_caches(decision)
-    region.links["home", "far"] = replace(FAST_LINK, state=LinkCondition.RISING)
-    assert not scheduler.moves_caches(decision)
-
-
 def test_models_are_learnt_apart() -> None:
     scheduler = known(Region())
     assert scheduler.knowledge(MODEL).is_known

@@ -198,11 +198,12 @@ def test_without_a_report_a_cluster_is_not_healthy_and_keeps_its_threshold() -> 
 def test_links_are_seen_both_ways_with_what_prefills_will_emit() -> None:
     region = Region()
     region.links["home", "far"] = LinkView(available_bytes_per_s=5.0)
-    region.far = report("far", instance("p0"), jobs=(job("a", 4000, 1.0, instance="p0"),))
+    node = instance("p0", node="p0:1")
+    region.far = report("far", node, jobs=(job("a", 4000, 1.0, instance="p0"),))
     far = far_of(taught(region))
     assert far.link.available_bytes_per_s == 1e9
     assert far.link.inflow_bytes_per_s == pytest.approx(512 / S_PER_TOKEN, rel=0.01)
-    assert far.link_back.available_bytes_per_s == 5.0
+    assert far.links_in == {"home": region.links["home", "far"]}
 
 
 def test_a_link_that_nobody_filled_is_not_filled_by_what_runs() -> None:

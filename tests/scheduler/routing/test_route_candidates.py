@@ -17,7 +17,14 @@ from scheduler.routing.candidates import (
     remote_candidate,
     wire_bytes,
 )
-from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
+from scheduler.routing.decision import (
+    HAND_OFF,
+    NO_MOVE,
+    ONE_ENGINE,
+    MoveReason,
+    Reason,
+    RequestShape,
+)
 from scheduler.routing.profiles import KvProfile, PrefillProfile
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
@@ -107,14 +114,20 @@ def test_a_prompt_that_is_computed_sooner_needs_a_faster_link() -> None:
     "link",
     [
         None,
-        LinkView(),
         LinkView(available_bytes_per_s=0.0),
         LinkView(available_bytes_per_s=1e9, state=LinkCondition.RISING),
         LinkView(state=LinkCondition.RISING),
+        LinkView(backlog_bytes=1.0),
+        LinkView(available_bytes_per_s=1.0, is_floor=True, backlog_bytes=1.0),
     ],
 )
-def test_a_link_that_is_not_clear_or_not_measured_is_not_abundant(link: LinkView | None) -> None:
+def test_a_link_that_is_not_clear_or_too_slow_is_not_abundant(link: LinkView | None) -> None:
     assert not abundant(link)
+
+
+def test_a_quiet_link_that_nobody_has_filled_is_abundant() -> None:
+    assert abundant(LinkView())
+    assert abundant(LinkView(available_bytes_per_s=1.0, is_floor=True))
 
 
 # ---- moves: prefill 1 s per 128 tokens, the move of 64 tokens 7400 bytes.
@@ -124,7 +137,12 @@ WIDE = LinkView(available_bytes_per_s=1e6)
 
 
 def locally(request: RequestShape, view: RegionSnapshot, **fields: object) -> Candidate:
-    return local_candidate(request, view, config(**fields), list(view.prefill_clusters))
+    return local_candidate(request, view, config(**fields))
+
+
+def source(found: Candidate) -> str | None:
+    """The cluster whose cached prefix is moved there first."""
+    return found.move.source if found.move.pays else None
 
 
 def home(*clusters: ClusterView) -> RegionSnapshot:
@@ -138,7 +156,7 @@ def wide(name: str = "far", **fields: object) -> ClusterView:
 def test_a_longer_prefix_comes_home_and_the_prefill_waits_for_it() -> None:
     shape = prompt(256, local_cached_tokens=64, prefill_cached_tokens={"far": 128})
     found = locally(shape, home(wide()))
-    assert (found.target, found.cache_from, found.cached_tokens) == (HAND_OFF, "far", 128)
+    assert (found.target, source(found), found.cached_tokens) == (HAND_OFF, "far", 128)
     assert found.prediction.move_s == pytest.approx(SECONDS_FOR_64)
     assert found.prediction.prefill_s == 1.0
     distant = locally(shape, home(wide(link=replace(WIDE, rtt_s=0.01, backlog_bytes=1e4))))
@@ -148,25 +166,25 @@ def test_a_longer_prefix_comes_home_and_the_prefill_waits_for_it() -> None:
 def test_the_best_prefix_of_any_cluster_is_moved() -> None:
     shape = prompt(512, prefill_cached_tokens={"b": 128, "c": 384, "d": 256})
     found = locally(shape, home(wide("a"), wide("b"), wide("c"), wide("d")))
-    assert (found.cache_from, found.cached_tokens) == ("c", 384)
+    assert (source(found), found.cached_tokens) == ("c", 384)
     worse_link = LinkView(available_bytes_per_s=1e6, state=LinkCondition.RISING)
     found = locally(shape, home(wide("b"), wide("c", link=worse_link), wide("d")))
-    assert (found.cache_from, found.cached_tokens) == ("d", 256)
+    assert (source(found), found.cached_tokens) == ("d", 256)
 
 
 def test_a_prefix_no_longer_than_the_own_one_is_left() -> None:
     """Whatever the settings: moving it would not even be asked about."""
     shape = prompt(512, local_cached_tokens=128, prefill_cached_tokens={"far": 128})
     found = locally(shape, home(wide()), min_move_saving_s=0.0)
-    assert (found.cache_from, found.cached_tokens) == (None, 128)
+    assert (source(found), found.cached_tokens) == (None, 128)
 
 
 def test_a_cluster_of_which_no_cache_is_known_has_none() -> None:
     free = KvProfile(fixed_bytes=0.0, token_bytes=0.0)
     view = home(wide())
     settings = RouteConfig(kv=free, min_move_saving_s=0.0)
-    found = local_candidate(prompt(512), view, settings, list(view.prefill_clusters))
-    assert (found.cache_from, found.cached_tokens) == (None, 0)
+    found = local_candidate(prompt(512), view, settings)
+    assert (source(found), found.cached_tokens) == (None, 0)
 
 
 def saving(min_move_saving_s: float, *, is_back: bool) -> str | None:
@@ -175,13 +193,13 @@ def saving(min_move_saving_s: float, *, is_back: bool) -> str | None:
     link = LinkView(available_bytes_per_s=2.56e8)
     settings = RouteConfig(kv=kv, min_move_saving_s=min_move_saving_s, abundance=1e-9)
     if is_back:
-        cluster = far(link=replace(link, available_bytes_per_s=1e30), link_back=link)
+        cluster = far(link=replace(link, available_bytes_per_s=1e30), links_in={"pd": link})
         view = home(replace(cluster, prefill=BY_TOKEN))
         shape = prompt(256, local_cached_tokens=128, landing_cached_tokens=256)
-        return remote_candidate(shape, view.prefill_clusters[0], view, settings).cache_from
+        return source(remote_candidate(shape, view.prefill_clusters[0], view, settings))
     view = home(wide(link=link))
     shape = prompt(256, prefill_cached_tokens={"far": 128})
-    return local_candidate(shape, view, settings, list(view.prefill_clusters)).cache_from
+    return source(local_candidate(shape, view, settings))
 
 
 def test_a_move_is_made_when_it_saves_exactly_the_least_that_it_must() -> None:
@@ -197,34 +215,93 @@ def away(shape: RequestShape, cluster: ClusterView, **fields: object) -> Candida
 
 def test_a_longer_prefix_goes_to_the_prefill_cluster_over_the_way_back() -> None:
     shape = prompt(256, local_cached_tokens=128, prefill_cached_tokens={"far": 64})
-    found = away(shape, wide(link_back=WIDE))
-    assert (found.target, found.cache_from, found.cached_tokens) == ("far", "pd", 128)
+    found = away(shape, wide(links_in={"pd": WIDE}))
+    assert (found.target, source(found), found.cached_tokens) == ("far", "pd", 128)
     assert found.prediction.move_s == pytest.approx(SECONDS_FOR_64)
     assert found.prediction.prefill_s == 1.0
 
 
+SCARCE = LinkView(available_bytes_per_s=1000.0)
+RISING = replace(WIDE, state=LinkCondition.RISING)
+
+
 @pytest.mark.parametrize(
-    "cluster",
+    ("way", "link", "reason"),
     [
-        wide(link_back=None),
-        wide(link_back=LinkView()),
-        wide(link_back=replace(WIDE, state=LinkCondition.RISING)),
-        wide(link_back=WIDE, link=LinkView(available_bytes_per_s=1000.0)),
-        wide(link_back=WIDE, link=replace(WIDE, state=LinkCondition.CONGESTED)),
+        (None, WIDE, MoveReason.NO_AGENT),
+        (RISING, WIDE, MoveReason.LINK_NOT_CLEAR),
+        (replace(WIDE, age_s=5.1), WIDE, MoveReason.LINK_NOT_CLEAR),
+        (WIDE, SCARCE, MoveReason.BANDWIDTH_SCARCE),
+        (WIDE, replace(WIDE, state=LinkCondition.CONGESTED), MoveReason.BANDWIDTH_SCARCE),
+        (LinkView(), WIDE, MoveReason.LINK_RATE_UNKNOWN),
+        (LinkView(available_bytes_per_s=10.0, is_floor=True), WIDE, MoveReason.LINK_RATE_UNKNOWN),
+        (LinkView(available_bytes_per_s=7400 / 0.95), WIDE, MoveReason.TOO_SLOW),
+        (LinkView(available_bytes_per_s=7400 / 10.1), WIDE, MoveReason.TOO_LONG),
+        (replace(WIDE, rtt_s=0.13), WIDE, MoveReason.TOO_SLOW),
+        (LinkView(available_bytes_per_s=7400 / 0.39), WIDE, MoveReason.PAYS),
+        (LinkView(available_bytes_per_s=7400 / 0.39, is_floor=True), WIDE, MoveReason.PAYS),
     ],
 )
-def test_no_cache_goes_over_a_way_back_that_is_missing_busy_or_scarce(cluster: ClusterView) -> None:
-    shape = prompt(256, local_cached_tokens=128, prefill_cached_tokens={"far": 64})
-    found = away(shape, cluster, min_move_saving_s=0.0)
-    assert (found.target, found.cache_from, found.cached_tokens) == ("far", None, 64)
+@pytest.mark.parametrize("is_local", [False, True])
+def test_one_rule_holds_in_both_directions(
+    is_local: bool, way: LinkView | None, link: LinkView, reason: MoveReason
+) -> None:
+    """64 tokens more elsewhere save 0.5 s of prefill; a move must save 0.1 s."""
+    cluster = wide(link=link)
+    if is_local:
+        shape = prompt(256, local_cached_tokens=64, prefill_cached_tokens={"far": 128})
+        view = home(cluster)
+        local = replace(view.local, links_in={} if way is None else {"far": way})
+        found = locally(shape, replace(view, local=local))
+    else:
+        shape = prompt(256, local_cached_tokens=128, prefill_cached_tokens={"far": 64})
+        found = away(shape, replace(cluster, links_in={} if way is None else {"pd": way}))
+    assert found.move.reason is reason
+    assert found.move.source == ("far" if is_local else "pd")
+    assert (found.move.num_tokens, found.move.saved_tokens, found.move.nbytes) == (128, 64, 7400)
+    assert found.cached_tokens == (128 if reason is MoveReason.PAYS else 64)
+    assert found.move.begins == (reason in (MoveReason.PAYS, MoveReason.LINK_RATE_UNKNOWN))
+    if way is not None and way.available_bytes_per_s:
+        seconds = 7400 / way.available_bytes_per_s + 4 * way.rtt_s
+        assert found.move.seconds == pytest.approx(seconds)
+
+
+def test_what_nobody_has_measured_is_no_reason_to_move() -> None:
+    shape = prompt(256, prefill_cached_tokens={"far": 128})
+    found = locally(shape, home(wide()), is_known=False)
+    assert found.move.reason is MoveReason.PREFILL_RATE_UNKNOWN
+
+
+def test_one_move_at_a_time_measures_a_link_and_one_that_failed_bars_it() -> None:
+    shape = prompt(256, prefill_cached_tokens={"far": 128})
+    unknown = home(wide(link=LinkView()))
+    assert locally(shape, unknown).move.reason is MoveReason.LINK_RATE_UNKNOWN
+    moving = replace(unknown, moving={("far", "pd")})
+    assert locally(shape, moving).move.reason is MoveReason.LINK_BEING_MEASURED
+    failed = replace(home(wide()), failed_moves={("far", "pd")})
+    assert locally(shape, failed).move.reason is MoveReason.FAILED_LATELY
+
+
+def test_no_cache_comes_from_a_cluster_that_failed_the_request() -> None:
+    shape = prompt(256, prefill_cached_tokens={"far": 128})
+    found = local_candidate(shape, home(wide()), config(), frozenset({"far"}))
+    assert found.move == NO_MOVE
+
+
+def test_a_cache_may_move_between_prefill_clusters_with_abundant_links() -> None:
+    shape = prompt(256, prefill_cached_tokens={"other": 128})
+    cluster = wide(links_in={"other": WIDE})
+    for link, reason in ((WIDE, MoveReason.PAYS), (SCARCE, MoveReason.BANDWIDTH_SCARCE)):
+        view = home(cluster, wide("other", link=link))
+        assert remote_candidate(shape, cluster, view, config()).move.reason is reason
 
 
 def test_equal_prefixes_stay_where_they_are() -> None:
     shape = prompt(256, local_cached_tokens=64, prefill_cached_tokens={"far": 64})
     for queued_s in (0.0, 9.0):  # behind a queue the move would take no time of its own
-        cluster = wide(link_back=WIDE, queued_s=queued_s)
+        cluster = wide(links_in={"pd": WIDE}, queued_s=queued_s)
         found = away(shape, cluster, min_move_saving_s=0.0)
-        assert (found.cache_from, found.cached_tokens) == (None, 64)
+        assert (source(found), found.cached_tokens) == (None, 64)
 
 
 def test_a_cluster_without_a_prefix_computes_everything() -> None:

@@ -38,7 +38,8 @@ def routed(
 
 def moved_from(num_tokens: int, snapshot: RegionSnapshot, **fields: object) -> str | None:
     """The cluster whose longer cached prefix is moved first."""
-    return choose(prompt(num_tokens, **fields), snapshot, CONFIG, 0.0).taken.cache_from
+    move = choose(prompt(num_tokens, **fields), snapshot, CONFIG, 0.0).taken.move
+    return move.source if move.pays else None
 
 
 def test_the_threshold_decides_where_nothing_waits() -> None:
@@ -213,7 +214,7 @@ def test_abundant_bandwidth_moves_the_best_cache_to_where_it_is_computed() -> No
     assert moved_from(20_000, region(far()), prefill_cached_tokens={"far": 19_000}) == "far"
     assert found.numbers["cached_tokens"] == 19_000
     assert found.numbers["move_s"] == pytest.approx(0.02)
-    back = far(link_back=GOOD_LINK)
+    back = far(links_in={"pd": GOOD_LINK})
     sent = routed(40_000, region(back), local_cached_tokens=29_000)
     assert sent.target == "far"
     assert moved_from(40_000, region(back), local_cached_tokens=29_000) == "pd"
@@ -221,7 +222,7 @@ def test_abundant_bandwidth_moves_the_best_cache_to_where_it_is_computed() -> No
 
 
 def test_a_move_that_saves_nothing_is_left() -> None:
-    slow_back = far(link_back=replace(GOOD_LINK, available_bytes_per_s=1e7))
+    slow_back = far(links_in={"pd": replace(GOOD_LINK, available_bytes_per_s=1e7)})
     found = routed(40_000, region(slow_back), local_cached_tokens=29_000)
     assert found.target == "far"
     assert moved_from(40_000, region(slow_back), local_cached_tokens=29_000) is None

@@ -167,7 +167,7 @@ def test_a_decision_tells_every_part_of_its_prediction_to_a_tenth_of_a_milliseco
     link = replace(GOOD_LINK, available_bytes_per_s=3e8, backlog_bytes=2e8, rtt_s=0.0123456)
     back = replace(link, backlog_bytes=3e8)
     odd = PrefillProfile((0.0,), ((0.5, 1.23456789e-4, 0.0),))
-    cluster = far(prefill=odd, queued_s=1.2345678, link=link, link_back=back)
+    cluster = far(prefill=odd, queued_s=1.2345678, link=link, links_in={"pd": back})
     full = DecodeView(
         slots_total=3, slots_used=3, num_waiting=2, decode_s=7.6543219, step_s=0.0254321
     )
@@ -193,6 +193,8 @@ def test_a_decision_tells_every_part_of_its_prediction_to_a_tenth_of_a_milliseco
         "remote_ttft_s": 7.6798,
         "link_bytes_per_s": 3e8,
         "link_backlog_bytes": 2e8,
+        "moved_tokens": 30_000,
+        "moved_bytes": 31_000_000,
     }
 
 

@@ -5,91 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
-from scheduler.routing.cache_moves import (
+from scheduler.routing.prefix_demand import CachedPrefix, Demand, DemandTracker
+from scheduler.routing.replication import (
     ByteBudget,
     HotPrefix,
-    MoveCase,
-    MoveReason,
     NodeLoad,
     NodeName,
-    RateMeter,
     ReplicationLimits,
     ReplicationPlan,
     ReplicationState,
     plan_replication,
-    worth_moving,
 )
-from scheduler.routing.prefix_demand import CachedPrefix, Demand, DemandTracker
 
 SHAPE = CacheShape(64, (PartShape(PartKind.KV, 1000), PartShape(PartKind.STATE, 5000)))
 
 
 def prefix(name: int, num_blocks: int = 3) -> CachedPrefix:
     return CachedPrefix("model", bytes(16), bytes([name]) * 16 * num_blocks)
-
-
-CASE = MoveCase(
-    saved_tokens=10_000, nbytes=100_000_000, prefill_tokens_per_s=5000.0, link_bytes_per_s=1e9
-)
-
-
-def changed(**changes: float | None) -> MoveCase:
-    fields = {name: getattr(CASE, name) for name in MoveCase.__dataclass_fields__}
-    return MoveCase(**(fields | changes))  # type: ignore[arg-type]
-
-
-class TestWorthMoving:
-    def test_it_pays_when_the_link_is_much_faster_than_computing(self) -> None:
-        verdict = worth_moving(CASE)
-        assert verdict.moves
-        assert verdict.reason is MoveReason.PAYS
-        assert verdict.numbers["recompute_s"] == 2.0
-        assert verdict.numbers["transfer_s"] == pytest.approx(0.1)
-        assert str(verdict).startswith("pays; saved_tokens=10000; nbytes=100000000; ")
-
-    @pytest.mark.parametrize(
-        ("case", "reason"),
-        [
-            (changed(saved_tokens=0), MoveReason.NOTHING_SAVED),
-            (changed(prefill_tokens_per_s=None), MoveReason.PREFILL_RATE_UNKNOWN),
-            (changed(link_bytes_per_s=None), MoveReason.LINK_RATE_UNKNOWN),
-            (changed(link_bytes_per_s=1e8), MoveReason.TOO_SLOW),  # 1 s, not less than half of 2
-            (changed(rtt_s=0.3), MoveReason.TOO_SLOW),
-        ],
-    )
-    def test_otherwise_it_says_why_not(self, case: MoveCase, reason: MoveReason) -> None:
-        verdict = worth_moving(case)
-        assert not verdict.moves
-        assert verdict.reason is reason
-
-    def test_nobody_waits_longer_than_allowed(self) -> None:
-        assert worth_moving(CASE, max_wait_s=0.09).reason is MoveReason.TOO_LONG
-
-    @given(st.floats(1e6, 1e11), st.floats(1e6, 1e11))
-    def test_a_faster_link_never_makes_it_pay_less(self, one: float, other: float) -> None:
-        slow, fast = sorted((one, other))
-        if worth_moving(changed(link_bytes_per_s=slow)).moves:
-            assert worth_moving(changed(link_bytes_per_s=fast)).moves
-
-
-class TestRateMeter:
-    def test_nothing_measured_is_no_rate(self) -> None:
-        meter = RateMeter()
-        meter.observe(10, 0, 0.0)
-        assert meter.per_s(0.0) is None
-
-    def test_later_measurements_count_more(self) -> None:
-        meter = RateMeter(half_life_s=10)
-        meter.observe(100, 1, 0.0)
-        assert meter.per_s(0.0) == 100
-        meter.observe(10, 1, 10.0)
-        assert meter.per_s(10.0) == pytest.approx((50 + 10) / 1.5)
-
-    def test_a_rate_that_is_too_old_is_none(self) -> None:
-        meter = RateMeter(keep_s=60)
-        meter.observe(100, 1, 0.0)
-        assert meter.per_s(60.0) == 100
-        assert meter.per_s(60.1) is None
 
 
 class TestDemand:

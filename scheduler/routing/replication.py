@@ -1,119 +1,23 @@
-"""When cached KVCache is worth sending to another node: for one request, and ahead of need.
+"""Which cached prefixes get another copy in their cluster, ahead of need, and which copies go.
 
-Two decisions, both pure. `worth_moving`: shall a request wait until the longer prefix of another
-node has come, rather than compute it again? Only when measured rates say that it clearly pays; a
-rate that nobody has measured is never made up. `plan_replication`: which prefixes that many
-requests resume from get another copy in their cluster, and which copies have had their time.
-
-Everything has a reason, also doing nothing. Does not know how bytes move, nor clocks.
+Prefixes that many requests resume from get copies, within a budget of bytes; copies that few ask
+for are dropped. Everything has a reason, also doing nothing. Pure. Does not know how bytes move,
+nor clocks. What one request gets from another cluster is decided in `scheduler.routing.candidates`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from types import MappingProxyType
-from typing import Final
+from dataclasses import dataclass
 
 from kvmanager.pool.shape import CacheShape
 from scheduler.routing.prefix_demand import CachedPrefix, Demand
 
 BlockPart = tuple[int, int]
 
-ROUND_TRIPS: Final = 4
-"""Before and after the bytes: memory at the destination, the order to the source, opening the
-transfer, its last acknowledgement."""
-
 NodeName = tuple[str, str]
 """(cluster, node)."""
-
-
-class RateMeter:
-    """A rate as it was measured: amounts and the time they took, older ones counting less.
-
-    Single-threaded; time is an argument.
-    """
-
-    def __init__(self, half_life_s: float = 60.0, keep_s: float = 600.0) -> None:
-        self._half_life_s = half_life_s
-        self._keep_s = keep_s
-        self._amount = 0.0
-        self._seconds = 0.0
-        self._at_s = -math.inf
-
-    def observe(self, amount: float, seconds: float, now_s: float) -> None:
-        """`amount` took `seconds`; nothing that took no time is counted."""
-        if amount <= 0 or seconds <= 0:
-            return
-        faded = 0.5 ** ((now_s - self._at_s) / self._half_life_s)
-        self._amount = self._amount * faded + amount
-        self._seconds = self._seconds * faded + seconds
-        self._at_s = now_s
-
-    def per_s(self, now_s: float) -> float | None:
-        """None when nothing was measured within `keep_s`."""
-        if now_s - self._at_s > self._keep_s:
-            return None
-        return self._amount / self._seconds
-
-
-class MoveReason(StrEnum):
-    """Why a request waits for a move, or does not."""
-
-    PAYS = "pays"
-    NOTHING_SAVED = "nothing_saved"
-    PREFILL_RATE_UNKNOWN = "prefill_rate_unknown"
-    LINK_RATE_UNKNOWN = "link_rate_unknown"
-    TOO_SLOW = "too_slow"
-    TOO_LONG = "too_long"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveCase:
-    """What one request would gain and pay. A rate of None has not been measured."""
-
-    saved_tokens: int
-    nbytes: int
-    prefill_tokens_per_s: float | None
-    link_bytes_per_s: float | None
-    rtt_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class MoveVerdict:
-    """Whether to move first. `numbers` hold what the reason rests on."""
-
-    moves: bool
-    reason: MoveReason
-    numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
-
-    def __str__(self) -> str:
-        return str(self.reason) + "".join(f"; {key}={value}" for key, value in self.numbers.items())
-
-
-def worth_moving(
-    case: MoveCase, *, margin: float = 0.5, max_wait_s: float = math.inf
-) -> MoveVerdict:
-    """Move when that takes less than `margin` times the recomputation, and at most `max_wait_s`."""
-    if case.saved_tokens <= 0:
-        return MoveVerdict(False, MoveReason.NOTHING_SAVED)
-    numbers: dict[str, int | float] = {"saved_tokens": case.saved_tokens, "nbytes": case.nbytes}
-    if not case.prefill_tokens_per_s:
-        return MoveVerdict(False, MoveReason.PREFILL_RATE_UNKNOWN, MappingProxyType(numbers))
-    if not case.link_bytes_per_s:
-        return MoveVerdict(False, MoveReason.LINK_RATE_UNKNOWN, MappingProxyType(numbers))
-    recompute_s = case.saved_tokens / case.prefill_tokens_per_s
-    transfer_s = ROUND_TRIPS * case.rtt_s + case.nbytes / case.link_bytes_per_s
-    numbers |= {"recompute_s": recompute_s, "transfer_s": transfer_s, "margin": margin}
-    if transfer_s >= margin * recompute_s:
-        reason = MoveReason.TOO_SLOW
-    elif transfer_s > max_wait_s:
-        reason = MoveReason.TOO_LONG
-    else:
-        reason = MoveReason.PAYS
-    return MoveVerdict(reason is MoveReason.PAYS, reason, MappingProxyType(numbers))
 
 
 class ByteBudget:
