@@ -298,6 +298,8 @@ class EmbeddedPdCluster:
             ),
             undo,
         )
+        # At once: the next request may be routed before this agent is probed again.
+        self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         landing = reserved_landing(reply, num_tokens, token_digest)
         self._slots.hold(reply.transfer_id, instance.name, config.lease_s, time.monotonic())
         if config.keep_leases:
@@ -343,7 +345,8 @@ class EmbeddedPdCluster:
 
     async def _cancel_landing(self, instance: Instance, transfer_id: str, reason: str) -> None:
         try:
-            await instance.agent.cancel(transfer_id, reason, self._config.rpc_timeout_s)
+            reply = await instance.agent.cancel(transfer_id, reason, self._config.rpc_timeout_s)
+            self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         except RpcError as error:
             # An agent that is gone has no landing; one that is only slow has the lease.
             logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)

@@ -40,8 +40,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     The engine's own numbers are those of the last look at it, `looked_s` before this report: how
     many requests its batch has (`num_running`), how many wait for room in it (`num_waiting`), and
     the share in use (`kv_usage`, None where nobody looks) of its KV memory (`kv_total_bytes`, None
-    where that is not known). `landing_cap_bytes` is what landings may take at its node at
-    most. How much of that is free changes with every request, and only the node itself knows it.
+    where that is not known). `landing_cap_bytes` is what landings may take at its node at most,
+    `landing_room_bytes` what one more could take when the node said so last (None: it does not).
     """
 
     name: str
@@ -65,6 +65,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float | None = None
     kv_total_bytes: int | None = None
     landing_cap_bytes: int | None = None
+    landing_room_bytes: int | None = None
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):

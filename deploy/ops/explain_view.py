@@ -153,6 +153,8 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
         yield "threshold", f"{_tokens(numbers['threshold_tokens'])} uncached"
     if "link_bytes_per_s" in numbers:
         yield "link", _link(numbers)
+    if "landing_room_bytes" in numbers:
+        yield "landing", _landing(numbers)
     if record.transfer_bytes is not None:
         yield "sent", _sent(record)
     yield from _places(record)
@@ -200,6 +202,11 @@ def _cached(record: RequestRecord) -> str:
     if record.landing_cached_tokens is not None:
         at["landing"] = record.landing_cached_tokens
     return ", ".join(f"{where} {num:,}" for where, num in at.items())
+
+
+def _landing(numbers: Mapping[str, Number]) -> str:
+    wanted, room = (round(numbers[name]) for name in ("landing_bytes", "landing_room_bytes"))
+    return f"{format_bytes(wanted)} of KVCache, room for {format_bytes(room)}"
 
 
 def _link(numbers: Mapping[str, Number]) -> str:

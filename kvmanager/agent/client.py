@@ -151,9 +151,9 @@ class AgentClient:
         """Prolong what the agent holds of a transfer. NOT_FOUND: nothing live."""
         await self._call(Renew(transfer_id, lease_s), RenewReply, timeout_s)
 
-    async def cancel(self, transfer_id: str, reason: str, timeout_s: float) -> None:
+    async def cancel(self, transfer_id: str, reason: str, timeout_s: float) -> CancelReply:
         """End what the agent holds of a transfer. Idempotent."""
-        await self._call(Cancel(transfer_id, reason), CancelReply, timeout_s)
+        return await self._call(Cancel(transfer_id, reason), CancelReply, timeout_s)
 
     async def wait(
         self,

@@ -130,6 +130,7 @@ class ControlService:
             lease_s=landing.lease_until_s - landing.opened_s,
             cached_tokens=cached_tokens,
             cached_runs=base.runs if base is not None else [],
+            landing_room_bytes=agent.landing_room_bytes,
         )
 
     async def _base(
@@ -186,7 +187,8 @@ class ControlService:
     async def cancel(self, request: Cancel) -> CancelReply:
         transfer_id = transfer_id_of(request.transfer_id)
         reason = request.reason[:MAX_REASON_CHARS] or "cancelled by the control plane"
-        return CancelReply(self._agent.cancel(transfer_id, reason))
+        cancelled = self._agent.cancel(transfer_id, reason)
+        return CancelReply(cancelled, self._agent.landing_room_bytes)
 
     async def wait(self, request: Await) -> TransferReport:
         _check_timeout(request.timeout_s)

@@ -51,6 +51,7 @@ class ReserveReply(msgspec.Struct, frozen=True):
 
     The full-attention KVCache of the first `cached_tokens` need not be sent: it is here, in the KV
     part of each block at `cached_runs`, and stays for as long as the landing.
+    `landing_room_bytes` is what one more landing could take now, as in `StatusReply`.
     """
 
     transfer_id: str
@@ -64,6 +65,7 @@ class ReserveReply(msgspec.Struct, frozen=True):
     lease_s: float
     cached_tokens: int = 0
     cached_runs: list[Runs] = []
+    landing_room_bytes: int | None = None
 
 
 class Renew(msgspec.Struct, frozen=True):
@@ -85,9 +87,12 @@ class Cancel(msgspec.Struct, frozen=True):
 
 
 class CancelReply(msgspec.Struct, frozen=True):
-    """`cancelled`: whether something was still alive and is ended now."""
+    """`cancelled`: whether something was still alive and is ended now. `landing_room_bytes` is what
+    one more landing could take now, as in `StatusReply`.
+    """
 
     cancelled: bool
+    landing_room_bytes: int | None = None
 
 
 class OpenOutbox(msgspec.Struct, frozen=True):
@@ -221,6 +226,7 @@ class StatusReply(msgspec.Struct, frozen=True):
     """`landing_bytes` and `outbox_bytes` count whole blocks, until they are free again.
 
     `free_bytes` are free for transfers: also what the prefix cache would give up for them.
+    `landing_room_bytes` of them may be taken by one more landing; None from an older agent.
     """
 
     arena_epoch: str
@@ -240,6 +246,7 @@ class StatusReply(msgspec.Struct, frozen=True):
     data_endpoint: str
     arena_path: str = ""
     cache: CacheStatus | None = None
+    landing_room_bytes: int | None = None
 
 
 class WatchCache(msgspec.Struct, frozen=True):

@@ -278,13 +278,11 @@ class NodeAgent:
         table, block_bytes = self.table, self.arena.block_bytes
         open_ids = {i for i, outbox in table.outboxes.items() if outbox.state is State.OPEN}
         cap = table.limits.landing_bytes
-        cache = None if self.cache is None else self.cache.status()
-        evictable_bytes = 0 if cache is None else cache.arena_blocks_bytes - cache.pinned_bytes
         return StatusReply(
             arena_epoch=self.arena.epoch,
             arena_bytes=self.arena.nbytes,
             block_bytes=block_bytes,
-            free_bytes=self.allocator.num_free * block_bytes + evictable_bytes,
+            free_bytes=self._num_free_blocks * block_bytes,
             landing_bytes=table.holds.num_blocks(Kind.LANDING) * block_bytes,
             landing_cap_bytes=self.arena.nbytes if cap is None else min(cap, self.arena.nbytes),
             outbox_bytes=table.holds.num_blocks(Kind.OUTBOX) * block_bytes,
@@ -297,8 +295,20 @@ class NodeAgent:
             pid=os.getpid(),
             data_endpoint=str(self.advertised),
             arena_path=str(self.arena.path),
-            cache=cache,
+            cache=None if self.cache is None else self.cache.status(),
+            landing_room_bytes=self.landing_room_bytes,
         )
+
+    @property
+    def landing_room_bytes(self) -> int:
+        """What one more landing could take now, the prefix cache giving up what it can."""
+        return self.table.landing_room_blocks(self._num_free_blocks) * self.arena.block_bytes
+
+    @property
+    def _num_free_blocks(self) -> int:
+        """Blocks that transfers can have."""
+        evictable = 0 if self.cache is None else self.cache.pool.num_evictable_blocks
+        return self.allocator.num_free + evictable
 
     # ---- for the engine server
 

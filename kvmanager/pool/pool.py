@@ -241,14 +241,18 @@ class HybridPool:
         self._books.leave(found, tier)
         return True
 
+    @property
+    def num_evictable_blocks(self) -> int:
+        """Blocks of the arena that `make_room` could free at most."""
+        return self._books.num_blocks - self._books.pinned_blocks - self._fills.num_blocks
+
     def make_room(self, num_blocks: int) -> bool:
         """Evict until the allocator has `num_blocks` free; False, when that cannot be.
 
         Where it is plain that it cannot be, nothing is evicted.
         """
         books = self._books
-        num_stuck = books.pinned_blocks + self._fills.num_blocks
-        if books.allocator.num_free + books.num_blocks - num_stuck < num_blocks:
+        if books.allocator.num_free + self.num_evictable_blocks < num_blocks:
             return False
         return books.evict_until(lambda: books.allocator.num_free >= num_blocks)
 

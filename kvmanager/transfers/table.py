@@ -118,6 +118,14 @@ class TransferTable:
         self._check_caps(spec, self._num_blocks(spec.nbytes) * self._block_bytes)
         return lease_s
 
+    def landing_room_blocks(self, num_free: int) -> int:
+        """Blocks that one more landing could take if `num_free` can be had."""
+        cap = self.limits.landing_bytes
+        if cap is None:
+            return num_free
+        left = cap // self._block_bytes - self.holds.num_blocks(Kind.LANDING)
+        return max(0, min(num_free, left))
+
     def reserve(self, spec: LandingSpec, now_s: float) -> LandingRecord:
         """Hold memory for a transfer to come; raises NoArenaRoom or BadRequest."""
         lease_s = self.check_landing(spec)

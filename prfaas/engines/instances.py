@@ -121,6 +121,7 @@ class Instance:
         """When they were asked for (monotonic)."""
         self.kv_block_bytes = 0
         self.landing_cap_bytes: int | None = None
+        self.landing_room_bytes: int | None = None
         """As the agent said last."""
         self.cache: CacheModel | None = None
         """How the engine's prompts are cached at its node, as the agent said last."""
@@ -183,6 +184,7 @@ class Instance:
             kv_usage=None if load is None else load.kv_usage,
             kv_total_bytes=self._kv_total_bytes(),
             landing_cap_bytes=self.landing_cap_bytes,
+            landing_room_bytes=self.landing_room_bytes,
         )
 
     def _kv_total_bytes(self) -> int | None:
@@ -266,6 +268,17 @@ class Instances:
             if instance.spec.agent == target and instance.agent_health.mark_lost(reason):
                 logger.warning("%s: node agent %s lost: %s", instance.name, target, reason)
                 self._on_change(instance)
+
+    def landing_room_said(self, name: str, room_bytes: int | None) -> None:
+        """The instance's node agent said what one more landing can take there; None: it did not,
+        so that its next status has to.
+        """
+        if room_bytes is None:
+            return
+        target = self._instances[name].spec.agent
+        for instance in self._instances.values():
+            if instance.spec.agent == target:
+                instance.landing_room_bytes = room_bytes
 
     def set_draining(self, name: str, draining: bool) -> None:
         """Take an instance out of placement, or back in. Raises KeyError for an unknown name."""
@@ -389,4 +402,5 @@ class Instances:
             )
         instance.cache, instance.kv_block_bytes = engine.cache, engine.kv_block_bytes
         instance.landing_cap_bytes = status.landing_cap_bytes
+        instance.landing_room_bytes = status.landing_room_bytes
         return instance.agent_health.probe_succeeded()

@@ -7,12 +7,12 @@ Does not know links, prefill clusters or what is decided.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
-from scheduler.reports import InstanceReport
+from scheduler.reports import InstanceReport, serves
 from scheduler.routing.views import DecodeView
 
 UNTOLD_SLOTS: Final = 1 << 20
@@ -20,6 +20,11 @@ UNTOLD_SLOTS: Final = 1 << 20
 FULL_SHARE: Final = 0.9
 """Of an engine's KV memory. Requests that wait while less is in use wait for their turn to prefill:
 a step computes only so many tokens. While more is in use, they wait for memory."""
+
+
+def decoding(instances: Sequence[InstanceReport], model: str) -> list[InstanceReport]:
+    """The instances of the PD cluster that decode for a model."""
+    return [item for item in instances if item.role != "prefill" and serves(item, model)]
 
 
 def decode_view(
@@ -63,13 +68,31 @@ def is_full(item: InstanceReport, num_requests: int) -> bool:
     return num_requests >= _num_slots(item)
 
 
-def landing_cap_bytes(instances: Sequence[InstanceReport]) -> int | None:
-    """What a landing can take at most; None where a node does not say. It lies on the node of the
-    instance that decodes it.
+def landing_room_bytes(
+    instances: Sequence[InstanceReport], model: str, reserved_bytes: Mapping[str, float]
+) -> float | None:
+    """What a landing for a model can take now; None where a node does not say. It lies on the node
+    of the instance that decodes it, so the node with most room counts.
+
+    `instances` are all of the PD cluster, because those of other models share nodes with these.
+    `reserved_bytes` of landings were reserved since the report, by instance.
     """
-    caps = [item.landing_cap_bytes for item in instances]
-    known = [nbytes for nbytes in caps if nbytes is not None]
-    return max(known) if known and len(known) == len(caps) else None
+    room: dict[str, float] = {}
+    for item in decoding(instances, model):
+        nbytes = item.landing_room_bytes
+        if nbytes is None:
+            nbytes = item.landing_cap_bytes
+        if nbytes is None:
+            return None
+        room[_node(item)] = nbytes
+    for item in instances:
+        if _node(item) in room:
+            room[_node(item)] -= reserved_bytes.get(item.name, 0.0)
+    return max(0.0, *room.values()) if room else None
+
+
+def _node(item: InstanceReport) -> str:
+    return item.node or item.name
 
 
 def _num_slots(item: InstanceReport) -> int:

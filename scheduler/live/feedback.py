@@ -48,7 +48,7 @@ class LegBegun(Event[None], frozen=True):
     """A prefill is on its way to `place`; its KVCache should have landed in `lands_s`.
 
     The landing is for `num_tokens`, of which `landing_cached_tokens` are there, and takes
-    `nbytes`. The place has `uncached_tokens` to compute.
+    `nbytes` at the node of `instance`. The place has `uncached_tokens` to compute.
     """
 
     transfer_id: str
@@ -60,6 +60,7 @@ class LegBegun(Event[None], frozen=True):
     nbytes: int
     lands_s: float
     priority: int = 0
+    instance: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """It is work ahead of others until it is over; how much a landing takes is learnt."""
@@ -74,6 +75,7 @@ class LegBegun(Event[None], frozen=True):
             kv_bytes=self.nbytes,
             model=self.model,
             priority=self.priority,
+            instance=self.instance,
         )
         live.ledger.leg_begun(self.transfer_id, leg)
 

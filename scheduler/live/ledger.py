@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from itertools import chain, takewhile
 
 KEEP_ENDED_S = 30.0
 """Ended legs are remembered for so long: older reports are not used any more."""
@@ -23,7 +24,8 @@ KEEP_ENDED_S = 30.0
 class PrefillLeg:
     """A prompt computed at `place` (a prefill cluster's name, or the hand-off inside of the PD
     cluster) for decoding elsewhere. `lands_at_s` is when its KVCache is expected to be there.
-    `model` is the served name, `priority` what the client gave.
+    `model` is the served name, `priority` what the client gave, `instance` the one that decodes,
+    on whose node the landing is.
     """
 
     place: str
@@ -34,6 +36,7 @@ class PrefillLeg:
     kv_bytes: float = 0.0
     model: str = ""
     priority: int = 0
+    instance: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,17 @@ class Ledger:
             for transfer_id, leg in self._legs.items()
             if leg.model == model and transfer_id not in self._answered_s
         ]
+
+    def reserved_since(self, since_s: float) -> dict[str, float]:
+        """Bytes of the landings that were reserved since then, by the instance that decodes. Those
+        that are over count as well: a node may hold their memory for a while.
+        """
+        latest_ended = takewhile(lambda item: item[0] >= since_s, reversed(self._ended.values()))
+        found: dict[str, float] = {}
+        for leg in chain(reversed(self._legs.values()), (leg for _, leg in latest_ended)):
+            if leg.begun_s >= since_s:
+                found[leg.instance] = found.get(leg.instance, 0.0) + leg.kv_bytes
+        return found
 
     def answer_over(self, transfer_id: str, now_s: float) -> None:
         """The request that a leg was for is answered or given up: no engine holds its KVCache."""

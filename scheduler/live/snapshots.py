@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from netmon.region_link import LinkView
 from scheduler.live.cache_moves import CacheMoveLedger
-from scheduler.live.decode_side import decode_view, landing_cap_bytes
+from scheduler.live.decode_side import decode_view, decoding, landing_room_bytes
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
 from scheduler.live.thresholds import Thresholds
@@ -92,7 +92,7 @@ class SnapshotMaker:
             local=self._hand_off(pd, now_s),
             engines=self._engines(pd, now_s),
             decode=self.decode_side(pd, now_s),
-            landing_cap_bytes=landing_cap_bytes(self._decoding(pd)),
+            landing_room_bytes=self._landing_room_bytes(pd),
             prefill_clusters=tuple(
                 self._prefill_cluster(source, pd.name, now_s) for source in prefill_clusters
             ),
@@ -102,8 +102,9 @@ class SnapshotMaker:
 
     def decode_side(self, pd: Reported, now_s: float) -> DecodeView:
         """Those of the PD cluster that decode for the model."""
+        instances = () if pd.report is None else pd.report.instances
         return decode_view(
-            self._decoding(pd),
+            decoding(instances, self.model),
             pd.at_s,
             now_s,
             model=self.model,
@@ -319,9 +320,12 @@ class SnapshotMaker:
         )
         return replace(link, inflow_bytes_per_s=rate)
 
-    def _decoding(self, pd: Reported) -> list[InstanceReport]:
-        instances = () if pd.report is None else pd.report.instances
-        return [item for item in instances if item.role != "prefill" and serves(item, self.model)]
+    def _landing_room_bytes(self, pd: Reported) -> float | None:
+        if pd.report is None:
+            return None
+        # Only this gateway's own since the report: others' are in the next one.
+        reserved_bytes = self.ledger.reserved_since(pd.at_s)
+        return landing_room_bytes(pd.report.instances, self.model, reserved_bytes)
 
 
 def _prefill_s(job: JobReport | PrefillLeg, profile: PrefillProfile) -> float:

@@ -165,7 +165,7 @@ class LiveSnapshot:
 
     __slots__ = ("decode", "local", "prefill_clusters", "taken_s")
     engines: ClusterView | None = None
-    landing_cap_bytes: int | None = None
+    landing_room_bytes: float | None = None
     moving = failed_moves = frozenset[tuple[str, str]]()
 
     def __init__(

@@ -128,9 +128,20 @@ def obstacle(
 
 
 def has_landing_room(request: RequestShape, snapshot: RegionSnapshot, kv: KvProfile) -> bool:
-    """Whether the KVCache of the prompt could fit where it would land, as far as known."""
-    cap_bytes = snapshot.landing_cap_bytes
-    return cap_bytes is None or cap_bytes >= max(1.0, sum(wire_bytes(request, kv)))
+    """Whether the KVCache of the prompt fits where it would land now, as far as known."""
+    room_bytes = snapshot.landing_room_bytes
+    return room_bytes is None or room_bytes >= max(1.0, sum(wire_bytes(request, kv)))
+
+
+def wants_hand_off(request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig) -> bool:
+    """Whether a prefill instance of the PD cluster would compute it if there is landing room."""
+    prefill = snapshot.local
+    return (
+        request.local_uncached_tokens > config.hand_off_tokens
+        and prefill.is_healthy
+        and prefill.takes_jobs
+        and bool(prefill.free_s)
+    )
 
 
 def wire_bytes(request: RequestShape, kv: KvProfile) -> tuple[float, float]:
@@ -272,17 +283,9 @@ def _move_obstacle(source: str, target: str, link: LinkView, asked: _Asked) -> M
 def _local_place(
     request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig
 ) -> tuple[ClusterView, str]:
-    prefill, engines = snapshot.local, snapshot.engines
-    hands_off = (
-        request.local_uncached_tokens > config.hand_off_tokens
-        and prefill.is_healthy
-        and prefill.takes_jobs
-        and bool(prefill.free_s)
-        and has_landing_room(request, snapshot, config.kv)
-    )
-    if hands_off:
-        return prefill, HAND_OFF
-    return engines or prefill, ONE_ENGINE
+    if wants_hand_off(request, snapshot, config) and has_landing_room(request, snapshot, config.kv):
+        return snapshot.local, HAND_OFF
+    return snapshot.engines or snapshot.local, ONE_ENGINE
 
 
 def _move_s(nbytes: float, link: LinkView) -> float:

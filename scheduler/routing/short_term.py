@@ -30,7 +30,7 @@ an instance is; the instance within the cluster is `scheduler.routing.instance_c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -38,9 +38,12 @@ from typing import Final, NamedTuple
 from scheduler.routing.candidates import (
     Candidate,
     RouteConfig,
+    has_landing_room,
     local_candidate,
     obstacle,
     remote_candidate,
+    wants_hand_off,
+    wire_bytes,
 )
 from scheduler.routing.decision import (
     NO_MOVE,
@@ -122,7 +125,7 @@ def route(
         if meant:
             reason = _kept_back(meant, request, snapshot, config, now_s, excluded=excluded)
             chosen = chosen._replace(reason=reason)
-    return _decision(request, chosen)
+    return _decision(request, chosen, _landing_numbers(request, snapshot, config, chosen.reason))
 
 
 def choose(
@@ -157,11 +160,22 @@ def choose(
     meant = [remote for remote in remotes if uncached > remote.cluster.threshold_tokens]
     if meant:
         return _from_remote(local, _soonest(meant), config)
-    if not snapshot.prefill_clusters:
-        return Chosen(local, Reason.NO_PREFILL_CLUSTER, local, None)
     kept_by = [reason for cluster, reason in obstacles if uncached > cluster.threshold_tokens]
-    reason = next((r for r in OBSTACLES if r in kept_by), Reason.BELOW_THRESHOLD)
-    return _from_local(local, remotes, config, reason)
+    reason = next((r for r in OBSTACLES if r in kept_by), None)
+    if reason is None and _lacks_room_for_hand_off(request, snapshot, config):
+        reason = Reason.NO_LANDING_ROOM
+    if not snapshot.prefill_clusters:
+        return Chosen(local, reason or Reason.NO_PREFILL_CLUSTER, local, None)
+    return _from_local(local, remotes, config, reason or Reason.BELOW_THRESHOLD)
+
+
+def _lacks_room_for_hand_off(
+    request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig
+) -> bool:
+    """Whether only a full landing arena keeps a prompt from the PD cluster's prefill instances."""
+    return wants_hand_off(request, snapshot, config) and not has_landing_room(
+        request, snapshot, config.kv
+    )
 
 
 def _obstacle(
@@ -245,7 +259,20 @@ def _is_clearly_sooner(other: Candidate, own: Candidate, config: RouteConfig) ->
     return other_s + config.margin_s + config.margin_share * own_s < own_s
 
 
-def _decision(request: RequestShape, chosen: Chosen) -> RouteDecision:
+def _landing_numbers(
+    request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig, reason: Reason
+) -> dict[str, Number]:
+    if reason is not Reason.NO_LANDING_ROOM or snapshot.landing_room_bytes is None:
+        return {}
+    return {
+        "landing_bytes": round(sum(wire_bytes(request, config.kv))),
+        "landing_room_bytes": round(snapshot.landing_room_bytes),
+    }
+
+
+def _decision(
+    request: RequestShape, chosen: Chosen, landing: Mapping[str, Number]
+) -> RouteDecision:
     taken, reason, local, remote = chosen
     is_remote = taken is remote
     found = taken.prediction
@@ -260,6 +287,7 @@ def _decision(request: RequestShape, chosen: Chosen) -> RouteDecision:
         "tail_s": round(found.tail_s, 4),
         "slot_s": round(found.slot_s, 4),
         "local_ttft_s": round(local.prediction.ttft_s, 4),
+        **landing,
     }
     if remote is not None:
         numbers["threshold_tokens"] = round(remote.cluster.threshold_tokens)

@@ -134,10 +134,10 @@ class RegionSnapshot:
     """All that a route may depend on besides the request, as it was at `taken_s`.
 
     `local` are the prefill instances of the PD cluster (none: its decode engines prefill),
-    `engines` those that can serve a request whole. `landing_cap_bytes` is the most that
-    a landing can ever take; whether so much is free turns out when it is reserved. None: not known.
-    `moving` are the pairs of clusters (from, to) between which a cached prefix is under way, and
-    `failed_moves` those between which a move failed lately.
+    `engines` those that can serve a request whole. `landing_room_bytes` is what one more landing
+    can take in the PD cluster; None: not known. `moving` are the pairs of clusters (from, to)
+    between which a cached prefix is under way, and `failed_moves` those between which a move failed
+    lately.
     """
 
     taken_s: float
@@ -145,7 +145,7 @@ class RegionSnapshot:
     decode: DecodeView
     prefill_clusters: tuple[ClusterView, ...] = ()
     engines: ClusterView | None = None
-    landing_cap_bytes: int | None = None
+    landing_room_bytes: float | None = None
     moving: Set[tuple[str, str]] = frozenset()
     failed_moves: Set[tuple[str, str]] = frozenset()
 

@@ -90,13 +90,15 @@ class FakeAgent:
     `outbox_room`, `landing_room`: how many of each it has memory for. `renewals` counts calls,
     `num_awaiting` those that wait for an end now. `cached_tokens`: what landings with block keys
     build on; `cache_model`: how its engines say that they cache; `kv_block_bytes`: what a block of
-    theirs holds. `landing_bytes` of its 1 MiB hold landings, as it says.
+    theirs holds. `landing_bytes` of its 1 MiB hold landings of others; `tells_room` is False for an
+    agent of a version that does not say what is left.
     """
 
     def __init__(self, *instances: str) -> None:
         self.instances = list(instances)
         self.kv_block_bytes = 0
         self.landing_bytes = 0
+        self.tells_room = True
         self.outboxes: dict[str, _End] = {}
         self.landings: dict[str, Reserve] = {}
         self.num_awaiting = 0
@@ -138,6 +140,11 @@ class FakeAgent:
         """The same for a landing."""
         self._landing_ends[transfer_id].become(state, error)
 
+    @property
+    def landing_room_bytes(self) -> int | None:
+        held = sum(landing.num_tokens for landing in self.landings.values()) * BYTES_PER_TOKEN
+        return (1 << 20) - self.landing_bytes - held if self.tells_room else None
+
     async def _reserve(self, request: Reserve) -> ReserveReply:
         await self._pause("Reserve")
         if len(self.landings) >= self.landing_room:
@@ -157,6 +164,7 @@ class FakeAgent:
             lease_s=request.lease_s,
             cached_tokens=self.cached_tokens if request.block_keys else 0,
             cached_runs=[[(9, 1)]] if request.block_keys and self.cached_tokens else [],
+            landing_room_bytes=self.landing_room_bytes,
         )
 
     async def _renew(self, request: Renew) -> RenewReply:
@@ -173,7 +181,8 @@ class FakeAgent:
         landing = self.landings.pop(request.transfer_id, None)
         if landing is not None:
             self._landing_ends[request.transfer_id].become("cancelled")
-        return CancelReply(outbox is not None or landing is not None)
+        cancelled = outbox is not None or landing is not None
+        return CancelReply(cancelled, self.landing_room_bytes)
 
     async def _open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         await self._pause("OpenOutbox")
@@ -232,6 +241,7 @@ class FakeAgent:
             uptime_s=1.0,
             pid=1,
             data_endpoint="127.0.0.1:9",
+            landing_room_bytes=self.landing_room_bytes,
         )
 
     async def _pause(self, method: str) -> None:

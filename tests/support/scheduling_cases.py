@@ -148,7 +148,7 @@ def snapshots(draw: st.DrawFn) -> RegionSnapshot:
         decode=draw(decode_views()),
         prefill_clusters=tuple(draw(clusters(name, is_far=True)) for name in names),
         engines=draw(st.one_of(st.none(), clusters("pd", is_far=False))),
-        landing_cap_bytes=draw(st.one_of(st.none(), st.integers(0, 10**10))),
+        landing_room_bytes=draw(st.one_of(st.none(), st.integers(0, 10**10))),
         moving=draw(st.sets(_PAIRS)),
         failed_moves=draw(st.sets(_PAIRS)),
     )

@@ -13,6 +13,7 @@ import msgspec
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.landing import ReservedLanding
+from local_pd.messages import DecodeSlot
 from prfaas.engines.service_time import LEAST_SERVICE_S
 from prfaas.jobs import PrefillResult
 from scheduler.live.feedback import (
@@ -78,7 +79,7 @@ class Feedback:
     def leg_begun(
         self,
         model: str,
-        landing: ReservedLanding,
+        slot: DecodeSlot,
         shape: RequestShape,
         place: str,
         predicted: Prediction,
@@ -86,6 +87,7 @@ class Feedback:
         priority: int = 0,
     ) -> None:
         """A prefill is on its way to `place`; how much a landing takes is learnt by that, too."""
+        landing = slot.landing
         cached_tokens = shape.prefill_cached_tokens.get(place, shape.local_cached_tokens)
         event = LegBegun(
             transfer_id=landing.transfer_id,
@@ -97,6 +99,7 @@ class Feedback:
             nbytes=landing.nbytes,
             lands_s=predicted.landed_s,
             priority=priority,
+            instance=slot.instance,
         )
         self.scheduler.tell(event)
 

@@ -159,7 +159,7 @@ class Offload:
         """Start the prefill leg. Until it is over, predictions for other requests count on it."""
         self._feedback.leg_begun(
             self._inbound.model,
-            slot.landing,
+            slot,
             self._shape,
             self._routed.target,
             self._routed.predicted or Prediction(),

@@ -16,6 +16,7 @@ from deploy.gateway.scheduling.feedback import Feedback, Usage, usage_of
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.landing import ReservedLanding
 from kvmanager.token_ids import at_once
+from local_pd.messages import DecodeSlot
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from prfaas.jobs import PrefillResult
@@ -46,9 +47,12 @@ class Case:
             layout_fingerprint="",
             token_digest="",
         )
+        slot = DecodeSlot(
+            landing=landing, instance="d0", engine_url="", kv_transfer_params={}, lease_s=30.0
+        )
         self.feedback.leg_begun(
             MODEL,
-            landing,
+            slot,
             RequestShape(num_prompt_tokens=1001, **shape),
             "far",
             Prediction(queue_s=1.0, prefill_s=2.0, slot_s=9.0),
@@ -101,6 +105,7 @@ def test_a_leg_is_under_way_until_it_is_over() -> None:
     (leg,) = case.scheduler.live.ledger.landing(MODEL)
     assert (leg.place, leg.num_tokens, leg.uncached_tokens) == ("far", 1000, 400)
     assert (leg.begun_s, leg.lands_at_s, leg.kv_bytes) == (100.0, 103.0, 512_000)
+    assert leg.instance == "d0"
     assert case.known.kv is not None
     assert case.known.kv.token_bytes == pytest.approx(512)
     case.feedback.leg_over(landing)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ import aiohttp
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from front_doubles import FakeEngine as PrefillEngine
+from live_region_cases import snapshot
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.server import start_server
+from kvmanager.agent.messages import ReserveReply, StatusReply
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
@@ -43,6 +45,20 @@ class Whole:
         self.sent = b""
         self.loaded = b""
         self.share = 1.0
+
+    async def agent_status(self) -> StatusReply:
+        """Of the node agent where KVCache lands."""
+        return await self.pd._instances.by_name["d0"].agent.status(2.0)
+
+    async def num_refused(self) -> float:
+        """How many reservations that agent has refused."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://{self.receiving.ready['metrics']}/metrics") as response,
+        ):
+            lines = (await response.text()).splitlines()
+        refused = 'prfaas_agent_refused_requests_total{method="Reserve"'
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(refused))
 
     def fill(self, body: dict[str, Any]) -> None:
         """What the connector does while the prefill runs."""
@@ -71,9 +87,16 @@ class Whole:
         return SMALL_LAYOUT.transfer_bytes(len(BODY["prompt"]) - 1)
 
     async def memory_is_back(self) -> None:
-        agent = self.pd._instances.by_name["d0"].agent
         async with asyncio.timeout(15):
-            while (await agent.status(2.0)).landing_bytes:
+            while (await self.agent_status()).landing_bytes:
+                await asyncio.sleep(0.05)
+
+    async def routing_sees(self, is_enough: Callable[[float], bool]) -> None:
+        """Wait until a request would find so much room for its landing."""
+        async with asyncio.timeout(10):
+            while (room := snapshot(self.gateway.scheduler, "tiny").landing_room_bytes) is None or (
+                not is_enough(room)
+            ):
                 await asyncio.sleep(0.05)
 
     async def record(self) -> Any:
@@ -95,7 +118,8 @@ async def whole(tmp_path: Path, lone_engine: Any) -> AsyncIterator[Whole]:
     lone_engine.load = made.load
     async with AsyncExitStack() as stack:
         made.sending = stack.enter_context(AgentProcess(tmp_path / "send"))
-        made.receiving = stack.enter_context(AgentProcess(tmp_path / "receive"))
+        receiving = AgentProcess(tmp_path / "receive", metrics_port=0)
+        made.receiving = stack.enter_context(receiving)
         made.producer = stack.enter_context(DrivenEngine(made.sending, "p0"))
         made.consumer = stack.enter_context(DrivenEngine(made.receiving, "d0"))
         stack.callback(made.prefiller.may_answer.set)
@@ -202,3 +226,26 @@ async def test_a_killed_receiving_agent_means_local(whole: Whole) -> None:
     assert status == 200
     assert headers["x-prfaas-route"] == "local"
     assert headers["x-prfaas-reason"].startswith("reserve_failed")
+
+
+async def test_a_full_arena_means_local_before_any_reservation_fails(whole: Whole) -> None:
+    status, headers, _ = await ask(whole)
+    assert (status, headers["x-prfaas-route"]) == (200, "prefill_cluster")
+    await whole.memory_is_back()
+    others: list[ReserveReply] = []
+    agent = whole.pd._instances.by_name["d0"].agent
+    while (await whole.agent_status()).landing_room_bytes >= whole.nbytes:  # type: ignore[operator]
+        others.append(await agent.reserve(299, "", 60.0, timeout_s=5.0))
+    await whole.routing_sees(lambda room_bytes: room_bytes < whole.nbytes)
+    for _ in range(3):
+        status, headers, _ = await ask(whole)
+        assert (status, headers["x-prfaas-route"]) == (200, "local")
+        assert headers["x-prfaas-reason"].startswith("no_landing_room; ")
+        assert "; landing_bytes=" in headers["x-prfaas-reason"]
+    assert await whole.num_refused() == 0
+    for other in others:
+        await agent.cancel(other.transfer_id, "the test goes on", 5.0)
+    await whole.routing_sees(lambda room_bytes: room_bytes > 2 * whole.nbytes)
+    status, headers, _ = await ask(whole)
+    assert (status, headers["x-prfaas-route"]) == (200, "prefill_cluster")
+    await whole.memory_is_back()

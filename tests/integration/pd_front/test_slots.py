@@ -95,8 +95,8 @@ async def test_reports_say_how_full_engines_are(rig: PdRig) -> None:
     # vLLM keeps one block for itself.
     assert (d0.kv_usage, d0.kv_total_bytes) == (0.75, 100 * 4096)
     assert (d1.kv_usage, d1.kv_total_bytes) == (0.0, None)
-    # What landings hold now is no part of it: that is old when a request comes.
     assert (d0.landing_cap_bytes, d1.landing_cap_bytes) == (1 << 20, 1 << 20)
+    assert (d0.landing_room_bytes, d1.landing_room_bytes) == ((1 << 20) - 1_000_000, 1 << 20)
     assert 0 <= d0.looked_s < 10
 
 

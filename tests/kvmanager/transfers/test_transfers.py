@@ -95,6 +95,18 @@ class TestRoom:
         table.reserve(landing_spec(IDS[1], nbytes=10), 0)
         table.open_outbox(outbox_spec(nbytes=40), 0)
 
+    def test_room_is_what_is_free_within_the_cap(self) -> None:
+        allocator = BlockAllocator(8)
+        table = TransferTable(allocator, BLOCK, TableLimits(landing_bytes=45))
+        rooms = [table.landing_room_blocks(allocator.num_free)]
+        for number, nbytes in enumerate((1, 20)):
+            table.reserve(landing_spec(IDS[number], nbytes=nbytes), 0)
+            rooms.append(table.landing_room_blocks(allocator.num_free))
+        assert rooms == [4, 3, 1]
+        assert table.landing_room_blocks(0) == 0
+        uncapped = TransferTable(allocator, BLOCK)
+        assert uncapped.landing_room_blocks(allocator.num_free) == 5
+
     def test_tenant_cap_counts_memory_until_it_is_free(self) -> None:
         table = TransferTable(BlockAllocator(8), BLOCK, TableLimits(tenant_landing_bytes=30))
         blue = dataclasses.replace(landing_spec(), tenant="blue")

@@ -161,16 +161,43 @@ def test_kvcache_that_landed_since_the_engines_were_looked_at_is_in_memory() -> 
 
 
 def test_a_landing_must_fit_the_node_with_most_room() -> None:
-    room = [{"landing_cap_bytes": 1000}, {"landing_cap_bytes": 3000 * 512}]
+    room = [{"landing_room_bytes": 1000}, {"landing_room_bytes": 3000 * 512}]
     scheduler = taught(region_of(*room))
-    assert snapshot(scheduler, MODEL).landing_cap_bytes == 3000 * 512
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 3000 * 512
     assert scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).target == "far"
     decision = scheduler.route(MODEL, RequestShape(num_prompt_tokens=3001))
     assert (decision.route, decision.reason) == ("local", Reason.NO_LANDING_ROOM)
 
 
-@pytest.mark.parametrize("room", [(), ({},), ({"landing_cap_bytes": 5}, {})])
+@pytest.mark.parametrize("room", [(), ({},), ({"landing_room_bytes": 5}, {})])
 def test_room_that_a_node_does_not_tell_is_not_known(room: Any) -> None:
     scheduler = taught(region_of(*room))
-    assert snapshot(scheduler, MODEL).landing_cap_bytes is None
+    assert snapshot(scheduler, MODEL).landing_room_bytes is None
     assert scheduler.route(MODEL, RequestShape(num_prompt_tokens=3000)).target == "far"
+
+
+def test_a_front_that_tells_only_how_much_landings_may_take_has_it_all() -> None:
+    scheduler = taught(region_of({"landing_cap_bytes": 3000 * 512}))
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 3000 * 512
+
+
+def test_landings_reserved_since_the_report_take_room_on_their_node() -> None:
+    shared: dict[str, Any] = {"landing_room_bytes": 5000, "node": "n1"}
+    other: dict[str, Any] = {"landing_room_bytes": 1000, "node": "n2"}
+    region = region_of(shared, shared | {"model": "big"}, other)
+    ledger = (scheduler := taught(region)).live.ledger
+    ledger.leg_begun("before", leg(3, begun_s=99.9, instance="d0"))
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 5000
+    # The instance of another model has its landings in the same memory.
+    ledger.leg_begun("since", leg(3, begun_s=100.0, instance="d1", model="big"))
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 4000
+    ledger.leg_over("since", 100.1)
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 4000
+    for number in range(5):
+        ledger.leg_begun(str(number), leg(3, begun_s=100.2, instance="d0"))
+    # Now the other node has most, until it is taken, too.
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 1000
+    ledger.leg_begun("last", leg(4, begun_s=100.2, instance="d2"))
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 0
+    region.at_s = 100.3
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 5000

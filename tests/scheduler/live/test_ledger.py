@@ -90,6 +90,17 @@ def test_engines_hold_what_has_landed_until_it_is_answered() -> None:
     assert ledger.kv_change_since("other", 2.0) == 0.0
 
 
+def test_reservations_since_a_moment_count_whether_they_are_over_or_not() -> None:
+    ledger = Ledger()
+    for transfer_id, begun_s, instance in (("a", 1.0, "d0"), ("b", 2.0, "d0"), ("c", 3.0, "d1")):
+        ledger.leg_begun(transfer_id, leg(begun_s, kv_bytes=100.0, instance=instance))
+    ledger.leg_over("a", 3.0)
+    ledger.leg_over("b", 3.0)
+    assert ledger.reserved_since(0.0) == {"d0": 200.0, "d1": 100.0}
+    assert ledger.reserved_since(2.0) == {"d0": 100.0, "d1": 100.0}
+    assert ledger.reserved_since(3.1) == {}
+
+
 def test_an_answer_may_be_over_before_its_leg() -> None:
     ledger = Ledger()
     ledger.leg_begun("a", leg(model="m", kv_bytes=100.0))

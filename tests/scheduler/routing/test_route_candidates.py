@@ -50,8 +50,8 @@ def test_a_link_is_stale_when_it_was_looked_at_longer_ago_than_allowed(
 def test_room_is_enough_when_exactly_what_is_sent_fits() -> None:
     size = 1000 + 100 * 50
 
-    def fits(cap_bytes: int | None, **fields: object) -> bool:
-        return has_landing_room(prompt(50, **fields), region(landing_cap_bytes=cap_bytes), KV)
+    def fits(room_bytes: int | None, **fields: object) -> bool:
+        return has_landing_room(prompt(50, **fields), region(landing_room_bytes=room_bytes), KV)
 
     assert (fits(size), fits(size - 1), fits(None)) == (True, False, True)
     assert (fits(777, transfer_bytes=777), fits(776, transfer_bytes=777)) == (True, False)
@@ -59,8 +59,8 @@ def test_room_is_enough_when_exactly_what_is_sent_fits() -> None:
 
 def test_a_host_without_room_takes_not_even_nothing() -> None:
     nothing = prompt(50, transfer_bytes=0)
-    assert not has_landing_room(nothing, region(landing_cap_bytes=0), KV)
-    assert has_landing_room(nothing, region(landing_cap_bytes=1), KV)
+    assert not has_landing_room(nothing, region(landing_room_bytes=0), KV)
+    assert has_landing_room(nothing, region(landing_room_bytes=1), KV)
 
 
 def test_what_is_sent_is_what_the_landing_node_lacks() -> None:

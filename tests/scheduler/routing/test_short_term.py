@@ -101,9 +101,35 @@ def test_a_snapshot_ages_with_its_links() -> None:
 
 
 def test_without_landing_room_one_engine_serves_it() -> None:
-    found = routed(20_000, region(far(), landing_cap_bytes=1000, engines=near()))
+    found = routed(20_000, region(far(), landing_room_bytes=1000, engines=near()))
     assert (found.target, found.reason) == (ONE_ENGINE, Reason.NO_LANDING_ROOM)
-    assert routed(20_000, region(far(), landing_cap_bytes=10**9)).target == "far"
+    numbers = found.numbers
+    assert (numbers["landing_bytes"], numbers["landing_room_bytes"]) == (21_000_000, 1000)
+    served = routed(20_000, region(far(), landing_room_bytes=10**9))
+    assert served.target == "far"
+    assert not {"landing_bytes", "landing_room_bytes"} & set(served.numbers)
+
+
+@pytest.mark.parametrize("clusters", [(), (far(),)])
+@pytest.mark.parametrize(
+    ("local", "reason"),
+    [
+        (near(), Reason.NO_LANDING_ROOM),
+        (near(is_healthy=False), None),
+        (near(instances=()), None),
+        (near(num_queued=1, max_queued=1), None),
+    ],
+)
+def test_a_hand_off_needs_landing_room_as_well(
+    clusters: tuple[ClusterView, ...], local: ClusterView, reason: Reason | None
+) -> None:
+    """Where room is not what keeps it from a prefill instance, room is not the reason."""
+    otherwise = Reason.BELOW_THRESHOLD if clusters else Reason.NO_PREFILL_CLUSTER
+    view = region(*clusters, local=local, landing_room_bytes=1000, engines=near())
+    found = routed(5000, view)
+    assert (found.target, found.reason) == (ONE_ENGINE, reason or otherwise)
+    roomy = routed(5000, replace(view, landing_room_bytes=10**9))
+    assert (roomy.target, roomy.reason) == (HAND_OFF if reason else ONE_ENGINE, otherwise)
 
 
 def test_a_cluster_that_failed_the_request_is_passed_over() -> None:

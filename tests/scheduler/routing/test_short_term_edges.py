@@ -71,7 +71,7 @@ def test_of_several_obstacles_the_client_is_told_the_nearest_to_serving(
 
 
 def test_a_lack_of_room_to_land_is_nearer_to_serving_than_a_full_queue() -> None:
-    view = region(FULL_QUEUE, far(), landing_cap_bytes=0)
+    view = region(FULL_QUEUE, far(), landing_room_bytes=0)
     assert routed(20_000, view).reason is Reason.NO_LANDING_ROOM
 
 
