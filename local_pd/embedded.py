@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvmanager.agent.messages import ReserveReply
+from msgspec import structs
+
+from kvmanager.agent.messages import Reserve, ReserveReply
 from kvmanager.landing import consumer_params, reserved_landing
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
 from local_pd.handoff import LocalHandoff
@@ -110,7 +112,15 @@ class EmbeddedPdCluster:
         *,
         block_keys: bytes = b"",
         prefer_nodes: Sequence[str] = (),
+        tenant: str = "",
     ) -> DecodeSlot:
+        wanted = Reserve(
+            num_tokens,
+            self._config.lease_s,
+            token_digest=token_digest,
+            tenant=tenant,
+            block_keys=block_keys,
+        )
         candidates = decode_order(self._views(), model, self._affinity(prefer_nodes))
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
@@ -123,9 +133,11 @@ class EmbeddedPdCluster:
                 continue
             asked.add(instance.spec.agent)
             try:
-                slot = await self._reserve_at(instance, num_tokens, token_digest, block_keys)
+                slot = await self._reserve_at(instance, wanted)
             except RpcError as error:
-                self._reserve_failed(name, error)
+                logger.warning("%s: %s: no landing at %s: %s", request_id, self._name, name, error)
+                if error.code in ("UNAVAILABLE", "TIMEOUT"):
+                    self._instances.agent_lost(name, error.message)
                 (full if error.code == "NO_ROOM" else broken).append(f"{name}: {error.message}")
                 continue
             self._metrics.reservations.labels(self._name, "ok").inc()
@@ -281,26 +293,19 @@ class EmbeddedPdCluster:
     def _affinity(self, prefer_nodes: Sequence[str]) -> Affinity:
         return Affinity(tuple(prefer_nodes), self._config.affinity_slack)
 
-    async def _reserve_at(
-        self, instance: Instance, num_tokens: int, token_digest: str, block_keys: bytes
-    ) -> DecodeSlot:
+    async def _reserve_at(self, instance: Instance, wanted: Reserve) -> DecodeSlot:
         async def undo(reply: ReserveReply) -> None:
             await self._cancel_landing(instance, reply.transfer_id, "the caller went away")
 
         config = self._config
+        # Engines of several models may share the node, each with a layout of its own.
+        wanted = structs.replace(wanted, layout_fingerprint=instance.layout_fingerprint)
         reply = await self._cleanups.acquire(
-            instance.agent.reserve(
-                num_tokens,
-                token_digest,
-                config.lease_s,
-                timeout_s=config.rpc_timeout_s,
-                block_keys=block_keys,
-            ),
-            undo,
+            instance.agent.reserve(wanted, config.rpc_timeout_s), undo
         )
         # At once: the next request may be routed before this agent is probed again.
         self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
-        landing = reserved_landing(reply, num_tokens, token_digest)
+        landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest)
         self._slots.hold(reply.transfer_id, instance.name, config.lease_s, time.monotonic())
         if config.keep_leases:
             self._leases.hold(
@@ -337,11 +342,6 @@ class EmbeddedPdCluster:
                 raise
             return LandingReport(state="unknown", error=f"{self._name} is shutting down")
         return landing_report(report)
-
-    def _reserve_failed(self, name: str, error: RpcError) -> None:
-        logger.warning("%s: no landing at %s: %s", self._name, name, error)
-        if error.code in ("UNAVAILABLE", "TIMEOUT"):
-            self._instances.agent_lost(name, error.message)
 
     async def _cancel_landing(self, instance: Instance, transfer_id: str, reason: str) -> None:
         try:

@@ -64,6 +64,7 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     block_keys: bytes = b""
     prefer_nodes: tuple[str, ...] = ()
+    tenant: str = ""
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):

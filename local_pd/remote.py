@@ -90,6 +90,7 @@ class RemotePdCluster:
         *,
         block_keys: bytes = b"",
         prefer_nodes: Sequence[str] = (),
+        tenant: str = "",
     ) -> DecodeSlot:
         request = ReserveRequest(
             num_tokens=num_tokens,
@@ -98,6 +99,7 @@ class RemotePdCluster:
             model=model,
             block_keys=block_keys,
             prefer_nodes=tuple(prefer_nodes),
+            tenant=tenant,
         )
 
         async def undo(slot: DecodeSlot) -> None:

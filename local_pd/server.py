@@ -70,6 +70,7 @@ class PdServer(RpcServer):
                 request.model,
                 block_keys=request.block_keys,
                 prefer_nodes=request.prefer_nodes,
+                tenant=request.tenant,
             )
         )
 

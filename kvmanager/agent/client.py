@@ -113,20 +113,8 @@ class AgentClient:
 
     # ---- transfers
 
-    async def reserve(
-        self,
-        num_tokens: int,
-        token_digest: str,
-        lease_s: float,
-        *,
-        timeout_s: float,
-        block_keys: bytes = b"",
-    ) -> ReserveReply:
-        """Hold memory for the KVCache of `num_tokens` of the only layout there. NO_ROOM, INVALID.
-
-        With `block_keys` (see `Reserve`) the agent leaves out what its prefix cache has.
-        """
-        request = Reserve(num_tokens, lease_s, token_digest=token_digest, block_keys=block_keys)
+    async def reserve(self, request: Reserve, timeout_s: float) -> ReserveReply:
+        """Hold memory for KVCache that is to land there. NO_ROOM, INVALID."""
         return await self._call(request, ReserveReply, timeout_s)
 
     async def open_outbox(

@@ -120,6 +120,8 @@ class Instance:
         self.looked_at_s = 0.0
         """When they were asked for (monotonic)."""
         self.kv_block_bytes = 0
+        self.layout_fingerprint = ""
+        """Of its KVCache, as the agent said last; "": it has not yet."""
         self.landing_cap_bytes: int | None = None
         self.landing_room_bytes: int | None = None
         """As the agent said last."""
@@ -401,6 +403,7 @@ class Instances:
                 f"{instance.spec.agent} has no connection from an engine called {instance.name}"
             )
         instance.cache, instance.kv_block_bytes = engine.cache, engine.kv_block_bytes
+        instance.layout_fingerprint = engine.layout_fingerprint
         instance.landing_cap_bytes = status.landing_cap_bytes
         instance.landing_room_bytes = status.landing_room_bytes
         return instance.agent_health.probe_succeeded()

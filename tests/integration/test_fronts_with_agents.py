@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from agent_process import AgentProcess, DrivenEngine
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from front_doubles import FakeEngine, eventually, prefill_job
 from prometheus_client import CollectorRegistry
 
@@ -234,6 +234,19 @@ async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) 
     await region.memory_is_back()
     slot = await region.pd.reserve(NUM_TOKENS, digest, "r")
     await region.pd.release(slot, "done")
+
+
+async def test_engines_of_another_layout_on_the_node_are_no_obstacle(region: Region) -> None:
+    other = msgspec.structs.replace(SMALL_LAYOUT, model_id="other")
+    with DrivenEngine(region.receiving, "d9", other):
+        slot, task = await region.begin()
+        assert slot.landing.layout_fingerprint == SMALL_LAYOUT.fingerprint().hex()
+        assert (await region.pd.await_landing(slot, 20.0)).state == "landed"
+        await task
+        assert await region.told() == ("landed", slot.landing.transfer_id)
+        region.consumer.client.release(bytes.fromhex(slot.landing.transfer_id))
+        await region.pd.release(slot, "done")
+    await region.memory_is_back()
 
 
 async def test_a_slot_nobody_renews_comes_back_with_its_lease(region: Region) -> None:

@@ -144,6 +144,8 @@ class Offload:
                     model=self._inbound.model,
                     block_keys=self._cached.block_keys,
                     prefer_nodes=self._cached.landing_nodes(),
+                    # The tenant that its bytes count for on links, too.
+                    tenant=self._inbound.cache_salt or "",
                 )
         except (TimeoutError, PdError, RpcError, OSError) as error:
             is_full = isinstance(error, NoLandingRoom)

@@ -201,6 +201,8 @@ class FakePd:
         self.ended_at: list[str] = []
         self.num_reserved = 0
         self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
+        self.tenants: list[str] = []
+        """Whose KVCache memory was asked for."""
         self.direct_preferences: list[tuple[str, ...]] = []
         self.cache_model: CacheModel | None = None
         self.cached_tokens = 0
@@ -226,8 +228,10 @@ class FakePd:
         *,
         block_keys: bytes = b"",
         prefer_nodes: Sequence[str] = (),
+        tenant: str = "",
     ) -> DecodeSlot:
         self.reserved_with.append((block_keys, tuple(prefer_nodes)))
+        self.tenants.append(tenant)
         self.reserving.set()
         await self.reserve_gate.wait()
         if self.is_full:

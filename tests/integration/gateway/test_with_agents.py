@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.app import Gateway
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.server import start_server
-from kvmanager.agent.messages import ReserveReply, StatusReply
+from kvmanager.agent.messages import Reserve, ReserveReply, StatusReply
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
@@ -235,7 +235,7 @@ async def test_a_full_arena_means_local_before_any_reservation_fails(whole: Whol
     others: list[ReserveReply] = []
     agent = whole.pd._instances.by_name["d0"].agent
     while (await whole.agent_status()).landing_room_bytes >= whole.nbytes:  # type: ignore[operator]
-        others.append(await agent.reserve(299, "", 60.0, timeout_s=5.0))
+        others.append(await agent.reserve(Reserve(299, 60.0), 5.0))
     await whole.routing_sees(lambda room_bytes: room_bytes < whole.nbytes)
     for _ in range(3):
         status, headers, _ = await ask(whole)

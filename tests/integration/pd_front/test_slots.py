@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from front_doubles import (
     BYTES_PER_TOKEN,
+    FINGERPRINT,
     eventually,
     prefill_job,
 )
 from pd_front_rig import CONFIG, ROLES, PdRig, make_rig
 
-from kvmanager.agent.messages import CacheModel
+from kvmanager.agent.messages import CacheModel, Reserve
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom
 from local_pd.messages import DecodeSlot
 from local_pd.remote import RemotePdCluster
@@ -56,10 +57,17 @@ async def test_what_a_node_has_cached_draws_requests_and_is_not_sent(rig: PdRig)
     keys = bytes(range(48))
     digest = prefill_job(1).landing.token_digest
     slot = await rig.front.reserve(
-        8, digest, "r1", block_keys=keys, prefer_nodes=["10.0.0.9:1", preferred.target]
+        8,
+        digest,
+        "r1",
+        block_keys=keys,
+        prefer_nodes=["10.0.0.9:1", preferred.target],
+        tenant="blue",
     )
     assert slot.instance == "d1"
-    assert preferred.landings[slot.landing.transfer_id].block_keys == keys
+    assert preferred.landings[slot.landing.transfer_id] == Reserve(
+        8, CONFIG.lease_s, FINGERPRINT, token_digest=digest, tenant="blue", block_keys=keys
+    )
     assert slot.landing.cached_tokens == 4
     params = slot.kv_transfer_params["prfaas"]
     assert (params["cached_tokens"], params["cached_runs"]) == (4, [[[9, 1]]])
