@@ -137,7 +137,6 @@ class SnapshotMaker:
             is_healthy=report.healthy and any(item.is_usable for item in instances),
             num_queued=max(0, len(waiting) - self._num_places(report, len(jobs) - len(waiting))),
             max_queued=report.max_queued or None,
-            queued_tokens=sum(job.uncached_tokens for job in ahead),
             queued_s=sum(job.prefill_s for job in ahead),
             link=self._filled(link, jobs),
             links_in=self._links_in(name, report.instances, now_s),
@@ -176,7 +175,6 @@ class SnapshotMaker:
             num_queued=len(jobs),
             max_queued=room,
             links_in=self._links_in(pd.name, own, now_s),
-            queued_tokens=sum(job.uncached_tokens for job in ahead),
             queued_s=sum(job.prefill_s for job in ahead),
         )
 
@@ -220,7 +218,6 @@ class SnapshotMaker:
         return InstanceView(
             name=item.name,
             node=item.node,
-            running_tokens=sum(prompt.uncached_tokens for prompt in left),
             running_s=ahead_s,
             num_requests=item.running,
         )
@@ -248,7 +245,6 @@ class SnapshotMaker:
             name=item.name,
             node=item.node,
             is_usable=serves(item, self.model) and item.role_ready,
-            running_tokens=sum(job.uncached_tokens for job in jobs),
             running_s=max(0.0, running_s),
             num_requests=item.running,
         )

@@ -61,7 +61,6 @@ def place_prefill(
         InstanceView(
             name=item.name,
             node=item.node,
-            running_tokens=item.uncached_tokens,
             running_s=item.uncached_tokens,
             num_requests=item.num_jobs,
         )

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 from scheduler.routing.views import InstanceView
 
+MATCH_WEIGHT: Final = 1.25
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -33,17 +34,6 @@ class ChoiceReason(StrEnum):
     HOLDER_BUSY = "holder_busy"
     """Another one has a longer prefix, and too much to do."""
     NO_INSTANCE = "no_instance"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceConfig:
-    """Weights of a placement."""
-
-    match_weight: float = 1.25
-
-    def __post_init__(self) -> None:
-        if not self.match_weight >= 0:
-            raise ValueError(f"{self}: match_weight must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +66,12 @@ class _Scored(NamedTuple):
 
 _NOBODY: Final = _Scored("", 0.0, 0, 0, 0.0)
 
-DEFAULT_CONFIG: Final = ChoiceConfig()
-
 
 def choose_instance(
     instances: Sequence[InstanceView],
     num_tokens: int,
     prefill_s: float,
     hits: Mapping[str, int] = _NO_HITS,
-    config: ChoiceConfig = DEFAULT_CONFIG,
 ) -> Choice:
     """Place a prompt of `num_tokens` that takes `prefill_s` from its first token.
 
@@ -93,14 +80,14 @@ def choose_instance(
     """
     best = holder = _NOBODY
     num_usable = 0
-    weight, whole_s = config.match_weight, max(prefill_s, 1e-9)
+    whole_s = max(prefill_s, 1e-9)
     for instance in instances:
         if not instance.is_usable:
             continue
         num_usable += 1
         hit = min(_hit(hits, instance), num_tokens) if hits else 0
-        wait_s = instance.queued_s + instance.running_s
-        score = weight * hit / max(1, num_tokens) - wait_s / whole_s
+        wait_s = instance.running_s
+        score = MATCH_WEIGHT * hit / max(1, num_tokens) - wait_s / whole_s
         found = _Scored(instance.name, score, instance.num_requests, hit, wait_s)
         if num_usable == 1 or found.rank < best.rank:
             best = found

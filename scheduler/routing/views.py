@@ -1,8 +1,7 @@
 """A region at one moment as the scheduler's decisions see it: instances, clusters.
 
-Values that shells fill from reports and measurements. Work is given twice, in uncached tokens and
-in predicted seconds of one instance, because an order needs the first and a prediction the second.
-Knows neither how anything was measured nor what is decided from it.
+Values that shells fill from reports and measurements. Work is given in predicted seconds of one
+instance. Knows neither how anything was measured nor what is decided from it.
 """
 
 from __future__ import annotations
@@ -20,32 +19,18 @@ from scheduler.routing.profiles import PrefillProfile
 class InstanceView:
     """One engine. `node` is another name that cached prefixes may be known by.
 
-    `queued_*` wait for this instance alone (not in the cluster's common queue), `running_s` is what
-    remains of the prefills it runs.
+    `running_s` is what remains of the prefills it runs: until a new one given to it would begin.
     """
 
     name: str
     node: str = ""
     is_usable: bool = True
-    queued_tokens: int = 0
-    queued_s: float = 0.0
-    running_tokens: int = 0
     running_s: float = 0.0
     num_requests: int = 0
 
     def __post_init__(self) -> None:
-        work = self.queued_tokens, self.queued_s, self.running_tokens, self.running_s
-        values = (*work, self.num_requests)
-        # One look at all of them, since every route makes many of these. A sum keeps nan and inf.
-        if min(values) >= 0 and sum(values) < math.inf:
-            return
-        for name in ("queued_tokens", "queued_s", "running_tokens", "running_s", "num_requests"):
-            _check(name, getattr(self, name))
-
-    @property
-    def wait_s(self) -> float:
-        """Until a new prefill given to it would begin."""
-        return self.queued_s + self.running_s
+        _check("running_s", self.running_s)
+        _check("num_requests", self.num_requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +79,8 @@ class DecodeView:
 class ClusterView:
     """A prefill cluster, or the prefill side of the PD cluster.
 
-    `queued_tokens` and `queued_s` wait in the common queue, ahead of a new request. `link` leads to
-    the PD cluster, None inside of it. `links_in` lead here from the clusters whose cached prefixes
+    `queued_s` of work wait in the common queue, ahead of a new request. `link` leads to the PD
+    cluster, None inside of it. `links_in` lead here from the clusters whose cached prefixes
     can be received, by their names. `threshold_tokens`: prompts with more uncached are meant for
     this cluster.
     `plan_threshold_tokens`: the same if its link were well; None where that is not told apart.
@@ -107,7 +92,6 @@ class ClusterView:
     is_healthy: bool = True
     num_queued: int = 0
     max_queued: int | None = None
-    queued_tokens: int = 0
     queued_s: float = 0.0
     link: LinkView | None = None
     links_in: Mapping[str, LinkView] = field(default_factory=lambda: MappingProxyType({}))
@@ -118,9 +102,9 @@ class ClusterView:
     because every route asks for it."""
 
     def __post_init__(self) -> None:
-        for name in ("num_queued", "queued_tokens", "queued_s", "threshold_tokens"):
+        for name in ("num_queued", "queued_s", "threshold_tokens"):
             _check(name, getattr(self, name))
-        free_s = sorted(instance.wait_s for instance in self.instances if instance.is_usable)
+        free_s = sorted(instance.running_s for instance in self.instances if instance.is_usable)
         object.__setattr__(self, "free_s", tuple(free_s))
 
     @property

@@ -95,7 +95,6 @@ many_instances = st.lists(
         InstanceView,
         name=st.sampled_from(["a", "b", "c"]),
         is_usable=st.booleans(),
-        queued_s=seconds,
         running_s=seconds,
         num_requests=st.integers(0, 9),
     ),

@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 import pytest
-from live_region_cases import snapshot
 
 from local_pd.messages import LandingReport
 from prfaas.engines.errors import PrefillFailed
@@ -75,8 +74,8 @@ async def test_a_leg_that_fails_leaves_the_prompt_to_the_engine(region: Any) -> 
 
 def tokens_ahead(region: Any) -> int:
     """Of a prompt that one engine would compute now."""
-    engines = snapshot(region.gateway.scheduler, "tiny").engines
-    return sum(item.running_tokens for item in engines.instances)
+    given = region.gateway.scheduler.live.ledger.direct().values()
+    return sum(prompt.uncached_tokens for prompts in given for prompt in prompts)
 
 
 @pytest.mark.parametrize("agent_is_gone", [False, True])
