@@ -45,11 +45,6 @@ def read_interface(name: str) -> InterfaceSample | None:
     return InterfaceSample(
         name=name,
         sent_bytes=counters.bytes_sent,
-        received_bytes=counters.bytes_recv,
-        num_send_drops=counters.dropout,
-        num_receive_drops=counters.dropin,
-        num_send_errors=counters.errout,
-        num_receive_errors=counters.errin,
         bytes_per_s=mbit_per_s * 1e6 / 8 if 0 < mbit_per_s < 65535 else None,
         is_up=stats is None or stats.isup,
     )

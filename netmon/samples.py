@@ -38,11 +38,6 @@ class InterfaceSample:
 
     name: str
     sent_bytes: int
-    received_bytes: int
-    num_send_drops: int
-    num_receive_drops: int
-    num_send_errors: int
-    num_receive_errors: int
     bytes_per_s: float | None
     """What the hardware says that it can do; None where it says nothing (most virtual ones)."""
     is_up: bool

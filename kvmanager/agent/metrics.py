@@ -129,6 +129,11 @@ def _cache_metrics(cache: CacheStatus) -> Iterator[Metric]:
         cache.nbytes,
     )
     yield GaugeMetricFamily(f"{prefix}_pinned_bytes", "In use, in the arena.", cache.pinned_bytes)
+    yield GaugeMetricFamily(
+        f"{prefix}_arena_bytes",
+        "Held of the arena, in whole blocks, what is being filled included.",
+        cache.arena_blocks_bytes,
+    )
     yield GaugeMetricFamily(f"{prefix}_blocks", "Blocks of prompts.", cache.num_blocks)
     yield _by_place(
         CounterMetricFamily(f"{prefix}_evictions", "Parts dropped.", labels=["tier", "kind"]),

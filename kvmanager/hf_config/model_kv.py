@@ -14,9 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvmanager.layout import KVKind
 
 
@@ -116,18 +113,6 @@ class ModelKv:
         for layer in self.layers:
             totals[layer.kind] += layer.bytes_for(num_tokens)
         return totals
-
-    def bytes_for_each(self, num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`bytes_for` of every element; the shape stays."""
-        lengths = np.asarray(num_tokens, dtype=np.int64)
-        total = self.fixed_bytes + self.bytes_per_token * lengths
-        windows: Counter[int] = Counter()
-        for layer in self.layers:
-            if layer.kind is KVKind.WINDOW:
-                windows[layer.window_tokens] += layer.bytes_per_token
-        for window_tokens, bytes_per_token in windows.items():
-            total = total + bytes_per_token * np.minimum(lengths, window_tokens)
-        return total
 
 
 def differences(expected: Sequence[LayerKv], actual: Iterable[LayerKv]) -> list[str]:

@@ -1,4 +1,4 @@
-"""HTTP client of one vLLM OpenAI server: health, rendering, one prefill, load.
+"""HTTP client of one vLLM OpenAI server: health, one prefill, load.
 
 It does not know transfers, agents or clusters; what `kv_transfer_params` mean is the caller's
 business. Foreign errors end here: callers see EngineUnreachable and EngineRefused.
@@ -15,9 +15,6 @@ import msgspec
 from kvmanager.token_ids import TokenIds, in_turns, writing
 from prfaas.engines.errors import EngineRefused, EngineUnreachable
 
-CHAT_RENDER: Final = "/v1/chat/completions/render"
-COMPLETION_RENDER: Final = "/v1/completions/render"
-
 _RUNNING: Final = "vllm:num_requests_running"
 _WAITING: Final = "vllm:num_requests_waiting"
 _BY_REASON: Final = "vllm:num_requests_waiting_by_reason"
@@ -30,16 +27,6 @@ _DEFERRED: Final = 'reason="deferred"'
 _KV_BLOCKS: Final = re.compile(
     r'^vllm:cache_config_info\{[^\n]*\bnum_gpu_blocks="([0-9]+)"', re.MULTILINE
 )
-
-
-class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt as the engine's own tokenizer and chat template make it.
-
-    `has_media`: images, audio or the like belong to it, so token ids alone do not identify it.
-    """
-
-    token_ids: tuple[int, ...]
-    has_media: bool = False
 
 
 class EnginePrefill(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +47,6 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_deferred: int = 0
     kv_usage: float = 0.0
     num_kv_blocks: int = 0
-
-
-class _Rendered(msgspec.Struct):
-    token_ids: tuple[int, ...]
-    features: Any = None
 
 
 class _TokenDetails(msgspec.Struct):
@@ -100,28 +82,6 @@ class EngineHttp:
         async with self._request("GET", "/metrics", timeout_s) as response:
             text = (await _body(response)).decode("utf-8", "replace")
         return parse_load(text)
-
-    async def render(
-        self, path: str, body: bytes, timeout_s: float = 30.0
-    ) -> tuple[RenderedPrompt, ...]:
-        """The prompts of an OpenAI request `body` at `path` (CHAT_RENDER or COMPLETION_RENDER).
-
-        Several only for completions with several prompts. Raises EngineUnreachable, and
-        EngineRefused with the engine's own error object.
-        """
-        headers = {"Content-Type": "application/json"}
-        async with self._request("POST", path, timeout_s, data=body, headers=headers) as response:
-            raw = await _body(response)
-        wanted = list[_Rendered] if path == COMPLETION_RENDER else _Rendered
-        try:
-            decoded: Any = msgspec.json.decode(raw, type=wanted)
-        except msgspec.MsgspecError as error:
-            raise EngineUnreachable(f"{self.base_url}{path}: unexpected answer: {error}") from error
-        rendered: list[_Rendered] = decoded if isinstance(decoded, list) else [decoded]
-        return tuple(
-            RenderedPrompt(token_ids=item.token_ids, has_media=item.features is not None)
-            for item in rendered
-        )
 
     async def prefill(
         self,

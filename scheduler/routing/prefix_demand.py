@@ -48,11 +48,10 @@ class CachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How often a prefix was resumed lately: surely `per_s`, perhaps `at_most_per_s`."""
+    """How often a prefix was resumed lately, at least."""
 
     prefix: CachedPrefix
     per_s: float
-    at_most_per_s: float
 
 
 @dataclass(slots=True)
@@ -95,11 +94,7 @@ class DemandTracker:
         # A steady rate r adds up to r * half-life / ln 2.
         per_count = math.log(2) / (self._half_life_s * self._weight(now_s))
         demands = [
-            Demand(
-                counter.prefix,
-                (counter.count - counter.error) * per_count,
-                counter.count * per_count,
-            )
+            Demand(counter.prefix, (counter.count - counter.error) * per_count)
             for counter in self._counters.values()
         ]
         demands.sort(key=lambda demand: (-demand.per_s, demand.prefix.key))

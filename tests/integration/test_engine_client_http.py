@@ -9,16 +9,8 @@ from aiohttp import web
 from front_doubles import FakeEngine
 
 from kvmanager.token_ids import TokenIds
-from prfaas.engines.client import (
-    CHAT_RENDER,
-    COMPLETION_RENDER,
-    EngineHttp,
-    RenderedPrompt,
-    open_session,
-)
+from prfaas.engines.client import EngineHttp, open_session
 from prfaas.engines.errors import EngineRefused, EngineUnreachable
-
-CHAT = {"token_ids": [1, 2, 3], "features": {"mm_hashes": {}}, "sampling_params": {"n": 1}}
 
 
 @pytest.fixture
@@ -56,38 +48,17 @@ async def test_health_and_load(session: aiohttp.ClientSession, fake: FakeEngine)
         await http.load()
 
 
-async def test_a_completion_is_rendered_to_its_prompts(
-    session: aiohttp.ClientSession, fake: FakeEngine
-) -> None:
-    prompts = await EngineHttp(fake.url, session).render(COMPLETION_RENDER, b'{"prompt": "ab"}')
-    assert prompts == (RenderedPrompt(token_ids=(97, 98)),)
-
-
-async def test_a_chat_is_rendered_to_one_prompt_and_media_are_noticed(
-    session: aiohttp.ClientSession,
-) -> None:
-    async def render(_request: web.Request) -> web.Response:
-        return web.json_response(CHAT)
-
-    app = web.Application()
-    app.router.add_post(CHAT_RENDER, render)
-    runner, url = await serve(app)
-    prompts = await EngineHttp(url, session).render(CHAT_RENDER, b"{}")
-    assert prompts == (RenderedPrompt(token_ids=(1, 2, 3), has_media=True),)
-    await runner.cleanup()
-
-
 async def test_an_engines_error_object_is_kept(session: aiohttp.ClientSession) -> None:
     body = {"error": {"message": "max_tokens must be at least 1", "code": 400}}
 
-    async def render(_request: web.Request) -> web.Response:
+    async def refuse(_request: web.Request) -> web.Response:
         return web.json_response(body, status=400)
 
     app = web.Application()
-    app.router.add_post(COMPLETION_RENDER, render)
+    app.router.add_post("/v1/completions", refuse)
     runner, url = await serve(app)
     with pytest.raises(EngineRefused, match="max_tokens") as caught:
-        await EngineHttp(url, session).render(COMPLETION_RENDER, b"{}")
+        await EngineHttp(url, session).prefill("r", TokenIds.of([1]), {})
     assert caught.value.status == 400
     assert b"max_tokens must be at least 1" in caught.value.body
     assert caught.value.content_type == "application/json"
@@ -99,14 +70,10 @@ async def test_an_answer_that_is_not_vllms_is_no_answer(session: aiohttp.ClientS
         return web.Response(text="<html>hello</html>")
 
     app = web.Application()
-    app.router.add_post(COMPLETION_RENDER, page)
     app.router.add_post("/v1/completions", page)
     runner, url = await serve(app)
-    http = EngineHttp(url, session)
     with pytest.raises(EngineUnreachable, match="unexpected answer"):
-        await http.render(COMPLETION_RENDER, b"{}")
-    with pytest.raises(EngineUnreachable, match="unexpected answer"):
-        await http.prefill("r", TokenIds.of([1]), {})
+        await EngineHttp(url, session).prefill("r", TokenIds.of([1]), {})
     await runner.cleanup()
 
 

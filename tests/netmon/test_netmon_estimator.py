@@ -236,11 +236,6 @@ def test_the_interface_bounds_the_rate_and_shows_other_traffic() -> None:
         interface = InterfaceSample(
             name="eth0",
             sent_bytes=step * 10 * MB,
-            received_bytes=0,
-            num_send_drops=0,
-            num_receive_drops=0,
-            num_send_errors=0,
-            num_receive_errors=0,
             bytes_per_s=GBIT / 10,
             is_up=True,
         )

@@ -20,7 +20,6 @@ def test_the_own_host_is_behind_loopback() -> None:
     assert sample.name == name
     assert sample.is_up
     assert before.bytes_sent <= sample.sent_bytes <= after.bytes_sent
-    assert before.bytes_recv <= sample.received_bytes <= after.bytes_recv
     assert sample.bytes_per_s is None  # loopback has no speed
 
 
@@ -43,13 +42,10 @@ def test_an_interface_that_is_gone_is_none() -> None:
 
 
 def test_counters_and_speed_are_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = SimpleNamespace(bytes_sent=1, bytes_recv=2, dropout=3, dropin=4, errout=5, errin=6)
+    counters = SimpleNamespace(bytes_sent=1)
     stats = SimpleNamespace(speed=1000, isup=False)
     monkeypatch.setattr(psutil, "net_io_counters", lambda **_: {"eth0": counters})
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": stats})
     sample = read_interface("eth0")
     assert sample is not None
-    assert (sample.sent_bytes, sample.received_bytes) == (1, 2)
-    assert (sample.num_send_drops, sample.num_receive_drops) == (3, 4)
-    assert (sample.num_send_errors, sample.num_receive_errors) == (5, 6)
-    assert (sample.bytes_per_s, sample.is_up) == (125e6, False)
+    assert (sample.sent_bytes, sample.bytes_per_s, sample.is_up) == (1, 125e6, False)

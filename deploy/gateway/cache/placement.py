@@ -138,7 +138,7 @@ class PrefixPlacement:
         hot = everything[:MAX_CONSIDERED]
         hot += [demand for demand in everything[MAX_CONSIDERED:] if demand.prefix.key in copied]
         forgotten = {p.key: p for p in self._replicas.values() if p.key not in tracked}
-        return hot + [Demand(prefix, 0.0, 0.0) for prefix in forgotten.values()]
+        return hot + [Demand(prefix, 0.0) for prefix in forgotten.values()]
 
     async def _looked_up(self, demand: Demand) -> HotPrefix:
         shape = cache_shape(self._models[demand.prefix.model])

@@ -75,14 +75,3 @@ class MoveSend(Move):
     @property
     def holds_memory(self) -> bool:
         return self.pin_id is not None
-
-
-@dataclass(slots=True)
-class MoveUse:
-    """Counters of moves that ended well, and of those that did not."""
-
-    sent: int = 0
-    sent_bytes: int = 0
-    received: int = 0
-    received_bytes: int = 0
-    failed: int = 0

@@ -25,7 +25,7 @@ from kvmanager.agent.cache.move_messages import (
     MoveState,
     ReserveCacheMoveReply,
 )
-from kvmanager.agent.cache.move_records import Move, MovedParts, MoveLanding, MoveSend, MoveUse
+from kvmanager.agent.cache.move_records import Move, MovedParts, MoveLanding, MoveSend
 from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.transfer_io import SendListener, TransferIo
 from kvmanager.arena import Arena
@@ -60,7 +60,6 @@ class CacheMover:
         advertised: Endpoint,
         clock_s: Callable[[], float],
     ) -> None:
-        self.use = MoveUse()
         self._io = io
         self._arena = arena
         self._cache = cache
@@ -268,8 +267,6 @@ class CacheMover:
             self._pool.lookup(what.keys[slot.index], slot.part) == slot.runs for slot in fill.slots
         )
         if move.num_kept and not error:
-            self.use.received += 1
-            self.use.received_bytes += move.nbytes
             self._over(move, "complete", "")
         else:
             reason = error or "what these parts continue is not cached any more"
@@ -294,8 +291,6 @@ class CacheMover:
         self._note_progress(transfer_id, move)
         self._unpin(move)
         if error is None and move.state == "open":
-            self.use.sent += 1
-            self.use.sent_bytes += move.nbytes
             self._over(move, "complete", "")
         else:
             self._over(move, "failed", error or "")
@@ -321,7 +316,6 @@ class CacheMover:
         if move.state != "open":
             return
         move.state, move.error, move.ended_s = state, error, self._clock_s()
-        self.use.failed += state != "complete"
         move.over.set()
 
     def _give_back(self, move: MoveLanding) -> None:

@@ -67,7 +67,6 @@ class CacheUse:
     query_tokens: int = 0
     hit_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     fills: int = 0
-    filled_parts: int = 0
 
 
 @dataclass(slots=True)

@@ -163,7 +163,6 @@ class CacheRequests:
         for index, part in parts:
             if not self._pool.commit(fill.fill_id, index, part, now_s):
                 continue
-            self.use.filled_parts += 1
             if fill.shape.parts[part].kind is not PartKind.KV:
                 fill.new_end = max(fill.new_end, fill.first_block + index + 1)
         self._end_if_over(fill_key, fill)
@@ -334,16 +333,6 @@ class CacheRequests:
             for conn_id, peer in self._peers.items()
             if peer.instance == instance and peer.role == "worker"
         }
-
-    @property
-    def num_fills(self) -> int:
-        """Fills that have not ended."""
-        return len(self._fills)
-
-    @property
-    def num_pins(self) -> int:
-        """Finds that are not freed."""
-        return len(self._finds) + len(self._left_pins)
 
 
 def _wrote(fill: OpenFill, part: BlockPart, rank: int) -> Slot | None:

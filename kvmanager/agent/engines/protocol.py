@@ -307,7 +307,3 @@ class FrameDecoder:
             start = end
         del buffer[:start]
         return payloads
-
-    @property
-    def num_buffered_bytes(self) -> int:
-        return len(self._buffer)

@@ -234,7 +234,7 @@ async def test_a_full_arena_means_local_before_any_reservation_fails(whole: Whol
     await whole.memory_is_back()
     others: list[ReserveReply] = []
     agent = whole.pd._instances.by_name["d0"].agent
-    while (await whole.agent_status()).landing_room_bytes >= whole.nbytes:  # type: ignore[operator]
+    while (await whole.agent_status()).landing_room_bytes >= whole.nbytes:
         others.append(await agent.reserve(Reserve(299, 60.0), 5.0))
     await whole.routing_sees(lambda room_bytes: room_bytes < whole.nbytes)
     for _ in range(3):

@@ -133,11 +133,6 @@ def test_a_sample_is_what_the_sender_knows() -> None:
     nic = InterfaceSample(
         name="eth0",
         sent_bytes=1,
-        received_bytes=2,
-        num_send_drops=0,
-        num_receive_drops=0,
-        num_send_errors=0,
-        num_receive_errors=0,
         bytes_per_s=None,
         is_up=True,
     )

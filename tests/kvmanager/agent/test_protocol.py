@@ -59,7 +59,7 @@ def test_any_fragmentation_gives_the_same_messages(
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         got += map(decode_engine_message, decoder.feed(stream[start:end]))
     assert got == messages
-    assert decoder.num_buffered_bytes == 0
+    assert not decoder._buffer
 
 
 @pytest.mark.parametrize("message", FROM_AGENT)

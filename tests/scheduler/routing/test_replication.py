@@ -58,7 +58,6 @@ class TestDemand:
         for demand in demands:
             true_per_s = names.count(demand.prefix.keys[0]) * per_count
             assert demand.per_s <= true_per_s + 1e-9
-            assert true_per_s <= demand.at_most_per_s + 1e-9
         # The rule's promise: whoever is more frequent than a share of 1 / capacity is there.
         for name in set(names):
             if names.count(name) > len(names) / capacity:
@@ -96,7 +95,7 @@ STATE = ReplicationState(budget_bytes=1 << 30)
 def hot(
     name: int = 1, per_s: float = 0.5, holders: tuple[NodeName, ...] = (("pd", "a"),)
 ) -> HotPrefix:
-    demand = Demand(prefix(name), per_s, per_s)
+    demand = Demand(prefix(name), per_s)
     return HotPrefix(demand, SHAPE, dict.fromkeys(holders, 3))
 
 
@@ -188,7 +187,7 @@ class TestPlan:
         others = CachedPrefix("model", bytes([1]) * 16, bytes([7]) * 32 + bytes([6]) * 16)
         state = ReplicationState(budget_bytes=0, replicas=[(cold, ("pd", "b"))])
         prefixes = [
-            HotPrefix(Demand(one, per_s, per_s), SHAPE, dict.fromkeys(holders, 3))
+            HotPrefix(Demand(one, per_s), SHAPE, dict.fromkeys(holders, 3))
             for one, per_s in ((warm, 0.5), (cold, 0.0), (others, 0.5))
         ]
         assert plan(*prefixes, state=state).demote[0].keep_blocks == 2
