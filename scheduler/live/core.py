@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -59,12 +59,28 @@ class Event(msgspec.Struct, Generic[R], frozen=True, tag=True, array_like=True):
         raise NotImplementedError
 
 
+class Views(Protocol):
+    """Shows a scheduler its region: `ReportedViews` in a gateway. A replay knows its own region
+    without reports (`scheduler.replay.station_views`).
+    """
+
+    def snapshot(
+        self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
+    ) -> RegionSnapshot:
+        """The region as a request for `model` finds it; as `request` does, if it is given."""
+
+    def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
+        """Those of the PD cluster that decode for `model`."""
+
+
 class LiveScheduler:
     """See the module text. Single-threaded; `now_s` must not go back."""
 
-    def __init__(self, settings: LiveSettings) -> None:
+    def __init__(self, settings: LiveSettings, views: Views | None = None) -> None:
+        """`views` None: the region is what reports say of it."""
         clusters = settings.prefill_clusters
         self.settings = settings
+        self._views = views or ReportedViews()
         self.ledger = Ledger()
         self.thresholds = Thresholds(clusters, settings.threshold_tokens, settings.threshold)
         self.tenants = TenantLedger(settings.default_tenant, settings.tenants)
@@ -112,12 +128,11 @@ class LiveScheduler:
         self, model: str, now_s: float, request: PendingRequest | None = None
     ) -> RegionSnapshot:
         """The region as a request for `model` finds it; as `request` does, if it is given."""
-        reports = [self.reports[name] for name in self.settings.prefill_clusters]
-        return self._maker(model, request).make(self.reports[self.settings.pd], reports, now_s)
+        return self._views.snapshot(self, model, now_s, request)
 
     def decode_side(self, model: str, now_s: float) -> DecodeView:
         """Those of the PD cluster that decode for `model`."""
-        return self._maker(model).decode_side(self.reports[self.settings.pd], now_s)
+        return self._views.decode_side(self, model, now_s)
 
     def route(
         self,
@@ -190,22 +205,10 @@ class LiveScheduler:
         hands_off = shape.at_most_tokens > self.settings.hand_off_tokens
         return bool(seen.local.free_s) and hands_off
 
-    def _links_in(self, target: str, now_s: float) -> dict[str, LinkView]:
+    def links_in(self, target: str, now_s: float) -> dict[str, LinkView]:
+        """To a cluster from each other one, by name, as a moved prefix would find it."""
         pairs = [(name, target) for name in self.reports if name != target]
         return {pair[0]: self.moves.completed(self.link(*pair), pair, now_s) for pair in pairs}
-
-    def _maker(self, model: str, request: PendingRequest | None = None) -> SnapshotMaker:
-        return SnapshotMaker(
-            model,
-            self.knowledge(model),
-            self.ledger,
-            self.thresholds,
-            self.link,
-            self._links_in,
-            self.moves,
-            order=self.settings.order,
-            request=request,
-        )
 
     def _config(self, model: str, now_s: float) -> RouteConfig:
         routing, known = self.settings.routing, self.knowledge(model)
@@ -220,4 +223,35 @@ class LiveScheduler:
             max_tail_s=routing.max_tail_s,
             overhead_s=known.overheads(now_s),
             is_known=known.is_known and known.kv is not None,
+        )
+
+
+class ReportedViews:
+    """The region by the latest reports, the links, the ledger and what was learnt."""
+
+    def snapshot(
+        self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
+    ) -> RegionSnapshot:
+        """The region at `now_s`, though reports are older."""
+        settings, maker = live.settings, self._maker(live, model, request)
+        reports = [live.reports[name] for name in settings.prefill_clusters]
+        return maker.make(live.reports[settings.pd], reports, now_s)
+
+    def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
+        """Engines as reported, and what they were given since."""
+        return self._maker(live, model).decode_side(live.reports[live.settings.pd], now_s)
+
+    def _maker(
+        self, live: LiveScheduler, model: str, request: PendingRequest | None = None
+    ) -> SnapshotMaker:
+        return SnapshotMaker(
+            model,
+            live.knowledge(model),
+            live.ledger,
+            live.thresholds,
+            live.link,
+            live.links_in,
+            live.moves,
+            order=live.settings.order,
+            request=request,
         )

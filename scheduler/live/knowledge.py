@@ -100,6 +100,10 @@ class ModelKnowledge:
             found = self._profiles[place] = LearnedProfile()
         return found
 
+    def believe(self, place: str, profile: PrefillProfile) -> None:
+        """Start from a profile that was measured beforehand, such as a plan's."""
+        self._profiles[place] = LearnedProfile(profile)
+
     def prefill(self, place: str) -> PrefillProfile:
         """The best belief about a place."""
         own = self.profile(place)

@@ -54,6 +54,8 @@ _CLEAR: Final = 3.5
 """Standard errors of the latest median that are no chance."""
 _PASSES: Final = 3
 _CONVERGED: Final = 1e-3
+_SAME: Final = 1e-6
+"""Relative error of a prediction that was right."""
 
 _ACTIVE: Final = np.array([m for m in itertools.product((0.0, 1.0), repeat=4) if any(m)])
 """Which of the coefficients (s, a, b, q) are above 0: every way."""
@@ -112,14 +114,17 @@ class LearnedProfile:
         if not _POSSIBLE_S[0] <= seconds <= _POSSIBLE_S[1]:
             return
         cached = min(cached_tokens, num_tokens - 1)
+        error = math.inf
         if self.is_known:
-            predicted_s = self._profile.prefill_s(num_tokens, cached)
-            self._errors.append(abs(predicted_s / seconds - 1))
+            error = abs(self._profile.prefill_s(num_tokens, cached) / seconds - 1)
+            self._errors.append(error)
         self._remember(self._row(num_tokens, cached), seconds)
         if self._num_seen < MIN_SEEN:
             self._first.append((num_tokens, cached, seconds))
         self._num_seen += 1
-        self._learn()
+        # What took as long as predicted asks for no other curve, and a fit takes its time.
+        if error > _SAME:
+            self._learn()
 
     def scaled(self, shape: PrefillProfile) -> PrefillProfile:
         """`shape`, the profile of another place, at the level of the first few prefills here; as

@@ -1,104 +1,117 @@
 """Who decides in a replay where a request is prefilled and whether it is let in.
 
-`StaticDecider` is the paper's threshold. `CoreDecider` shows the running replay to the scheduler's
-own cores and does what they say; as an oracle it is shown links as they will be, and t follows
-their rates by the plan instead of by congestion. Both write the place into the job.
+`StaticDecider` is the paper's threshold. `LiveDecider` drives the object that a gateway runs,
+`scheduler.live.core.LiveScheduler`: it tells it what happens to links and requests, asks it for
+routes and admission, and lets it see the stations as they are (`scheduler.replay.station_views`).
+`OracleDecider` shows it links as they will be, and t follows their rates by the plan.
 
-They know stations, pools and watched links; nothing of events.
+They know stations, pools and watched links; nothing of a replay's own events.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.admission import AdmissionPolicy, AdmissionRequest, admit, admit_decode
-from scheduler.planning.lengths import mean_tokens
+from scheduler.live.admission import AdmissionConfig, AdmissionPolicy, admit_decode
+from scheduler.live.core import Event, LiveScheduler
+from scheduler.live.events import (
+    AdmissionOver,
+    AdmitAsked,
+    LinkHeard,
+    RouteAsked,
+    ThresholdPlanned,
+    ThresholdsAsked,
+)
+from scheduler.live.feedback import (
+    AnswerDecoded,
+    FirstToken,
+    LegAnswered,
+    LegBegun,
+    LegOver,
+    Prefilled,
+    RequestArrived,
+)
+from scheduler.live.settings import LiveSettings, RoutingPolicy
 from scheduler.planning.pair_search import best_of_pair
 from scheduler.planning.plan import is_pair
 from scheduler.planning.throughput import Mode
-from scheduler.replay.caching import ReplayCache
-from scheduler.replay.decode import DecodePool
 from scheduler.replay.jobs import Job
-from scheduler.replay.live_views import FromNow, LiveCluster, LiveDecode, LiveShape, LiveSnapshot
 from scheduler.replay.model import Policy, ReplayModel, Routing
-from scheduler.replay.prefill import PrefillStation
-from scheduler.replay.watching import WatchedLink
+from scheduler.replay.station_views import Parts, StationViews
+from scheduler.routing.decision import HAND_OFF, RequestShape
 from scheduler.routing.prediction import PrefillTask, transfer_tail_s
-from scheduler.routing.profiles import KvProfile
-from scheduler.routing.short_term import RouteConfig, choose
-from scheduler.routing.threshold import ThresholdController
+from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.threshold import ThresholdConfig
 
-_GAIN: Final = 0.02
-"""How fast the mean decode time follows what is seen."""
-
-
-class Parts(Protocol):
-    """What a decider is shown of the replay. Station 0 is the PD cluster's own."""
-
-    @property
-    def stations(self) -> Sequence[PrefillStation]: ...
-
-    @property
-    def pool(self) -> DecodePool: ...
-
-    @property
-    def caches(self) -> Sequence[ReplayCache] | None: ...
-
-    @property
-    def watches(self) -> Sequence[WatchedLink | None]:
-        """By station; None for station 0."""
+MODEL: Final = "replayed"
+"""The served name of the one model that all requests are for."""
+_LOOK_S: Final = 0.2
+"""Thresholds follow links at most so often while no request asks."""
+_FOLLOWS_NO_LINK: Final = ThresholdConfig(rising_factor=1.0, congested_factor=1.0, max_factor=1.0)
 
 
-class Decider(Protocol):
-    """One policy at work."""
+class Decider:
+    """One policy at work. It is told how requests go; a policy that learns nothing ignores it."""
 
-    thresholds: dict[str, float]
-    """The plan's t of each prefill cluster by name."""
+    def __init__(self, parts: Parts, thresholds: dict[str, float]) -> None:
+        self.thresholds = thresholds
+        """The plan's t of each prefill cluster by name."""
+        self._parts = parts
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
         """Write into the job where it goes and what is cached there; False: refused."""
+        raise NotImplementedError
 
-    def landed(self, job: Job, now_s: float) -> bool:
-        """Its KVCache has landed: whether it may decode; False: refused after all."""
+    def believed_s(self, job: Job) -> float:
+        """How long its prefill should take at its place."""
+        profile = self._parts.stations[job.place].profile
+        return profile.prefill_s(job.num_tokens, job.cached_tokens)
 
     def tail_s(self, job: Job, now_s: float) -> float | None:
         """From now, when its prefill begins, how long its transfer should go on after it."""
+        return None
 
-    def done(self, job: Job) -> None:
+    def landed(self, job: Job, now_s: float) -> bool:
+        """Its KVCache has landed: whether it may decode; False: refused after all."""
+        return True
+
+    def given_up(self, job: Job, now_s: float) -> None:
+        """Its KVCache did not land in time."""
+
+    def decoding(self, job: Job, now_s: float) -> None:
+        """It has a decode slot; its first token is one step away."""
+
+    def done(self, job: Job, now_s: float) -> None:
         """Its last token is there."""
+
+    def over(self, job: Job, now_s: float) -> None:
+        """It was let in, and nobody will serve it any more."""
 
     def present_thresholds(self) -> list[float]:
         """t of each prefill cluster as it is now, for the record."""
+        return [self.thresholds[station.name] for station in self._parts.stations[1:]]
 
     def gives_up(self, link: LinkView) -> bool:
         """Whether transfers that wait for this link should be prefilled at home instead."""
+        return False
 
     def looked(self, now_s: float) -> None:
-        """Links were just sampled."""
+        """Links were just sampled, or the plan has changed."""
 
     def plan_sends(self, bytes_per_s: float) -> None:
         """What the plan in force sends over each link at its capacity."""
 
 
-class StaticDecider:
+class StaticDecider(Decider):
     """More than t uncached goes to the prefill cluster that has least to compute and to do."""
 
-    def __init__(self, parts: Parts, thresholds: dict[str, float]) -> None:
-        self.thresholds = thresholds
-        self._parts = parts
-
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
-        stations, caches = self._parts.stations, self._parts.caches
-        hits = [0] * len(stations)
-        if caches is not None:
-            hits = [cache.hit_tokens(job.blocks, job.num_tokens) for cache in caches]
+        stations, hits = self._parts.stations, self._parts.hits(job)
         uncached = job.num_tokens - hits[0]
         best, least = 0, (0, 0.0)
         for index in range(1, len(stations)):
@@ -111,97 +124,64 @@ class StaticDecider:
         job.place, job.cached_tokens = best, hits[best]
         return True
 
-    def landed(self, job: Job, now_s: float) -> bool:
-        return True
 
-    def tail_s(self, job: Job, now_s: float) -> float | None:
-        return None
-
-    def done(self, job: Job) -> None:
-        pass
-
-    def gives_up(self, link: LinkView) -> bool:
-        return False
-
-    def present_thresholds(self) -> list[float]:
-        return [self.thresholds[station.name] for station in self._parts.stations[1:]]
-
-    def looked(self, now_s: float) -> None:
-        pass
-
-    def plan_sends(self, bytes_per_s: float) -> None:
-        pass
-
-
-class CoreDecider:
-    """The scheduler's cores, shown the replay as it is."""
+class LiveDecider(Decider):
+    """The live scheduler, told what a gateway would tell it. See the module text."""
 
     def __init__(
         self, parts: Parts, model: ReplayModel, policy: Policy, thresholds: dict[str, float]
     ) -> None:
-        self.thresholds = thresholds
-        self._parts = parts
+        super().__init__(parts, thresholds)
+        pd, *others = (station.name for station in parts.stations)
+        self.live = LiveScheduler(_settings(policy, pd, tuple(others)), StationViews(parts))
         self._admission = policy.admission
-        self._places = {station.name: i for i, station in enumerate(parts.stations)}
-        region = model.region
-        typical = max(1, round(mean_tokens(region.traffic.lengths)))
-        self._route = RouteConfig(
-            kv=KvProfile.of(region.kv, typical),
-            margin_s=policy.margin_s,
-            margin_share=policy.margin_share,
-        )
-        self._controllers = [ThresholdController(policy.threshold) for _ in parts.stations[1:]]
+        self._kv = model.region.kv
+        self._targets = [HAND_OFF, *others]
+        """What the live scheduler calls each station."""
+        self._places = {name: place for place, name in enumerate(self._targets)}
         self._planned_bytes_per_s = 0.0
-        clusters = [LiveCluster(station.name, station.believed) for station in parts.stations]
-        self._decode = LiveDecode(parts.pool.full_step_s)
-        self._decode.decode_s = region.traffic.output_tokens * parts.pool.full_step_s
-        self._snapshot = LiveSnapshot(clusters[0], self._decode, clusters[1:])
-        self._clusters = clusters
-        self._shown = list(zip(parts.stations, clusters, parts.watches, strict=True))
-        self._shape = LiveShape(0, 0)
-        # The same objects as the decisions take them.
-        self._as_shape, self._as_snapshot = self._shape.as_shape(), self._snapshot.as_snapshot()
-        self._as_decode = self._decode.as_view()
-        self._landings_s: list[float] = []
-        # Running decodes began in this order, and each is taken to last the same.
-        self._decode.left_s = self._left_s = FromNow(parts.pool.began_s)
-        self._decode.landing_s = self._landing_s = FromNow(self._landings_s)
+        self._told_plan: tuple[dict[str, float], float] | None = None
         self._looked_s = -1.0
-        for cluster in clusters[1:]:
-            cluster.threshold_tokens = thresholds[cluster.name]
+        known = self.live.knowledge(MODEL)
+        for target, station in zip(self._targets, parts.stations, strict=True):
+            # The profiles of the plan: a gateway that has been running for a while knows as much.
+            known.believe(target, station.profile)
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
-        shape = self._shape
-        shape.num_prompt_tokens, shape.transfer_bytes = job.num_tokens, int(kv_bytes)
-        hits = self._hits(job, shape)
-        self._show(job.num_tokens, hits, now_s)
-        chosen = choose(self._as_shape, self._as_snapshot, self._route, now_s)
-        taken = chosen.taken
-        predicted = taken.prediction
+        hits = self._parts.hits(job)
+        self._hear_links(now_s)
+        decision = self.live.take(RouteAsked(MODEL, self._shape(job, hits)), now_s)
+        predicted = decision.predicted
         if self._admission is not None:
-            request = AdmissionRequest(predicted, kv_bytes, job.num_tokens)
-            verdict = admit(request, self._as_decode, self._admission, now_s)
-            if not verdict.admitted:
+            asked = AdmitAsked(job.index, "", MODEL, job.num_tokens, predicted)
+            if not self.live.take(asked, now_s).verdict.admitted:
                 return False
-        job.place = self._places[taken.target] if taken is chosen.remote else 0
-        job.cached_tokens = taken.cached_tokens
-        if taken.move.pays:
-            job.move_from = self._places[taken.move.source]
-            job.move_tokens = taken.move.saved_tokens
-        job.predicted_ttft_s = predicted.ttft_s
-        job.expected_landing_s = now_s + predicted.landed_s
-        insort(self._landings_s, job.expected_landing_s)
+        place = job.place = self._places.get(decision.target, 0)
+        job.cached_tokens = hits[place]
+        if decision.move.pays:
+            job.move_from = self._places[decision.move.source]
+            job.move_tokens = decision.move.saved_tokens
+            job.cached_tokens += job.move_tokens
+        job.predicted = predicted
+        self._tell(RequestArrived(MODEL, job.num_tokens, hits[0]), now_s)
+        if hits[0]:
+            kv_bytes += self._kv.fixed_bytes - float(self._kv.size(hits[0]))
+        leg = LegBegun(
+            transfer_id=str(job.index),
+            model=MODEL,
+            place=self._targets[place],
+            num_tokens=job.num_tokens,
+            uncached_tokens=job.num_tokens - job.cached_tokens,
+            landing_cached_tokens=hits[0],
+            nbytes=int(kv_bytes),
+            lands_s=0.0 if predicted is None else predicted.landed_s,
+        )
+        self._tell(leg, now_s)
         return True
 
-    def landed(self, job: Job, now_s: float) -> bool:
-        if job.expected_landing_s == job.expected_landing_s:  # it was predicted
-            at = bisect_left(self._landings_s, job.expected_landing_s)
-            del self._landings_s[at]
-        admission = self._admission
-        if admission is None or admission.policy is not AdmissionPolicy.AT_DECODE:
-            return True
-        self._show_decode(now_s)
-        return admit_decode(0.0, self._as_decode, admission).admitted
+    def believed_s(self, job: Job) -> float:
+        profile = self.live.knowledge(MODEL).prefill(self._targets[job.place])
+        return profile.prefill_s(job.num_tokens, job.cached_tokens)
 
     def tail_s(self, job: Job, now_s: float) -> float | None:
         watch = self._parts.watches[job.place]
@@ -210,82 +190,120 @@ class CoreDecider:
         task = PrefillTask(job.num_tokens, 0, job.token_bytes, job.fixed_bytes)
         return transfer_tail_s(watch.view(now_s), 0.0, job.believed_s, task)
 
-    def done(self, job: Job) -> None:
-        self._decode.decode_s += _GAIN * (job.done_s - job.slot_s - self._decode.decode_s)
+    def landed(self, job: Job, now_s: float) -> bool:
+        prefilled = Prefilled(
+            model=MODEL,
+            place=self._targets[job.place],
+            instance=job.instance,
+            num_tokens=job.num_tokens,
+            cached_tokens=job.cached_tokens,
+            tail_s=now_s - job.prefill_end_s,
+            seconds=job.service_s,
+        )
+        self._tell(prefilled, now_s)
+        self._tell(LegOver(str(job.index)), now_s)
+        admission = self._admission
+        if admission is None or admission.policy is not AdmissionPolicy.AT_DECODE:
+            return True
+        if admit_decode(0.0, self.live.decode_side(MODEL, now_s), admission).admitted:
+            return True
+        self.over(job, now_s)
+        return False
+
+    def given_up(self, job: Job, now_s: float) -> None:
+        self._tell(LegOver(str(job.index)), now_s)
+
+    def decoding(self, job: Job, now_s: float) -> None:
+        # What was predicted of a route says nothing of one that failed and was prefilled again.
+        if job.predicted is None or job.fell_back:
+            return
+        # Told a step early, as the step's time is known. Who waited for a slot met a full engine.
+        ttft_s, was_full = now_s + job.step_s - job.arrival_s, now_s > job.landed_s
+        target = self._targets[job.place]
+        self._tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full), now_s)
+
+    def done(self, job: Job, now_s: float) -> None:
+        seconds = max(0.0, now_s - job.slot_s - job.step_s)
+        self._tell(AnswerDecoded(MODEL, job.output_tokens, seconds), now_s)
+        self.over(job, now_s)
+
+    def over(self, job: Job, now_s: float) -> None:
+        self._tell(LegAnswered(str(job.index)), now_s)
+        if self._admission is not None:
+            self._tell(AdmissionOver(job.index), now_s)
+
+    def present_thresholds(self) -> list[float]:
+        found = {item.cluster: item.tokens for item in self.live.thresholds.overview()}
+        return [found[name] for name in self._targets[1:]]
 
     def gives_up(self, link: LinkView) -> bool:
         return link.state is LinkCondition.DOWN
 
-    def present_thresholds(self) -> list[float]:
-        return [cluster.threshold_tokens for cluster in self._clusters[1:]]
-
     def looked(self, now_s: float) -> None:
-        if now_s - self._looked_s < 0.2:
-            return
-        self._looked_s = now_s
-        for index, controller in enumerate(self._controllers, 1):
-            watch, cluster = self._parts.watches[index], self._clusters[index]
-            if watch is not None:
-                base = self.thresholds[cluster.name]
-                seen = watch.view(now_s)
-                found = controller.update(base, seen, self._planned_bytes_per_s, now_s)
-                cluster.threshold_tokens = found.tokens
+        self._tell_plan(now_s)
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._hear_links(now_s)
+            self.live.take(ThresholdsAsked(), now_s)
 
     def plan_sends(self, bytes_per_s: float) -> None:
         self._planned_bytes_per_s = bytes_per_s
 
-    def _hits(self, job: Job, shape: LiveShape) -> list[int] | None:
-        caches = self._parts.caches
-        if caches is None:
-            return None
-        hits = [cache.hit_tokens(job.blocks, job.num_tokens) for cache in caches]
-        shape.local_cached_tokens = shape.landing_cached_tokens = hits[0]
-        by_name = {cluster.name: hit for cluster, hit in zip(self._clusters, hits, strict=True)}
-        shape.prefill_cached_tokens = shape.sendable_tokens = by_name
-        return hits
+    def _tell_plan(self, now_s: float) -> None:
+        tokens = {name: self._plan_tokens(name, now_s) for name in self._targets[1:]}
+        plan = tokens, self._planned_bytes_per_s
+        if plan != self._told_plan:
+            self._told_plan = plan
+            for name in tokens:
+                self._tell(ThresholdPlanned(name, tokens[name], self._planned_bytes_per_s), now_s)
 
-    def _show(self, num_tokens: int, hits: list[int] | None, now_s: float) -> None:
-        """Bring the snapshot up to date for one request."""
-        self._snapshot.taken_s = now_s
-        for index, (station, cluster, watch) in enumerate(self._shown):
-            uncached = num_tokens if hits is None else num_tokens - hits[index]
-            believed = cluster.prefill = station.believed
-            cluster.queued_s = station.queued_s(uncached, now_s) * believed.factor
-            cluster.free_s = station.free_s(now_s)
-            if watch is not None:
-                cluster.link = self._clusters[0].links_in[cluster.name] = watch.view(now_s)
-        self._show_decode(now_s)
+    def _plan_tokens(self, cluster: str, now_s: float) -> float:
+        return self.thresholds[cluster]
 
-    def _show_decode(self, now_s: float) -> None:
-        decode, pool = self._decode, self._parts.pool
-        decode.slots_total = pool.slots_total
-        decode.slots_used = len(pool.began_s)
-        decode.num_waiting = len(pool.waiting)
-        self._left_s.now_s = now_s - decode.decode_s
-        self._landing_s.now_s = now_s
+    def _tell(self, event: Event[Any], now_s: float) -> None:
+        self.live.take(event, now_s)
+
+    def _hear_links(self, now_s: float) -> None:
+        """Hand over what has changed, as a gateway does before a question."""
+        pd = self.live.settings.pd
+        for station, watch in zip(self._parts.stations, self._parts.watches, strict=True):
+            if watch is None:
+                continue
+            view, heard = watch.view(now_s), self.live.links.get((station.name, pd))
+            if view is not heard and view != heard:
+                self._tell(LinkHeard(station.name, pd, view), now_s)
+
+    def _shape(self, job: Job, hits: list[int]) -> RequestShape:
+        if self._parts.caches is None:
+            return RequestShape(num_prompt_tokens=job.num_tokens)
+        by_name = dict(zip(self._targets[1:], hits[1:], strict=True))
+        return RequestShape(
+            num_prompt_tokens=job.num_tokens,
+            local_cached_tokens=hits[0],
+            prefill_cached_tokens=by_name,
+            landing_cached_tokens=hits[0],
+            sendable_tokens=by_name,
+        )
 
 
-class OracleDecider(CoreDecider):
-    """The cores with links as they will be, and the plan's t for the lowest rate to come."""
+class OracleDecider(LiveDecider):
+    """The live scheduler with links as they will be, and the best t for the lowest rate to come."""
 
     def __init__(
         self, parts: Parts, model: ReplayModel, policy: Policy, thresholds: dict[str, float]
     ) -> None:
-        super().__init__(parts, model, policy, thresholds)
+        super().__init__(parts, model, replace(policy, threshold=_FOLLOWS_NO_LINK), thresholds)
         self._model = model
         self._num_prefill = float(len(parts.stations[0].instances))
         self._best: dict[float, float] = {}
 
-    def looked(self, now_s: float) -> None:
-        region = self._model.region
-        if not is_pair(region) or not region.links:
-            return
-        watch, cluster = self._parts.watches[1], self._clusters[1]
-        assert watch is not None
+    def _plan_tokens(self, cluster: str, now_s: float) -> float:
+        region, watch = self._model.region, self._parts.watches[1]
+        if watch is None or not is_pair(region):
+            return self.thresholds[cluster]
         rate = watch.view(now_s).available_bytes_per_s or 0.0
-        cluster.threshold_tokens = self._best_at(rate)
-
-    def _best_at(self, rate: float) -> float:
+        if rate >= region.links[0].bytes_per_s:
+            return self.thresholds[cluster]
         found = self._best.get(rate)
         if found is None:
             found = self._best[rate] = self._solve(rate)
@@ -295,8 +313,6 @@ class OracleDecider(CoreDecider):
         region = self._model.region
         if rate <= 0:
             return region.traffic.lengths.max_tokens
-        if rate >= region.links[0].bytes_per_s:
-            return self.thresholds[self._clusters[1].name]
         link = replace(region.links[0], bytes_per_s=rate)
         there = replace(region, links=(link,))
         tokens, _, _ = best_of_pair(there, Mode.EXACT, num_prefill=np.array([self._num_prefill]))
@@ -311,4 +327,19 @@ def decider_of(
         return StaticDecider(parts, thresholds)
     if policy.routing is Routing.ORACLE:
         return OracleDecider(parts, model, policy, thresholds)
-    return CoreDecider(parts, model, policy, thresholds)
+    return LiveDecider(parts, model, policy, thresholds)
+
+
+def _settings(policy: Policy, pd: str, prefill_clusters: tuple[str, ...]) -> LiveSettings:
+    return LiveSettings(
+        pd=pd,
+        prefill_clusters=prefill_clusters,
+        # The plan's t of each cluster is told before the first request.
+        threshold_tokens=0.0,
+        hand_off_tokens=1,
+        routing=RoutingPolicy(margin_s=policy.margin_s, margin_share=policy.margin_share),
+        threshold=policy.threshold,
+        order=policy.order or OrderConfig(),
+        refuses_load=policy.admission is not None,
+        admission=policy.admission or AdmissionConfig(),
+    )

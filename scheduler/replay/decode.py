@@ -10,7 +10,6 @@ Knows no prefill and no policy.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
@@ -54,7 +53,7 @@ class DecodeInstance:
 
 class DecodePool:
     """See the module text. `schedule` is called with (time, instance, version) to be called back:
-    `ended` with these.
+    `ended` with these. `begun` is called with each request that gets a slot, and when.
     """
 
     def __init__(
@@ -63,19 +62,21 @@ class DecodePool:
         slots_per_instance: int,
         step_s: Sequence[float],
         schedule: Callable[[float, DecodeInstance, int], None],
+        *,
+        begun: Callable[[Job, float], None],
     ) -> None:
         """`slots_per_instance` keep the objective; an engine runs up to `len(step_s) - 1`."""
         self.instances = list(instances)
         self.slots_per_instance = slots_per_instance
         self.waiting: deque[Job] = deque()
-        self.began_s: list[float] = []
-        """Of all running requests, ascending."""
+        self.num_running = 0
         self.busy_s = 0.0
         """Seconds of slots in use, of requests that ended."""
         self._step_s = step_s
         self._most = len(step_s) - 1
         self._is_level = len(set(step_s[1:])) == 1
         self._schedule = schedule
+        self._begun = begun
         self.slots_total = 0
         """Of the usable instances, within the objective; see `recount`."""
         self.recount()
@@ -110,8 +111,8 @@ class DecodePool:
             job = heappop(running)[2]
             job.done_s = now_s
             self.busy_s += now_s - job.slot_s
-            del self.began_s[bisect_left(self.began_s, job.slot_s)]
             done.append(job)
+        self.num_running -= len(done)
         self._reschedule(instance)
         self.fill(now_s)
         return done
@@ -134,7 +135,8 @@ class DecodePool:
         heappush(instance.running, (last, job.index, job))
         job.slot_s = now_s
         job.step_s = self._step_s[len(instance.running)]
-        self.began_s.append(now_s)
+        self.num_running += 1
+        self._begun(job, now_s)
         if not self._is_level or instance.running[0][2] is job:
             self._reschedule(instance)
 

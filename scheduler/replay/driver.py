@@ -37,6 +37,7 @@ from scheduler.replay.model import Policy, ReplayModel
 from scheduler.replay.prefill import PrefillInstance, PrefillStation
 from scheduler.replay.rebalancing import Rebalancer
 from scheduler.replay.results import Outcome, Series
+from scheduler.replay.station_views import Parts
 from scheduler.replay.transfers import Transfers
 from scheduler.replay.workload import Workload
 from scheduler.routing.prediction import ProfileCorrection
@@ -94,19 +95,19 @@ class _Driver:
         self._span_s = workload.arrivals_s[-1]
         plan = starting_plan(model, policy)
         num_prefill = round(plan.num_prefill[model.pd.name])
-        self.stations = self._stations_of(num_prefill, policy)
-        self.pool = self._pool_of(num_prefill)
+        self._stations = self._stations_of(num_prefill, policy)
+        self._pool = self._pool_of(num_prefill)
         self._transfers = Transfers(
             model,
             policy,
-            self.stations[0],
+            self._stations[0],
             land_later=partial(self._push, _LANDED),
             give_up_later=partial(self._push, _GIVEN_UP),
         )
-        self.watches = self._transfers.watches
-        self.caches = self._caches_of()
+        self._caches = self._caches_of()
         thresholds = dict(policy.thresholds or thresholds_of(plan))
-        self._decider: Decider = decider_of(self, model, policy, thresholds)
+        parts = Parts(self._stations, self._pool, self._caches, self._transfers.watches)
+        self._decider: Decider = decider_of(parts, model, policy, thresholds)
         planned = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
         self._decider.plan_sends(max(planned.values(), default=0.0))
         self._rebalancer: Rebalancer | None = None
@@ -118,8 +119,8 @@ class _Driver:
                 policy,
                 policy.long_term,
                 self._decider,
-                self.stations,
-                self.pool,
+                self._stations,
+                self._pool,
                 self._relabel_later,
             )
         jitter = model.prefill_jitter
@@ -128,8 +129,9 @@ class _Driver:
             rng = np.random.default_rng((seed, 99))
             drawn = rng.lognormal(-(jitter**2) / 2, jitter, len(workload))
             self._jitter = drawn.tolist()
-        learns = bool(jitter or model.prefill_factors)
-        self._corrections = [ProfileCorrection() for _ in self.stations] if learns else None
+        # The long timescale multiplies the plan's profiles by how far engines are off.
+        learns = self._rebalancer is not None and bool(jitter or model.prefill_factors)
+        self._corrections = [ProfileCorrection() for _ in self._stations] if learns else None
         self._kv_bytes = model.region.kv.size(np.array(workload.prompt_tokens, float)).tolist()
         self._series = Series()
         self._record_s = max(1.0, self._span_s / num_points)
@@ -165,8 +167,13 @@ class _Driver:
         points = self._model.decode_steps or ((pd.batch_size, pd.step_s),)
         if points[-1][0] < pd.batch_size:
             points = (*points, (pd.batch_size, max(pd.step_s, points[-1][1])))
-        decode_later = partial(self._push, _DECODE_END)
-        return DecodePool(instances, pd.batch_size, step_table(points), decode_later)
+        return DecodePool(
+            instances,
+            pd.batch_size,
+            step_table(points),
+            partial(self._push, _DECODE_END),
+            begun=lambda job, now_s: self._decider.decoding(job, now_s),
+        )
 
     def _caches_of(self) -> list[ReplayCache] | None:
         sizes = self._model.cache_blocks
@@ -174,7 +181,7 @@ class _Driver:
             return None
         return [
             ReplayCache(sizes.get(station.name, 0), self._workload.block_tokens)
-            for station in self.stations
+            for station in self._stations
         ]
 
     # ---- the loop
@@ -239,9 +246,9 @@ class _Driver:
 
     def _enter(self, job: Job, now_s: float) -> None:
         """Into the queue of its station, or past it."""
-        station = self.stations[job.place]
-        job.believed_s = station.profile.prefill_s(job.num_tokens, job.cached_tokens)
-        job.service_s = job.believed_s * station.factor
+        station = self._stations[job.place]
+        job.believed_s = self._decider.believed_s(job)
+        job.service_s = station.real_s(job.num_tokens, job.cached_tokens)
         if self._jitter is not None:
             job.service_s *= self._jitter[job.index]
         instance = station.start_at_once(job, now_s)
@@ -253,22 +260,23 @@ class _Driver:
     def _began(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
         if job.place:
             cached, transfers = 0, self._transfers
-            if self.caches is not None:
-                cached = self.caches[0].hit_tokens(job.blocks, job.num_tokens)
+            if self._caches is not None:
+                cached = self._caches[0].hit_tokens(job.blocks, job.num_tokens)
             transfers.begin(job, self._kv_bytes[job.index], cached, now_s)
             if transfers.is_tracked:
                 transfers.expect(job, self._decider.tail_s(job, now_s), now_s)
         self._push(_PREFILL_END, job.start_s + job.service_s, instance, job)
 
     def _prefill_ended(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
-        station = self.stations[job.place]
+        station = self._stations[job.place]
         station.finish(instance)
         job.prefill_end_s = now_s
-        if self.caches is not None:
-            self.caches[job.place].add(job.blocks)
+        if self._caches is not None:
+            self._caches[job.place].add(job.blocks)
         if self._corrections is not None:
             correction = self._corrections[job.place]
-            correction.observe(job.believed_s, job.service_s)
+            profile_s = station.profile.prefill_s(job.num_tokens, job.cached_tokens)
+            correction.observe(profile_s, job.service_s)
             station.believed = station.profile.corrected(correction.factor)
         if job.place:
             self._transfers.emitted(job, now_s)
@@ -289,17 +297,18 @@ class _Driver:
         if version != job.landing_version:
             return
         self._transfers.give_up(job, now_s)
+        self._decider.given_up(job, now_s)
         self._wasted_s += job.service_s
         job.fell_back = True
         job.landing_version += 1
-        if not self.stations[0].num_usable:
-            self._decider.landed(job, now_s)
+        if not self._stations[0].num_usable:
+            self._decider.over(job, now_s)
             job.fate = Fate.LOST
             self._num_open -= 1
             return
         job.place, job.cached_tokens, job.move_s = 0, 0, 0.0
-        if self.caches is not None:
-            job.cached_tokens = self.caches[0].hit_tokens(job.blocks, job.num_tokens)
+        if self._caches is not None:
+            job.cached_tokens = self._caches[0].hit_tokens(job.blocks, job.num_tokens)
         self._enter(job, now_s)
 
     def _landed(self, job: Job, version: int, now_s: float) -> None:
@@ -308,10 +317,10 @@ class _Driver:
         job.landed_s = now_s
         if job.place:
             self._transfers.forget(job)
-            if self.caches is not None:
-                self.caches[0].add(job.blocks)
+            if self._caches is not None:
+                self._caches[0].add(job.blocks)
         if self._decider.landed(job, now_s):
-            self.pool.land(job, now_s)
+            self._pool.land(job, now_s)
             return
         job.fate = Fate.REFUSED_LATE
         self._num_refused += 1
@@ -319,10 +328,10 @@ class _Driver:
         self._wasted_s += job.service_s
 
     def _decode_ended(self, instance: DecodeInstance, version: int, now_s: float) -> None:
-        for job in self.pool.ended(instance, version, now_s):
+        for job in self._pool.ended(instance, version, now_s):
             job.fate = Fate.DONE
             self._num_open -= 1
-            self._decider.done(job)
+            self._decider.done(job, now_s)
             if self._rebalancer is not None:
                 self._rebalancer.meter.finished(job.output_tokens, now_s)
         if not instance.is_usable and not instance.running and self._rebalancer is not None:
@@ -354,8 +363,8 @@ class _Driver:
 
     def _refill(self, now_s: float) -> None:
         """Instances may have come back to work."""
-        self._start(self.stations[0], now_s)
-        self.pool.fill(now_s)
+        self._start(self._stations[0], now_s)
+        self._pool.fill(now_s)
 
     def _record(self, _: None, __: None, now_s: float) -> None:
         if self._rebalancer is not None:
@@ -370,17 +379,17 @@ class _Driver:
         yield "offered_rps", (num_jobs - self._num_jobs_recorded) / self._record_s
         yield "refused_rps", (self._num_refused - self._num_refused_recorded) / self._record_s
         self._num_jobs_recorded, self._num_refused_recorded = num_jobs, self._num_refused
-        yield "decode_used", len(self.pool.began_s)
-        yield "decode_waiting", len(self.pool.waiting)
-        yield "decode_slots", self.pool.slots_total
-        yield "num_prefill", len(self.stations[0].instances)
-        yield "num_decode", len(self.pool.instances)
-        for station in self.stations:
+        yield "decode_used", self._pool.num_running
+        yield "decode_waiting", len(self._pool.waiting)
+        yield "decode_slots", self._pool.slots_total
+        yield "num_prefill", len(self._stations[0].instances)
+        yield "num_decode", len(self._pool.instances)
+        for station in self._stations:
             yield f"queued:{station.name}", station.num_queued
             yield f"running:{station.name}", station.num_running
         thresholds = self._decider.present_thresholds()
         for place, tokens in enumerate(thresholds, 1):
-            yield f"threshold:{self.stations[place].name}", tokens
+            yield f"threshold:{self._stations[place].name}", tokens
         yield from self._transfers.row(now_s, self._record_s)
 
     def _outcome(self, end_s: float) -> Outcome:
@@ -391,7 +400,7 @@ class _Driver:
             series=self._series,
             span_s=self._span_s,
             egress_bytes=self._transfers.egress_bytes(end_s),
-            prefill_busy_s=sum(station.busy_s for station in self.stations),
+            prefill_busy_s=sum(station.busy_s for station in self._stations),
             wasted_prefill_s=self._wasted_s,
             role_changes=[] if rebalancer is None else rebalancer.role_changes,
             rebalances=[] if rebalancer is None else rebalancer.told,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from scheduler.routing.prediction import Prediction
+
 NEVER = float("nan")
 
 
@@ -32,11 +34,11 @@ class Job:
         "done_s",
         "emit_bytes_per_s",
         "emitted_bytes",
-        "expected_landing_s",
         "fate",
         "fell_back",
         "fixed_bytes",
         "index",
+        "instance",
         "landed_s",
         "landing_version",
         "move_from",
@@ -45,7 +47,7 @@ class Job:
         "num_tokens",
         "output_tokens",
         "place",
-        "predicted_ttft_s",
+        "predicted",
         "prefill_end_s",
         "service_s",
         "slot_s",
@@ -62,9 +64,11 @@ class Job:
         self.blocks: Sequence[int] = ()
         self.place = 0
         """The station: 0 is the PD cluster's, then the prefill clusters'."""
+        self.instance = ""
+        """That prefills it."""
         self.cached_tokens = 0
         self.believed_s = 0.0
-        """Prefill by the profile, uncorrected."""
+        """Prefill as it was predicted when the place was known."""
         self.service_s = 0.0
         """Prefill as it really is."""
         self.token_bytes = 0.0
@@ -86,7 +90,11 @@ class Job:
         self.done_s = NEVER
         self.step_s = 0.0
         """Its first decode step."""
-        self.expected_landing_s = NEVER
-        self.predicted_ttft_s = NEVER
+        self.predicted: Prediction | None = None
         self.fate = Fate.OPEN
         self.fell_back = False
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        """`NEVER` where nothing was predicted."""
+        return NEVER if self.predicted is None else self.predicted.ttft_s

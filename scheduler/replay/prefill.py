@@ -6,15 +6,15 @@ An instance computes one prompt at a time. Knows no links and no policy but the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from scheduler.replay.jobs import Job
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing.views import InstanceView
 
 
 class PrefillInstance:
-    """One instance. `until_s` is when its prefill should be over, by the profile."""
+    """One instance. `until_s` is when its prefill should be over, as predicted."""
 
     __slots__ = ("is_usable", "job", "name", "until_s")
 
@@ -27,7 +27,7 @@ class PrefillInstance:
 
 
 class PrefillStation:
-    """See the module text. `profile` is what is believed, `factor` what the truth is times that."""
+    """See the module text. `profile` is the plan's, `factor` what the truth is times that."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PrefillStation:
         self.profile = profile
         self.factor = factor
         self.believed = profile
-        """The profile as measurement corrected it; what predictions use."""
+        """The profile as measurement corrected it, for the long timescale."""
         self.instances = [PrefillInstance(f"{name}-{i}") for i in range(num_instances)]
         self.busy_s = 0.0
         """Real seconds of all prefills that were started."""
@@ -53,6 +53,10 @@ class PrefillStation:
     @property
     def num_queued(self) -> int:
         return len(self._queue) if self._order is None else len(self._waiting)
+
+    def real_s(self, num_tokens: int, cached_tokens: int) -> float:
+        """How long a prefill takes here, but for jitter."""
+        return self.profile.prefill_s(num_tokens, cached_tokens) * self.factor
 
     def push(self, job: Job) -> None:
         """Let a job wait."""
@@ -99,15 +103,16 @@ class PrefillStation:
         ahead = self._order.ahead_of(new, now_s)
         return sum([waiting[job.key].believed_s for job in ahead])
 
-    def free_s(self, now_s: float) -> Sequence[float]:
-        """From now until each usable instance should be free, ascending."""
-        found = [
-            instance.until_s - now_s if instance.until_s > now_s else 0.0
+    def instances_at(self, now_s: float) -> tuple[InstanceView, ...]:
+        """All of them as routing sees them."""
+        return tuple(
+            InstanceView(
+                name=instance.name,
+                is_usable=instance.is_usable,
+                running_s=instance.until_s - now_s if instance.until_s > now_s else 0.0,
+            )
             for instance in self.instances
-            if instance.is_usable
-        ]
-        found.sort()
-        return found
+        )
 
     @property
     def num_usable(self) -> int:
@@ -130,8 +135,9 @@ class PrefillStation:
     def _begin(self, instance: PrefillInstance, job: Job, now_s: float) -> bool:
         begin_s = max(now_s, job.move_s)
         job.start_s = begin_s
+        job.instance = instance.name
         instance.job = job
-        instance.until_s = begin_s + job.believed_s * self.believed.factor
+        instance.until_s = begin_s + job.believed_s
         self.num_running += 1
         self.busy_s += job.service_s
         return True

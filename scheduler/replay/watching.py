@@ -11,6 +11,7 @@ Knows no requests and no decisions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final, Protocol
 
 from netmon.estimate import LinkCondition, LinkEstimate
@@ -18,7 +19,6 @@ from netmon.monitor import LinkMonitor, MonitorConfig
 from netmon.region_link import LinkView
 from netmon.samples import ConnectionSample, LinkSample, ProbeResult
 from scheduler.replay.links import ReplayLink
-from scheduler.replay.live_views import LiveLink
 
 SAMPLE_S: Final = 0.25
 _BUFFER_S: Final = 0.05
@@ -34,7 +34,7 @@ class WatchedLink(Protocol):
         """Time for a sample."""
 
     def view(self, now_s: float) -> LinkView:
-        """What routing gets to see; valid until the replay goes on."""
+        """What routing gets to see now."""
 
 
 class _TrueLink:
@@ -42,10 +42,19 @@ class _TrueLink:
 
     def __init__(self, link: ReplayLink, rtt_s: float) -> None:
         self._link = link
-        self._seen = LiveLink(rtt_s)
+        self._rtt_s = rtt_s
 
     def sample(self, now_s: float) -> None:
         self._link.advance(now_s)
+
+    def _shown(self, rate: float) -> LinkView:
+        return LinkView(
+            state=LinkCondition.CLEAR if rate > 0 else LinkCondition.DOWN,
+            available_bytes_per_s=rate,
+            rtt_s=self._rtt_s,
+            backlog_bytes=self._link.backlog_bytes,
+            inflow_bytes_per_s=self._link.expected_inflow,
+        )
 
 
 class DirectLink(_TrueLink):
@@ -58,7 +67,7 @@ class DirectLink(_TrueLink):
     def view(self, now_s: float) -> LinkView:
         link = self._link
         link.advance(now_s)
-        return _shown(self._seen, link, link.schedule.rate_at(now_s - self._lag_s))
+        return self._shown(link.schedule.rate_at(now_s - self._lag_s))
 
 
 class StillLink:
@@ -66,9 +75,8 @@ class StillLink:
 
     def __init__(self, link: ReplayLink, rtt_s: float) -> None:
         self._link = link
-        self._seen = LiveLink(rtt_s)
-        self._seen.available_bytes_per_s = link.schedule.base_bytes_per_s
-        self._view = self._seen.as_view()
+        rate = link.schedule.base_bytes_per_s
+        self._seen = LinkView(available_bytes_per_s=rate, rtt_s=rtt_s)
 
     def sample(self, now_s: float) -> None:
         pass
@@ -76,9 +84,10 @@ class StillLink:
     def view(self, now_s: float) -> LinkView:
         link, seen = self._link, self._seen
         link.advance(now_s)
-        seen.backlog_bytes = link.backlog_bytes
-        seen.inflow_bytes_per_s = link.expected_inflow
-        return self._view
+        backlog, inflow = link.backlog_bytes, link.expected_inflow
+        if (seen.backlog_bytes, seen.inflow_bytes_per_s) != (backlog, inflow):
+            seen = self._seen = replace(seen, backlog_bytes=backlog, inflow_bytes_per_s=inflow)
+        return seen
 
 
 class ForeseenLink(_TrueLink):
@@ -91,8 +100,7 @@ class ForeseenLink(_TrueLink):
     def view(self, now_s: float) -> LinkView:
         link = self._link
         link.advance(now_s)
-        rate = link.schedule.lowest(now_s, now_s + self._horizon_s)
-        return _shown(self._seen, link, rate)
+        return self._shown(link.schedule.lowest(now_s, now_s + self._horizon_s))
 
 
 class MonitoredLink:
@@ -113,7 +121,6 @@ class MonitoredLink:
         self._rate = link.schedule.base_bytes_per_s
         self._asked_s = 0.0
         self._estimate: LinkEstimate | None = None
-        self._seen = LiveLink(self._rtt_s)
         self.condition = LinkCondition.CLEAR
 
     def sample(self, now_s: float) -> None:
@@ -131,17 +138,19 @@ class MonitoredLink:
         return self._estimate is None or self._estimate.is_floor
 
     def view(self, now_s: float) -> LinkView:
-        estimate, seen = self._estimate, self._seen
-        seen.inflow_bytes_per_s = self._link.expected_inflow
-        if estimate is not None and estimate.age_s is not None:
-            self._link.advance(now_s)
-            seen.state = self.condition
-            seen.available_bytes_per_s = estimate.available_bytes_per_s
-            seen.is_floor = estimate.is_floor
-            seen.rtt_s = estimate.base_rtt_s
-            seen.backlog_bytes = self._link.backlog_bytes
-            seen.age_s = now_s - self._sampled_s
-        return seen.as_view()
+        estimate, inflow = self._estimate, self._link.expected_inflow
+        if estimate is None or estimate.age_s is None:
+            return LinkView(rtt_s=self._rtt_s, inflow_bytes_per_s=inflow)
+        self._link.advance(now_s)
+        return LinkView(
+            state=self.condition,
+            available_bytes_per_s=estimate.available_bytes_per_s,
+            rtt_s=estimate.base_rtt_s,
+            backlog_bytes=self._link.backlog_bytes,
+            inflow_bytes_per_s=inflow,
+            age_s=now_s - self._sampled_s,
+            is_floor=estimate.is_floor,
+        )
 
     def _count(self, now_s: float) -> None:
         """Move the counters on from the last sample."""
@@ -196,11 +205,3 @@ class MonitoredLink:
         if size is not None and self._rate > 0:
             duration_s = size / self._rate + self._rtt_s
             self._monitor.observe_probe(ProbeResult(acked_bytes=size, duration_s=duration_s), now_s)
-
-
-def _shown(seen: LiveLink, link: ReplayLink, rate: float) -> LinkView:
-    seen.state = LinkCondition.CLEAR if rate > 0 else LinkCondition.DOWN
-    seen.available_bytes_per_s = rate
-    seen.backlog_bytes = link.backlog_bytes
-    seen.inflow_bytes_per_s = link.expected_inflow
-    return seen.as_view()

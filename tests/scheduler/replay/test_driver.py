@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import scheduler.replay.deciding as deciding
 from deploy.plan.solve.case_study import case_study_region
-from netmon.region_link import LinkView
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term import LongTermConfig
 from scheduler.planning.lengths import EmpiricalLengths
@@ -23,13 +21,9 @@ from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay, starting_plan
 from scheduler.replay.jobs import Fate
 from scheduler.replay.links import LinkChange, RateSchedule
-from scheduler.replay.live_views import LiveSnapshot
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.results import Outcome
 from scheduler.replay.workload import Phase, Workload, drawn, traced
-from scheduler.routing.decision import RequestShape
-from scheduler.routing.short_term import choose
-from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 LINK = "h200 to h20"
 GBIT = 1e9 / 8
@@ -201,8 +195,10 @@ def test_the_long_timescale_converts_for_longer_outputs_and_drains_first() -> No
 def test_measured_times_correct_a_profile_that_engines_do_not_keep(factor: float) -> None:
     other = model(prefill_factors={"h20": factor, "h200": factor})
     found = replay(other, poisson(0.5, 2000), Policy())
-    # The first is predicted from the profile alone, and is off by all of the factor.
-    assert found.ttft_s[0] == pytest.approx(factor * found.jobs[0].predicted_ttft_s, rel=0.02)
+    # The first is predicted from the profile alone, and is off by all of the factor. No answer has
+    # ended by then, so nobody knows what a decode step takes.
+    prefill_s = found.ttft_s[0] - 0.025
+    assert prefill_s == pytest.approx(factor * found.jobs[0].predicted_ttft_s, rel=0.02)
     assert found.summary(500).prediction_error < 0.02
 
 
@@ -246,73 +242,3 @@ def test_one_fixed_length_without_queues_gives_the_time_by_hand() -> None:
     np.testing.assert_allclose(found.tbt_s, 0.025)
     sent = sum(found.egress_bytes.values())
     assert sent == pytest.approx(len(work) * float(region().kv.size(40_000)))
-
-
-# ---- the live views are the real ones
-
-
-def frozen(live: LiveSnapshot) -> RegionSnapshot:
-    """What a shell would have built from the same state."""
-    local, *others = (live.local, *live.prefill_clusters)
-
-    def cluster(found: Any) -> ClusterView:
-        link = found.link
-        seen = None
-        if link is not None:
-            names = ("state", "available_bytes_per_s", "rtt_s", "backlog_bytes")
-            seen = LinkView(
-                **{name: getattr(link, name) for name in names},
-                inflow_bytes_per_s=link.inflow_bytes_per_s,
-                age_s=link.age_s,
-                is_floor=link.is_floor,
-            )
-        return ClusterView(
-            name=found.name,
-            prefill=found.prefill,
-            instances=tuple(
-                InstanceView(name=f"{i}", running_s=left_s) for i, left_s in enumerate(found.free_s)
-            ),
-            queued_s=found.queued_s,
-            link=seen,
-            threshold_tokens=found.threshold_tokens,
-        )
-
-    decode = live.decode
-    return RegionSnapshot(
-        taken_s=live.taken_s,
-        local=cluster(local),
-        decode=DecodeView(
-            slots_total=decode.slots_total,
-            slots_used=decode.slots_used,
-            num_waiting=decode.num_waiting,
-            decode_s=decode.decode_s,
-            step_s=decode.step_s,
-            left_s=tuple(decode.left_s),
-            landing_s=tuple(decode.landing_s),
-        ),
-        prefill_clusters=tuple(cluster(other) for other in others),
-    )
-
-
-def test_decisions_are_those_of_frozen_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_checked = 0
-
-    def checked(shape: Any, snapshot: Any, config: Any, now_s: float) -> Any:
-        nonlocal num_checked
-        found = choose(shape, snapshot, config, now_s)
-        real = RequestShape(
-            num_prompt_tokens=shape.num_prompt_tokens, transfer_bytes=shape.transfer_bytes
-        )
-        expected = choose(real, frozen(snapshot), config, now_s)
-        assert (found.taken.target, found.reason) == (expected.taken.target, expected.reason)
-        assert found.local.prediction == expected.local.prediction
-        assert (found.remote is None) == (expected.remote is None)
-        if found.remote is not None and expected.remote is not None:
-            assert found.remote.prediction == expected.remote.prediction
-        num_checked += 1
-        return found
-
-    monkeypatch.setattr(deciding, "choose", checked)
-    work = poisson(1.0, 100)
-    replay(model(dropping(30, 60, 3)), work, Policy())
-    assert num_checked == len(work)

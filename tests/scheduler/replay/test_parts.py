@@ -17,7 +17,6 @@ from scheduler.replay.caching import ReplayCache
 from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
 from scheduler.replay.jobs import Job
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule, ReplayLink
-from scheduler.replay.live_views import FromNow
 from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.watching import DirectLink, ForeseenLink, MonitoredLink
 from scheduler.replay.workload import Phase, Workload, drawn, traced
@@ -189,7 +188,13 @@ def test_the_direct_view_is_late_and_the_oracle_early() -> None:
 def pool_of(slots: int, steps: list[tuple[int, float]], num: int = 1) -> tuple[DecodePool, Any]:
     events: list[tuple[float, DecodeInstance, int]] = []
     instances = [DecodeInstance(f"d{i}") for i in range(num)]
-    pool = DecodePool(instances, slots, step_table(steps), lambda *event: events.append(event))
+    pool = DecodePool(
+        instances,
+        slots,
+        step_table(steps),
+        lambda *event: events.append(event),
+        begun=lambda job, now_s: None,
+    )
     return pool, events
 
 
@@ -223,7 +228,7 @@ def test_requests_wait_for_a_full_batch_and_take_the_least_full() -> None:
         1: pytest.approx(2.0),
         2: pytest.approx(4.0),
     }
-    assert pool.began_s == []
+    assert pool.num_running == 0
 
 
 def test_an_instance_that_may_not_be_used_takes_nothing() -> None:
@@ -242,16 +247,6 @@ def test_steps_between_measured_batches_lie_on_straight_lines() -> None:
     assert step_table([(2, 0.1), (4, 0.3)]) == pytest.approx((0.1, 0.1, 0.1, 0.2, 0.3))
 
 
-def test_moments_are_seen_from_now() -> None:
-    seen = FromNow([1.0, 4.0, 9.0], 3.0)
-    assert (len(seen), list(seen), seen[-1], list(seen[1:])) == (
-        3,
-        [0.0, 1.0, 6.0],
-        6.0,
-        [1.0, 6.0],
-    )
-
-
 # ---- prefill
 
 
@@ -267,7 +262,7 @@ def test_a_station_serves_by_arrival_or_by_length() -> None:
         assert station.start_at_once(jobs[1], 0.0) is None
         station.push(jobs[1])
         station.push(jobs[2])
-        assert station.free_s(0.05) == pytest.approx((0.05,))
+        assert [view.running_s for view in station.instances_at(0.05)] == pytest.approx([0.05])
         assert station.queued_s(10**9, 0.2) == pytest.approx(50.01)
         begun = []
         while station.num_queued:
