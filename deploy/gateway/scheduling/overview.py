@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from deploy.gateway.scheduling.plan_overview import TrafficNow, traffic_now
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
 from scheduler.live.knowledge import ModelKnowledge
@@ -30,17 +31,6 @@ class LearnedPlace(msgspec.Struct, frozen=True, kw_only=True):
     error: float | None = None
     overhead_s: float = 0.0
     ttft_error: float | None = None
-
-
-class TrafficNow(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured traffic of one model; means are in tokens."""
-
-    rate_rps: float
-    input_tokens: float
-    uncached_tokens: float
-    output_tokens: float
-    hit_ratio: float
-    num_requests: float
 
 
 class LearnedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +75,7 @@ def scheduling_overview(scheduler: RegionScheduler) -> SchedulingOverview:
 
 
 def _model(name: str, known: ModelKnowledge, now_s: float) -> LearnedModel:
+    measured = known.traffic.measured(now_s)
     return LearnedModel(
         model=name,
         places=[_place(place, known, now_s) for place in known.places],
@@ -92,7 +83,7 @@ def _model(name: str, known: ModelKnowledge, now_s: float) -> LearnedModel:
         kv=known.kv,
         decode_s=known.decode_s,
         step_s=known.step_s,
-        traffic=_traffic(known, now_s),
+        traffic=None if measured is None else traffic_now(measured),
     )
 
 
@@ -107,18 +98,4 @@ def _place(place: str, known: ModelKnowledge, now_s: float) -> LearnedPlace:
         error=learned.error,
         overhead_s=known.overhead_s(place, now_s),
         ttft_error=known.error(place),
-    )
-
-
-def _traffic(known: ModelKnowledge, now_s: float) -> TrafficNow | None:
-    found = known.traffic.measured(now_s)
-    if found is None:
-        return None
-    return TrafficNow(
-        rate_rps=found.rate_rps,
-        input_tokens=found.input_tokens,
-        uncached_tokens=found.uncached.mean_tokens,
-        output_tokens=found.output.mean_tokens,
-        hit_ratio=found.hit_ratio,
-        num_requests=found.num_requests,
     )
