@@ -120,7 +120,7 @@ class TimeoutConfig(Section):
     """For requests in flight when the gateway stops."""
 
 
-class DirectoryConfig(Section):
+class DirectorySection(Section):
     """Who follows what is cached where."""
 
     kind: Literal["embedded", "grpc", "redis"] = "embedded"
@@ -133,7 +133,7 @@ class DirectoryConfig(Section):
     """URL of the Redis server, with kind redis."""
 
     @model_validator(mode="after")
-    def _check(self) -> DirectoryConfig:
+    def _check(self) -> DirectorySection:
         wanted = {"embedded": set(), "grpc": {"target"}, "redis": {"url"}}[self.kind]
         given = {name for name in ("target", "url") if getattr(self, name)}
         if missing := wanted - given:
@@ -170,7 +170,7 @@ class GatewaySection(Section):
     """Names of the API keys that may change roles and see what is protected. None: all may."""
     max_body_bytes: Bytes = 32 << 20
     """Most bytes of a request's body, a number or such as 32MiB."""
-    directory: DirectoryConfig = DirectoryConfig()
+    directory: DirectorySection = DirectorySection()
     """Who follows what is cached where."""
     scheduling: SchedulingConfig = SchedulingConfig()
     """How requests are routed, queued and refused, and roles changed."""

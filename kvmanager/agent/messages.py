@@ -286,7 +286,7 @@ class ListCache(msgspec.Struct, frozen=True):
     order: Literal["hits", "size", "recent"] = "recent"
 
 
-class CachedPrefix(msgspec.Struct, frozen=True):
+class PrefixLeaf(msgspec.Struct, frozen=True):
     """One prefix that nothing longer continues. `key` is its last block's, hex; bytes by
     "tier/kind" are of all its blocks, shared ones included; `branch_tokens` is where it parts from
     others, 0 if nowhere.
@@ -303,5 +303,5 @@ class CachedPrefix(msgspec.Struct, frozen=True):
 
 
 class ListCacheReply(msgspec.Struct, frozen=True):
-    prefixes: list[CachedPrefix]
+    prefixes: list[PrefixLeaf]
     num_prefixes: int

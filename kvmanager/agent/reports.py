@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from kvmanager.agent.cache.request_records import CacheUse
 from kvmanager.agent.cache.store import StoreUse
-from kvmanager.agent.messages import CachedPrefix, CacheStatus, TransferReport
+from kvmanager.agent.messages import CacheStatus, PrefixLeaf, TransferReport
 from kvmanager.pool.records import ListedPrefix, PoolStatus, Tier
 from kvmanager.pool.shape import PartKind
 from kvmanager.transfers.records import LandingRecord, OutboxRecord, State
@@ -101,9 +101,9 @@ def cache_status(
     )
 
 
-def cached_prefix(prefix: ListedPrefix) -> CachedPrefix:
+def cached_prefix(prefix: ListedPrefix) -> PrefixLeaf:
     """One line of a listing."""
-    return CachedPrefix(
+    return PrefixLeaf(
         key=prefix.key.hex(),
         num_tokens=prefix.num_tokens,
         nbytes=_by_name(prefix.nbytes),

@@ -45,7 +45,7 @@ class RawGap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
+class LoopGap:
     """A gap by whose time it was: `gap_s` is `own_s` and `machine_s`. `cpu_s` and `gc_s` (garbage
     collection) are parts of `own_s`. `stacks` says how often the loop's thread was seen where.
     """
@@ -82,7 +82,7 @@ def judge(
     *,
     other_starved_s: float = 0.0,
     stolen_s: float = 0.0,
-) -> Gap:
+) -> LoopGap:
     """Whose time a gap was.
 
     Time that the kernel gave no core may have passed shortly before the gap, since `since_s`; all
@@ -105,7 +105,7 @@ def judge(
         rest_s = gap_s - halted_s - raw.starved_s
         held_up_s = min(other_starved_s, max(0.0, rest_s - raw.cpu_s))
         own_s = max(least_own_s, rest_s - held_up_s)
-    return Gap(
+    return LoopGap(
         ended_s=raw.ran_s,
         gap_s=gap_s,
         own_s=own_s,
@@ -114,7 +114,7 @@ def judge(
     )
 
 
-def keep_evident(gap: Gap, looks_inside: float, other_ran_s: float) -> Gap:
+def keep_evident(gap: LoopGap, looks_inside: float, other_ran_s: float) -> LoopGap:
     """`gap` with no more of its own than there is evidence for.
 
     What the loop's thread computed is evident. While it computed nothing, it either stood inside a
@@ -154,7 +154,7 @@ class LoopGaps:
         # Falling lengths at rising times: what a longer and later one makes irrelevant is dropped.
         self._lately: deque[tuple[float, float]] = deque()
 
-    def add(self, gap: Gap) -> None:
+    def add(self, gap: LoopGap) -> None:
         """Gaps come in the order of their ends."""
         self.own.add(gap.own_s)
         self.machine.add(gap.machine_s)
@@ -196,7 +196,7 @@ class GapHistogram:
         return buckets
 
 
-def describe(gap: Gap) -> str:
+def describe(gap: LoopGap) -> str:
     """One line about a gap, for a log."""
     text = f"the event loop stood still for {gap.gap_s * 1e3:.0f} ms, {gap.own_s * 1e3:.0f} ms own"
     details = [f"{gap.cpu_s * 1e3:.0f} ms computing"] if gap.cpu_s >= 1e-3 else []

@@ -31,8 +31,8 @@ from typing import Any, Final, Self
 
 from kvmanager.loop.gaps import (
     LEAST_GAP_S,
-    Gap,
     Halt,
+    LoopGap,
     LoopGaps,
     RawGap,
     Stack,
@@ -104,7 +104,7 @@ class LoopWatch:
         *,
         limit_s: float = LIMIT_S,
         idle_period_s: float = IDLE_PERIOD_S,
-        on_gap: Callable[[Gap], None] | None = None,
+        on_gap: Callable[[LoopGap], None] | None = None,
     ) -> None:
         self.gaps = LoopGaps()
         self._limit_s = limit_s
@@ -264,7 +264,7 @@ class GapLog:
         self._logged_s = float("-inf")
         self._left_out_s: list[float] = []
 
-    def add(self, gap: Gap) -> None:
+    def add(self, gap: LoopGap) -> None:
         if gap.gap_s < self._limit_s:
             return
         if gap.own_s < self._limit_s:
@@ -303,7 +303,7 @@ def _most_since(
     return ThreadTimes(ran_s, starved_s)
 
 
-def _share_inside(gap: Gap) -> float:
+def _share_inside(gap: LoopGap) -> float:
     """The share of looks that found the loop's thread inside a callback; 0 without any look."""
     total = sum(count for _, count in gap.stacks)
     inside = sum(count for stack, count in gap.stacks if stack[-1][0] not in _IDLE_FILES)
@@ -316,7 +316,7 @@ def _longest_theft_s(before_s: Sequence[float]) -> float:
     return max((total_s - earlier_s for earlier_s, total_s in pairs), default=0.0)
 
 
-def _seen_at(gap: Gap) -> str:
+def _seen_at(gap: LoopGap) -> str:
     """Where the loop's thread was seen most often."""
     if not gap.stacks:
         return ""

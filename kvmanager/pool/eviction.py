@@ -14,7 +14,7 @@ from typing import Final, Generic, Protocol, TypeVar
 Score = tuple[float, ...]
 
 
-class Entry(Protocol):
+class EvictionCandidate(Protocol):
     """What a policy may see of a cached part."""
 
     @property
@@ -46,20 +46,20 @@ class EvictionPolicy(Protocol):
     The score of an entry must not fall while the entry stays: it would go later than it should.
     """
 
-    def score(self, entry: Entry) -> Score: ...
+    def score(self, entry: EvictionCandidate) -> Score: ...
 
 
 class Lru:
     """The least recently used; of one use, the end of the prompt first."""
 
-    def score(self, entry: Entry) -> Score:
+    def score(self, entry: EvictionCandidate) -> Score:
         return entry.last_used, -entry.index
 
 
 class Lfu:
     """What served the fewest prompts; among equals the least recently used."""
 
-    def score(self, entry: Entry) -> Score:
+    def score(self, entry: EvictionCandidate) -> Score:
         return entry.num_hits, entry.last_used, -entry.index
 
 
@@ -67,7 +67,7 @@ class LongestFirst:
     """The ends of the longest prefixes: shared beginnings and short prompts stay (Mooncake's
     LengthAwareCache)."""
 
-    def score(self, entry: Entry) -> Score:
+    def score(self, entry: EvictionCandidate) -> Score:
         return -entry.index, entry.last_used
 
 
@@ -84,7 +84,7 @@ class CheapestFirst:
         self._quadratic_tokens = quadratic_tokens
         self._half_life_uses = half_life_uses
 
-    def score(self, entry: Entry) -> Score:
+    def score(self, entry: EvictionCandidate) -> Score:
         position_tokens = entry.index * entry.block_tokens
         cost = entry.recompute_tokens * (1 + position_tokens / self._quadratic_tokens)
         return (
@@ -108,7 +108,7 @@ def eviction_policy(name: str) -> EvictionPolicy:
     return POLICIES[name]()
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=EvictionCandidate)
 
 
 class EvictionQueue(Generic[E]):

@@ -78,9 +78,9 @@ class Filling:
 class Part(msgspec.Struct, eq=False, gc=False):
     """One part of one block: present in the arena (`runs`), on SSD, or being filled.
 
-    Never both in the arena and being filled. Its `Entry` properties are for eviction policies.
-    `condemned` has bit t for tier t if the copy there goes as soon as nobody uses it. `spill_id` is
-    that of the copying to SSD that is under way, or 0.
+    Never both in the arena and being filled. It is an `EvictionCandidate`. `condemned` has bit t
+    for tier t if the copy there goes as soon as nobody uses it. `spill_id` is that of the copying
+    to SSD that is under way, or 0.
     """
 
     node: Node

@@ -38,7 +38,7 @@ from kvmanager.vllm_connector.cache.keys import namespace_of
 from kvmanager.vllm_connector.cache.scheduler import (
     DEFAULT_FIND_TIMEOUT_S,
     DEFAULT_MIN_LOAD_TOKENS,
-    CacheOptions,
+    PrefixCacheOptions,
 )
 from kvmanager.vllm_connector.engine_layout import layout_of
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
@@ -231,8 +231,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return PrfaasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _cache_options(extra: dict[str, Any], namespace: bytes, *, loads: bool) -> CacheOptions:
-    return CacheOptions(
+def _cache_options(extra: dict[str, Any], namespace: bytes, *, loads: bool) -> PrefixCacheOptions:
+    return PrefixCacheOptions(
         namespace,
         loads,
         int(extra.get("cache_min_load_tokens", DEFAULT_MIN_LOAD_TOKENS)),

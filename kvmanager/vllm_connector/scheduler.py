@@ -22,7 +22,7 @@ from kvmanager.hashing import token_digest
 from kvmanager.layout import KVKind, KVLayout
 from kvmanager.pool.shape import CacheShape
 from kvmanager.vllm_connector.cache.plan import CachePages
-from kvmanager.vllm_connector.cache.scheduler import CacheOptions, CacheScheduler
+from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCacheOptions
 from kvmanager.vllm_connector.engine_layout import state_block_index
 from kvmanager.vllm_connector.landings import Landings
 from kvmanager.vllm_connector.metadata import (
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
-NO_CACHE = CacheOptions()
+NO_CACHE = PrefixCacheOptions()
 
 IDLE_WAIT_SHARE = 9.0
 MIN_IDLE_WAIT_S = 0.004
@@ -85,7 +85,7 @@ class SchedulerSide:
         landing_timeout_s: float,
         produces: bool,
         consumes: bool,
-        cache: CacheOptions = NO_CACHE,
+        cache: PrefixCacheOptions = NO_CACHE,
     ) -> None:
         self._layout = layout
         self._produces = produces

@@ -115,7 +115,7 @@ class Resume:
     instance: str
 
 
-class Outcome(StrEnum):
+class ConversionOutcome(StrEnum):
     """How a conversion ended. Values are stable: they are metric labels."""
 
     CONVERTED = "converted"
@@ -129,14 +129,14 @@ class Ended:
 
     instance: str
     wish: ConversionWish
-    outcome: Outcome
+    outcome: ConversionOutcome
     detail: str
 
 
 Effect = Drain | SetRole | Resume | Ended
 
 
-class Phase(StrEnum):
+class ConversionPhase(StrEnum):
     DRAINING = "draining"
     RELABELLING = "relabelling"
     DWELLING = "dwelling"
@@ -149,7 +149,7 @@ class Conversion:
     instance: str
     wish: ConversionWish
     epoch: int
-    phase: Phase
+    phase: ConversionPhase
     since_s: float
     """When the phase began."""
 
@@ -214,31 +214,35 @@ class Converter:
         if not asked_for:
             return Start((), f"{only} is no usable {wish.from_role} instance of {wish.cluster}")
         chosen = min(asked_for, key=lambda view: (view.num_requests, view.num_tokens, view.name))
-        self._current = Conversion(chosen.name, wish, chosen.epoch + 1, Phase.DRAINING, now_s)
+        self._current = Conversion(
+            chosen.name, wish, chosen.epoch + 1, ConversionPhase.DRAINING, now_s
+        )
         said = f"has the fewest requests ({chosen.num_requests}) of {len(usable)}"
         return Start((Drain(chosen.name),), f"{chosen.name} {'was asked for' if only else said}")
 
     def drained(self, instance: str, now_s: float) -> tuple[Effect, ...]:
         """It has no work left."""
-        found = self._at(instance, Phase.DRAINING)
+        found = self._at(instance, ConversionPhase.DRAINING)
         if found is None:
             return ()
-        self._current = replace(found, phase=Phase.RELABELLING, since_s=now_s)
+        self._current = replace(found, phase=ConversionPhase.RELABELLING, since_s=now_s)
         return (SetRole(instance, RoleChange(found.wish.to_role, found.epoch)),)
 
     def relabelled(self, instance: str, epoch: int, now_s: float) -> tuple[Effect, ...]:
         """It confirmed the role of this epoch."""
-        found = self._at(instance, Phase.RELABELLING)
+        found = self._at(instance, ConversionPhase.RELABELLING)
         if found is None or epoch != found.epoch:
             return ()
-        self._current = replace(found, phase=Phase.DWELLING, since_s=now_s)
+        self._current = replace(found, phase=ConversionPhase.DWELLING, since_s=now_s)
         detail = f"now {found.wish.to_role}, epoch {epoch}"
-        return (Resume(instance), Ended(instance, found.wish, Outcome.CONVERTED, detail))
+        return (Resume(instance), Ended(instance, found.wish, ConversionOutcome.CONVERTED, detail))
 
     def failed(self, instance: str, detail: str) -> tuple[Effect, ...]:
         """It died, or an effect could not be performed. Once converted this means nothing."""
-        found = self._at(instance, Phase.DRAINING) or self._at(instance, Phase.RELABELLING)
-        return () if found is None else self._give_back(found, Outcome.FAILED, detail)
+        found = self._at(instance, ConversionPhase.DRAINING) or self._at(
+            instance, ConversionPhase.RELABELLING
+        )
+        return () if found is None else self._give_back(found, ConversionOutcome.FAILED, detail)
 
     def tick(self, now_s: float) -> tuple[Effect, ...]:
         """Time passed: what took too long is given up, what dwelt long enough is over."""
@@ -248,27 +252,29 @@ class Converter:
         spent_s, limit_s = now_s - found.since_s, self._limit_s(found.phase)
         if spent_s < limit_s:
             return ()
-        if found.phase is Phase.DWELLING:
+        if found.phase is ConversionPhase.DWELLING:
             self._current = None
             return ()
         detail = f"{found.phase} for {spent_s:.0f} s; at most {limit_s:g} s"
-        return self._give_back(found, Outcome.TOO_SLOW, detail)
+        return self._give_back(found, ConversionOutcome.TOO_SLOW, detail)
 
-    def _limit_s(self, phase: Phase) -> float:
-        if phase is Phase.DRAINING:
+    def _limit_s(self, phase: ConversionPhase) -> float:
+        if phase is ConversionPhase.DRAINING:
             return self._config.drain_limit_s
-        if phase is Phase.RELABELLING:
+        if phase is ConversionPhase.RELABELLING:
             return self._config.relabel_limit_s
         return self._config.dwell_s
 
-    def _give_back(self, found: Conversion, outcome: Outcome, detail: str) -> tuple[Effect, ...]:
+    def _give_back(
+        self, found: Conversion, outcome: ConversionOutcome, detail: str
+    ) -> tuple[Effect, ...]:
         self._current = None
         ended = Ended(found.instance, found.wish, outcome, detail)
-        if found.phase is Phase.DRAINING:
+        if found.phase is ConversionPhase.DRAINING:
             return (Resume(found.instance), ended)
         undo = SetRole(found.instance, RoleChange(found.wish.from_role, found.epoch + 1))
         return (undo, Resume(found.instance), ended)
 
-    def _at(self, instance: str, phase: Phase) -> Conversion | None:
+    def _at(self, instance: str, phase: ConversionPhase) -> Conversion | None:
         found = self._current
         return found if found and (found.instance, found.phase) == (instance, phase) else None

@@ -59,7 +59,7 @@ class MeterConfig:
 
 
 @dataclass(frozen=True)
-class Sample:
+class LengthSample:
     """A weighted sample of token counts."""
 
     lengths: EmpiricalLengths
@@ -76,9 +76,9 @@ class Sample:
 class MeasuredTraffic:
     """Traffic as it was measured, and how far to trust it."""
 
-    uncached: Sample
+    uncached: LengthSample
     """The parts of prompts that had to be prefilled."""
-    output: Sample
+    output: LengthSample
     input_tokens: float
     """Mean length of whole prompts."""
     hit_ratio: float
@@ -168,7 +168,7 @@ class _Channel:
         if len(sums) > 2:
             sums[2] += extra
 
-    def sample(self, now_s: float) -> tuple[Sample | None, float]:
+    def sample(self, now_s: float) -> tuple[LengthSample | None, float]:
         """The window as one sample, and the mean of what came with the values."""
         self._advance(now_s)
         self._drop_before_change()
@@ -182,7 +182,7 @@ class _Channel:
         mean, square, *extra = weights @ self._sums[rows] / total
         num = total**2 / float(weights**2 @ self._counts[rows].sum(axis=1))
         spread = math.sqrt(max(0.0, square - mean**2))
-        found = Sample(
+        found = LengthSample(
             _lengths_of(counts, float(mean)),
             float(mean),
             float(num),

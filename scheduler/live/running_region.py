@@ -20,7 +20,14 @@ from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
 from scheduler.live.snapshots import Reported
 from scheduler.planning.allocation import Allocation
 from scheduler.planning.curves import Curve
-from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.region_model import (
+    KvSize,
+    Link,
+    PdClusterModel,
+    PrefillClusterModel,
+    Region,
+    Traffic,
+)
 from scheduler.reports import InstanceReport, Role
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
 from scheduler.routing.profiles import KvProfile
@@ -215,7 +222,7 @@ def _counted(
         yield item, role
 
 
-def _pd_cluster(facts: RegionFacts, missing: list[str]) -> PdCluster | None:
+def _pd_cluster(facts: RegionFacts, missing: list[str]) -> PdClusterModel | None:
     """None, and why in `missing`, where it cannot be divided or not all is known of it."""
     name, known = facts.pd.name, facts.knowledge
     if facts.pd.report is None:
@@ -243,12 +250,12 @@ def _pd_cluster(facts: RegionFacts, missing: list[str]) -> PdCluster | None:
         return None
     batch_size = round(sum(slots) / len(slots))
     curve = learned.profile.curve()
-    return PdCluster(name, num_prefill + num_decode, curve, batch_size, known.step_s)
+    return PdClusterModel(name, num_prefill + num_decode, curve, batch_size, known.step_s)
 
 
 def _prefill_clusters(
     facts: RegionFacts, missing: list[str], notes: list[str]
-) -> Iterator[PrefillCluster]:
+) -> Iterator[PrefillClusterModel]:
     for source in facts.prefill_clusters:
         lasting = set(facts.means.lasting(source.name))
         if source.report is not None:
@@ -259,11 +266,11 @@ def _prefill_clusters(
         learned = facts.knowledge.profile(source.name)
         if not learned.is_known:
             missing.append(_unknown_profile(source.name, learned))
-        yield PrefillCluster(source.name, len(lasting), learned.profile.curve())
+        yield PrefillClusterModel(source.name, len(lasting), learned.profile.curve())
 
 
 def _links(
-    facts: RegionFacts, sources: Iterable[PrefillCluster], missing: list[str]
+    facts: RegionFacts, sources: Iterable[PrefillClusterModel], missing: list[str]
 ) -> Iterator[Link]:
     for source in sources:
         mean = facts.means.links.get((source.name, facts.pd.name), LinkMean(None))

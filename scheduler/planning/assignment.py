@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from scheduler.planning.curves import Curve
 from scheduler.planning.lengths import Floats, Lengths
-from scheduler.planning.region_model import Cluster, Link, PdCluster, Region
+from scheduler.planning.region_model import Cluster, Link, PdClusterModel, Region
 from scheduler.planning.throughput import Mode, mean_of
 
 
@@ -66,7 +66,7 @@ class Route:
     """Prefill in `source`, decode in `target`; `link` is None where they are one PD cluster."""
 
     source: Cluster
-    target: PdCluster
+    target: PdClusterModel
     link: Link | None = None
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scheduler.planning.lengths import Floats
-from scheduler.planning.region_model import Link, PdCluster, PrefillCluster, Region
+from scheduler.planning.region_model import Link, PdClusterModel, PrefillClusterModel, Region
 from scheduler.planning.throughput import (
     Mode,
     Split,
@@ -57,7 +57,7 @@ class PairSearch:
         return int(rows[-1]), int(columns[-1])
 
 
-def pair_of(region: Region) -> tuple[PrefillCluster | None, PdCluster, Link | None]:
+def pair_of(region: Region) -> tuple[PrefillClusterModel | None, PdClusterModel, Link | None]:
     """The region's only clusters; ValueError when it has more than one of a kind."""
     if len(region.pd_clusters) != 1 or len(region.prefill_clusters) > 1:
         raise ValueError("not one prefill cluster and one PD cluster")

@@ -12,7 +12,7 @@ from scheduler.planning.lengths import Lengths
 
 
 @dataclass(frozen=True)
-class PrefillCluster:
+class PrefillClusterModel:
     """A stand-alone prefill cluster of equal instances."""
 
     name: str
@@ -23,7 +23,7 @@ class PrefillCluster:
 
 
 @dataclass(frozen=True)
-class PdCluster:
+class PdClusterModel:
     """A local PD cluster: its instances are divided between prefill and decode."""
 
     name: str
@@ -39,7 +39,7 @@ class PdCluster:
     """KVCache that one decode instance has room for, landings included; None: no limit."""
 
 
-Cluster = PrefillCluster | PdCluster
+Cluster = PrefillClusterModel | PdClusterModel
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Traffic:
 class Region:
     """Everything a plan depends on."""
 
-    prefill_clusters: tuple[PrefillCluster, ...]
-    pd_clusters: tuple[PdCluster, ...]
+    prefill_clusters: tuple[PrefillClusterModel, ...]
+    pd_clusters: tuple[PdClusterModel, ...]
     links: tuple[Link, ...]
     kv: KvSize
     traffic: Traffic

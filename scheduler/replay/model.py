@@ -14,7 +14,7 @@ from netmon.monitor import MonitorConfig
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.conversion import ConversionConfig
 from scheduler.live.long_term import LongTermConfig
-from scheduler.planning.region_model import PdCluster, Region
+from scheduler.planning.region_model import PdClusterModel, Region
 from scheduler.replay.links import RateSchedule
 from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE
 from scheduler.routing.queue_order import OrderConfig
@@ -87,7 +87,7 @@ class ReplayModel:
             )
 
     @property
-    def pd(self) -> PdCluster:
+    def pd(self) -> PdClusterModel:
         return self.region.pd_clusters[0]
 
 

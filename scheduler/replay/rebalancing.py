@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from scheduler.live.conversion import (
+    ConversionOutcome,
+    ConversionPhase,
     Converter,
     Drain,
     Effect,
     Ended,
-    Outcome,
-    Phase,
     Resume,
     RoleView,
     SetRole,
@@ -28,7 +28,7 @@ from scheduler.replay.deciding import Decider
 from scheduler.replay.decode import DecodeInstance, DecodePool
 from scheduler.replay.model import Policy, ReplayModel
 from scheduler.replay.prefill import PrefillInstance, PrefillStation
-from scheduler.replay.results import RoleChange
+from scheduler.replay.results import ReplayedRoleChange
 
 
 class LinkRates:
@@ -66,7 +66,7 @@ class Rebalancer:
         pool: DecodePool,
         schedule: Callable[[float, str, int], None],
     ) -> None:
-        self.role_changes: list[RoleChange] = []
+        self.role_changes: list[ReplayedRoleChange] = []
         self.told: list[str] = []
         self.meter = TrafficMeter()
         self.rates = {link.name: LinkRates(link.bytes_per_s) for link in model.region.links}
@@ -122,11 +122,14 @@ class Rebalancer:
     def relabelled(self, name: str, epoch: int, now_s: float) -> None:
         """The order came through."""
         current = self._converter.current
-        if current is None or (current.epoch, current.phase) != (epoch, Phase.RELABELLING):
+        if current is None or (current.epoch, current.phase) != (
+            epoch,
+            ConversionPhase.RELABELLING,
+        ):
             return
         self._epochs[name] = epoch
         self._swap(name)
-        self.role_changes.append(RoleChange(now_s, name, current.wish.to_role))
+        self.role_changes.append(ReplayedRoleChange(now_s, name, current.wish.to_role))
         self._perform(self._converter.relabelled(name, epoch, now_s), now_s)
 
     def _perform(self, effects: Iterable[Effect], now_s: float) -> None:
@@ -146,7 +149,7 @@ class Rebalancer:
                     self._pool.recount()
                 case Ended(_, _, outcome, detail):
                     self.told.append(f"{now_s:.0f} s: {effect.instance} {outcome}: {detail}")
-                    if outcome is Outcome.CONVERTED and self._after is not None:
+                    if outcome is ConversionOutcome.CONVERTED and self._after is not None:
                         self._adopt(self._after)
                     self._after = None
 
@@ -156,7 +159,7 @@ class Rebalancer:
     def _coming(self, role: str) -> int:
         """How many more of a role there will be when the conversion that runs is done."""
         current = self._converter.current
-        if current is None or current.phase is Phase.DWELLING:
+        if current is None or current.phase is ConversionPhase.DWELLING:
             return 0
         return 1 if current.wish.to_role == role else -1
 

@@ -23,7 +23,7 @@ LATE_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class RoleChange:
+class ReplayedRoleChange:
     """An instance of the PD cluster has another role."""
 
     at_s: float
@@ -129,7 +129,7 @@ class Outcome:
     prefill_busy_s: float
     wasted_prefill_s: float
     """Of requests that were refused after it, or prefilled again."""
-    role_changes: Sequence[RoleChange]
+    role_changes: Sequence[ReplayedRoleChange]
     rebalances: Sequence[str]
     """What the long timescale said, step by step."""
     lateness: Lateness

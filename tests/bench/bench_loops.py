@@ -35,7 +35,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.kept_arena import open_arena
 from kvmanager.directory.embedded import EmbeddedDirectory
-from kvmanager.loop.gaps import Gap
+from kvmanager.loop.gaps import LoopGap
 from kvmanager.loop.watch import LoopWatch
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import PoolChange, Tier
@@ -54,9 +54,9 @@ NUM_TOKENS: Final = 4096
 
 def watched(name: str, work: Callable[[], Awaitable[None]]) -> Row:
     """The longest own gap of a loop while it does `work`."""
-    longest = Gap(ended_s=0.0, gap_s=0.0, own_s=0.0, cpu_s=0.0, gc_s=0.0)
+    longest = LoopGap(ended_s=0.0, gap_s=0.0, own_s=0.0, cpu_s=0.0, gc_s=0.0)
 
-    def note(gap: Gap) -> None:
+    def note(gap: LoopGap) -> None:
         nonlocal longest
         longest = max(longest, gap, key=lambda gap: gap.own_s)
 

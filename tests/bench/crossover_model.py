@@ -16,7 +16,14 @@ import numpy as np
 from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.planning.curves import Curve
 from scheduler.planning.lengths import Floats
-from scheduler.planning.load.queueing import DecodePool, Link, Requests, Station, System, simulate
+from scheduler.planning.load.queueing import (
+    QueueingLink,
+    Requests,
+    SlotPool,
+    Station,
+    System,
+    simulate,
+)
 from scheduler.planning.region_model import KvSize
 
 PAYLOAD_SHARE = 1448 / 1500
@@ -130,11 +137,11 @@ def remaining_s(
     while it runs, recurrent states at its end.
     """
     num = len(carried_gbps)
-    links = tuple(Link(gbps * GBIT_PER_S, rtt_s / 2) for gbps in carried_gbps.tolist())
+    links = tuple(QueueingLink(gbps * GBIT_PER_S, rtt_s / 2) for gbps in carried_gbps.tolist())
     played = simulate(
         System(
             stations=tuple(Station(1, {0: index}) for index in range(num)),
-            pools=(DecodePool(num, 0.0),),
+            pools=(SlotPool(num, 0.0),),
             links=links,
         ),
         Requests(

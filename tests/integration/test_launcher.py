@@ -20,7 +20,12 @@ from typing import Any
 import psutil
 import pytest
 
-from deploy.region.launch.launcher import LaunchConfig, Progress, RegionStartFailed, RunningRegion
+from deploy.region.launch.launcher import (
+    LaunchConfig,
+    ProcessProgress,
+    RegionStartFailed,
+    RunningRegion,
+)
 from deploy.region.launch.rundir import RunDirectoryError, read_state
 from deploy.region.launch.status import region_status
 from deploy.region.spec.region import RegionSpec
@@ -182,7 +187,7 @@ async def fetch(url: str) -> Any:
 async def test_a_region_starts_is_watched_and_leaves_nothing(
     dummy_vllm: Path, run_dir: Path
 ) -> None:
-    seen: list[Progress] = []
+    seen: list[ProcessProgress] = []
     region = RunningRegion(spec(dummy_vllm), run_dir, config=QUICK, on_progress=seen.append)
     async with region:
         names = [process.name for process in region.processes]
@@ -382,7 +387,7 @@ async def test_a_host_elsewhere_is_refused(dummy_vllm: Path, run_dir: Path) -> N
 async def test_cancelling_a_start_stops_everything(dummy_vllm: Path, run_dir: Path) -> None:
     engines_start = asyncio.Event()
 
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: ProcessProgress) -> None:
         if progress.kind == "engine":
             engines_start.set()
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from no_gaps import our_part_s
 
-from kvmanager.loop.gaps import Gap
+from kvmanager.loop.gaps import LoopGap
 from kvmanager.loop.watch import LoopWatch
 
 CHILD = """
@@ -43,7 +43,7 @@ def test_a_gap_in_the_tests_own_process_is_ours_by_its_place(
     module = ModuleType("module")
     source = "import time\ndef block():\n    time.sleep(0.3)\n"
     exec(compile(source, str(request.config.rootpath / file), "exec"), module.__dict__)
-    gaps: list[Gap] = []
+    gaps: list[LoopGap] = []
 
     async def run() -> None:
         with LoopWatch(limit_s=0.05, idle_period_s=0.01, on_gap=gaps.append):

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvmanager.loop.gaps import (
-    Gap,
     Halt,
+    LoopGap,
     LoopGaps,
     RawGap,
     describe,
@@ -29,8 +29,8 @@ def raw(**changes: Any) -> RawGap:
     return RawGap(**(usual | changes))
 
 
-def gap(own_s: float, ended_s: float = 0.0, machine_s: float = 0.0) -> Gap:
-    return Gap(ended_s=ended_s, gap_s=own_s + machine_s, own_s=own_s, cpu_s=0.0, gc_s=0.0)
+def gap(own_s: float, ended_s: float = 0.0, machine_s: float = 0.0) -> LoopGap:
+    return LoopGap(ended_s=ended_s, gap_s=own_s + machine_s, own_s=own_s, cpu_s=0.0, gc_s=0.0)
 
 
 def test_blocking_without_computing_is_our_own() -> None:

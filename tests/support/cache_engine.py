@@ -9,7 +9,7 @@ from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.pool.shape import CacheShape
 from kvmanager.vllm_connector.cache.plan import CachePages
-from kvmanager.vllm_connector.cache.scheduler import CacheOptions, CacheScheduler
+from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCacheOptions
 from kvmanager.vllm_connector.metadata import StoreStep
 
 NAMESPACE = b"n" * 32
@@ -82,7 +82,7 @@ class Engine:
             self.layout, self.shape, lambda group, tokens: (tokens - 1) // 16, [16] * 3
         )
         chosen = {"namespace": NAMESPACE, "min_load_tokens": 1} | options
-        self.cache = CacheScheduler(self.shape, pages, CacheOptions(**chosen), self.event)
+        self.cache = CacheScheduler(self.shape, pages, PrefixCacheOptions(**chosen), self.event)
         self.cache.connect(self.agent)  # type: ignore[arg-type]
         self.tables: list[list[int]] | None = tables_of(self.layout)
         self.offered: dict[tuple[int, int], int] = {}

@@ -11,11 +11,11 @@ from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
 from scheduler.live.conversion import (
     Conversion,
+    ConversionOutcome,
+    ConversionPhase,
     ConversionWish,
     Drain,
     Ended,
-    Outcome,
-    Phase,
     Start,
 )
 from scheduler.live.core import LinkPair
@@ -101,17 +101,19 @@ class Roles:
             return Start((), self.refusal)
         assert self._region.pd is not None
         found = next(item for item in self._region.pd.instances if item.role == wish.from_role)
-        self.current = Conversion(found.name, wish, 1, Phase.DRAINING, self._region.now_s)
+        self.current = Conversion(found.name, wish, 1, ConversionPhase.DRAINING, self._region.now_s)
         self._region.change(found.name, draining=True)
         return Start((Drain(found.name),), "it is the first")
 
-    def end(self, outcome: Outcome = Outcome.CONVERTED) -> None:
+    def end(self, outcome: ConversionOutcome = ConversionOutcome.CONVERTED) -> None:
         assert self.current is not None
         name, wish = self.current.instance, self.current.wish
-        is_converted = outcome is Outcome.CONVERTED
+        is_converted = outcome is ConversionOutcome.CONVERTED
         role = wish.to_role if is_converted else wish.from_role
         self._region.change(name, draining=False, role=role)
-        self.current = replace(self.current, phase=Phase.DWELLING) if is_converted else None
+        self.current = (
+            replace(self.current, phase=ConversionPhase.DWELLING) if is_converted else None
+        )
         for listener in self._listeners:
             listener(Ended(name, wish, outcome, ""))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvmanager.loop.gaps import Gap, Stack, describe
+from kvmanager.loop.gaps import LoopGap, Stack, describe
 from kvmanager.loop.watch import LIMIT_S, LOOK_S, LoopWatch
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def is_ours(stack: Stack) -> bool:
     return False
 
 
-def our_part_s(gap: Gap) -> float:
+def our_part_s(gap: LoopGap) -> float:
     """How much of a gap in a test's process our packages caused.
 
     Collecting garbage is left out: its time grows with all that the tests of a process have made.
@@ -49,7 +49,7 @@ def our_part_s(gap: Gap) -> float:
     return (gap.own_s - gap.gc_s) * num_ours / num_looks if num_looks else 0.0
 
 
-def place(gap: Gap) -> str:
+def place(gap: LoopGap) -> str:
     """Where our packages were seen most often."""
     ours = next(stack for stack, _ in gap.stacks if is_ours(stack))
     return "\n".join(f"  {file}:{line} {function}" for file, line, function in ours[-12:])
@@ -66,7 +66,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
     @functools.wraps(test)
     async def watched(*arguments: Any, **by_name: Any) -> None:
-        gaps: list[Gap] = []
+        gaps: list[LoopGap] = []
         with LoopWatch(limit_s=LIMIT_S / 2, idle_period_s=LIMIT_S / 10, on_gap=gaps.append):
             await test(*arguments, **by_name)
         found = [

@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 
 from scheduler.planning.load.queueing import (
-    DecodePool,
-    Link,
+    QueueingLink,
     Requests,
+    SlotPool,
     Station,
     System,
 )
 
-ROOMY = DecodePool(num_slots=10**9, step_s=0.0)
+ROOMY = SlotPool(num_slots=10**9, step_s=0.0)
 
 
 def requests(arrivals_s: Any, service_s: Any, **fields: Any) -> Requests:
@@ -35,5 +35,5 @@ def one_queue(num_servers: int) -> System:
     return System(stations=(Station(num_servers),), pools=(ROOMY,))
 
 
-def across(link: Link, num_servers: int = 10**9) -> System:
+def across(link: QueueingLink, num_servers: int = 10**9) -> System:
     return System(stations=(Station(num_servers, {0: 0}),), pools=(ROOMY,), links=(link,))

@@ -12,10 +12,10 @@ import msgspec
 from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.cache.region_caches import Order
 from kvmanager.agent.messages import (
-    CachedPrefix,
     CacheModel,
     CacheStatus,
     ListCacheReply,
+    PrefixLeaf,
     StatusReply,
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState
@@ -134,7 +134,7 @@ def hot_prefixes(
     listed: Mapping[NodeName, ListCacheReply | str], order: Order, limit: int
 ) -> list[RegionPrefix]:
     """The first `limit` prefixes of all nodes; a prefix that several nodes hold is listed once."""
-    held: dict[str, list[tuple[NodeName, CachedPrefix]]] = {}
+    held: dict[str, list[tuple[NodeName, PrefixLeaf]]] = {}
     for name in sorted(listed):
         reply = listed[name]
         for prefix in reply.prefixes if isinstance(reply, ListCacheReply) else ():
@@ -192,7 +192,7 @@ def hit_share(cache: CacheStatus) -> float | None:
     return min(1.0, sum(cache.hit_tokens.values()) / cache.query_tokens)
 
 
-def _merged(key: str, entries: list[tuple[NodeName, CachedPrefix]]) -> RegionPrefix:
+def _merged(key: str, entries: list[tuple[NodeName, PrefixLeaf]]) -> RegionPrefix:
     prefixes = [prefix for _, prefix in entries]
     nbytes: dict[str, int] = {}
     for prefix in prefixes:

@@ -29,7 +29,14 @@ from deploy.gateway.scheduling.plan_overview import (
     traffic_now,
 )
 from deploy.gateway.scheduling.scheduler import RegionScheduler
-from scheduler.live.conversion import Conversion, ConversionWish, Drain, Ended, Outcome, Start
+from scheduler.live.conversion import (
+    Conversion,
+    ConversionOutcome,
+    ConversionWish,
+    Drain,
+    Ended,
+    Start,
+)
 from scheduler.live.long_term import LongTermDecision, LongTermLoop, StepReason
 from scheduler.live.measured_traffic import MeasuredTraffic
 from scheduler.live.running_region import (
@@ -302,7 +309,7 @@ class LongTermService:
 
     def _conversion_ended(self, ended: Ended) -> None:
         """The new division is there, or the old one is again. Others may have asked for it."""
-        is_converted = ended.outcome is Outcome.CONVERTED
+        is_converted = ended.outcome is ConversionOutcome.CONVERTED
         self._loop.ended(ended.wish, self._clock(), is_converted=is_converted)
         pending = self._pending
         if pending is None or pending.instance != ended.instance:

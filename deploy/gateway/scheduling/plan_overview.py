@@ -16,7 +16,7 @@ from scheduler.live.measured_traffic import MeasuredTraffic
 from scheduler.live.running_region import pd_profile
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.plan import Plan
-from scheduler.planning.region_model import Cluster, PdCluster, Region
+from scheduler.planning.region_model import Cluster, PdClusterModel, Region
 from scheduler.planning.throughput import Mode
 
 _SHOWN_TOKENS = (1024, 8192, 32_768, 131_072)
@@ -188,7 +188,7 @@ def decision_now(decision: LongTermDecision, done: list[str], at_s: float) -> Pl
 
 
 def _cluster_model(cluster: Cluster, knowledge: ModelKnowledge) -> ClusterModel:
-    is_pd = isinstance(cluster, PdCluster)
+    is_pd = isinstance(cluster, PdClusterModel)
     learned = pd_profile(knowledge) if is_pd else knowledge.profile(cluster.name)
     constant, linear, square = (float(value) for value in cluster.prefill.coefficients[0])
     return ClusterModel(
@@ -198,6 +198,6 @@ def _cluster_model(cluster: Cluster, knowledge: ModelKnowledge) -> ClusterModel:
         prefill_s=[(tokens, float(cluster.prefill(tokens))) for tokens in _SHOWN_TOKENS],
         num_seen=learned.num_seen,
         error=learned.error,
-        decode_slots=cluster.batch_size if isinstance(cluster, PdCluster) else 0,
-        step_s=cluster.step_s if isinstance(cluster, PdCluster) else 0.0,
+        decode_slots=cluster.batch_size if isinstance(cluster, PdClusterModel) else 0,
+        step_s=cluster.step_s if isinstance(cluster, PdClusterModel) else 0.0,
     )

@@ -22,7 +22,14 @@ from deploy.gateway.scheduling.roles import RoleKeeper, drained_by_others, is_us
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError
 from prfaas.engines.errors import UnknownInstance
-from scheduler.live.conversion import Conversion, ConversionWish, Ended, Outcome, PdRole, Phase
+from scheduler.live.conversion import (
+    Conversion,
+    ConversionOutcome,
+    ConversionPhase,
+    ConversionWish,
+    Ended,
+    PdRole,
+)
 from scheduler.reports import ClusterReport, InstanceReport, Role
 from transport.rpc import RpcError
 
@@ -133,7 +140,7 @@ class RolePages:
         if not (order.wait or query.get("wait") in _TRUE):
             return 202, _role(instance, self._keeper.current)
         ended = await self._keeper.ended()
-        if ended.outcome is not Outcome.CONVERTED:
+        if ended.outcome is not ConversionOutcome.CONVERTED:
             message = f"{order.instance} is {instance.role} still, and serves: {ended.detail}."
             raise ApiError(409, "not_converted", message)
         return 200, await self._role_of(order.instance)
@@ -165,7 +172,7 @@ class RolePages:
         """The instance has the role; one that somebody left draining is given work again."""
         _check_epoch(instance, order, repeated=True)
         now = self._keeper.current
-        if now and now.instance == instance.name and now.phase is not Phase.DWELLING:
+        if now and now.instance == instance.name and now.phase is not ConversionPhase.DWELLING:
             message = f"{self._keeper.busy_with}, to become {now.wish.to_role}; wait for its end."
             raise ApiError(409, "conversion_runs", message)
         if instance.draining:
@@ -228,7 +235,7 @@ def _unreachable(reason: str) -> ApiError:
 def _role(instance: InstanceReport, now: Conversion | None) -> InstanceRole:
     phase = "ready" if instance.role_ready else "draining"
     is_changing = now is not None and now.instance == instance.name
-    if now is not None and is_changing and now.phase is not Phase.DWELLING:
+    if now is not None and is_changing and now.phase is not ConversionPhase.DWELLING:
         phase = now.phase.value
     return InstanceRole(
         instance=instance.name,

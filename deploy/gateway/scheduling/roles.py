@@ -34,14 +34,14 @@ from prfaas.engines.errors import UnknownInstance
 from scheduler.live.conversion import (
     Conversion,
     ConversionConfig,
+    ConversionOutcome,
+    ConversionPhase,
     ConversionWish,
     Converter,
     Drain,
     Effect,
     Ended,
-    Outcome,
     PdRole,
-    Phase,
     Resume,
     RoleView,
     SetRole,
@@ -174,7 +174,8 @@ class RoleKeeper:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        if (current := self._converter.current) is not None and current.phase is not Phase.DWELLING:
+        current = self._converter.current
+        if current is not None and current.phase is not ConversionPhase.DWELLING:
             # What had not been done yet is undone by what follows.
             self._effects.clear()
             self._effects.extend(self._converter.failed(current.instance, "the gateway ended"))
@@ -275,7 +276,7 @@ class RoleKeeper:
             await asyncio.gather(task, return_exceptions=True)
 
     def _note(self, ended: Ended) -> None:
-        wish, is_converted = ended.wish, ended.outcome is Outcome.CONVERTED
+        wish, is_converted = ended.wish, ended.outcome is ConversionOutcome.CONVERTED
         level = logging.INFO if is_converted else logging.WARNING
         words = (ended.instance, wish.from_role, wish.to_role, ended.outcome, ended.detail)
         logger.log(level, "%s from %s to %s: %s: %s", *words)

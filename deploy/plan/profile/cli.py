@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deploy.plan.profile.file import EngineProfileFile, KvCacheSize
     from deploy.plan.profile.measuring import ProfilePlan, Wishes
     from deploy.plan.profile.stats import Measured
-    from deploy.plan.profile.view import ProgressView
+    from deploy.plan.profile.view import ProfilingView
 
 _LONG_TOKENS = 10**9
 """Longer than any window."""
@@ -126,10 +126,10 @@ def _run(job: _Job) -> tuple[str, int]:
     from rich.console import Console
 
     from deploy.plan.profile.engine import ProfilingError
-    from deploy.plan.profile.view import ProgressView
+    from deploy.plan.profile.view import ProfilingView
 
     try:
-        with ProgressView(Console(stderr=True)) as view:
+        with ProfilingView(Console(stderr=True)) as view:
             asyncio.run(_measure(job, view))
     except KeyboardInterrupt:
         return "interrupted", 130
@@ -138,7 +138,7 @@ def _run(job: _Job) -> tuple[str, int]:
     return "", 0
 
 
-async def _measure(job: _Job, view: ProgressView) -> None:
+async def _measure(job: _Job, view: ProfilingView) -> None:
     from deploy.plan.profile.engine import ProfiledEngine
     from deploy.plan.profile.measuring import make_plan, measure
     from prfaas.engines.client import open_session

@@ -43,7 +43,7 @@ class PrefillPoint(Section):
     samples: Count | None = None
 
 
-class PrefillProfile(Section):
+class MeasuredPrefill(Section):
     """T_prefill(l). `clock`: whose `seconds` are, the engine's metrics' or its HTTP client's."""
 
     clock: Literal["engine", "client"] | None = None
@@ -68,7 +68,7 @@ class DecodeStep(Section):
     samples: Count | None = None
 
 
-class DecodeProfile(Section):
+class MeasuredDecode(Section):
     """Decode steps after prompts of `context_tokens`, over `output_tokens` tokens."""
 
     context_tokens: Tokens | None = None
@@ -107,8 +107,8 @@ class Provenance(Section):
 class EngineProfile(Section):
     """What one instance can do."""
 
-    prefill: PrefillProfile
-    decode: DecodeProfile | None = None
+    prefill: MeasuredPrefill
+    decode: MeasuredDecode | None = None
     kv_cache: KvCacheSize | None = None
     provenance: Provenance | None = None
 

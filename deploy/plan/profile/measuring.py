@@ -89,7 +89,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ProfilingProgress:
     """`work` tokens of `ProfilePlan.total_work` are behind us; `doing` is what comes now."""
 
     work: int
@@ -143,7 +143,7 @@ async def measure(
     model: ServedModel,
     plan: ProfilePlan,
     measured: Measured,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ProfilingProgress], None],
     rng: random.Random,
 ) -> None:
     """Carry out `plan`; every sample joins `measured` when it is whole.
@@ -168,7 +168,7 @@ class _Run:
         model: str,
         plan: ProfilePlan,
         measured: Measured,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[ProfilingProgress], None],
         rng: random.Random,
     ) -> None:
         self._engine = engine
@@ -231,7 +231,7 @@ class _Run:
 
     def say(self, doing: str, detail: str = "") -> None:
         """Show how far the work is."""
-        self._on_progress(Progress(self._work, doing, detail))
+        self._on_progress(ProfilingProgress(self._work, doing, detail))
 
     async def _prefill(self, tokens: int) -> PrefillSample:
         before = await self._idle()

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from deploy.plan.profile.file import (
-    DecodeProfile,
     DecodeStep,
     EngineProfile,
     KvCacheSize,
+    MeasuredDecode,
+    MeasuredPrefill,
     PrefillPoint,
-    PrefillProfile,
     Provenance,
 )
 
@@ -104,7 +104,7 @@ def build_profile(
     steps = [step for sample in measured.decode if (step := decode_step(sample)) is not None]
     decode = None
     if steps:
-        decode = DecodeProfile(
+        decode = MeasuredDecode(
             context_tokens=setup.context_tokens,
             output_tokens=setup.output_tokens,
             steps=tuple(steps),
@@ -123,7 +123,7 @@ def build_profile(
     )
 
 
-def prefill_profile(samples: Sequence[PrefillSample]) -> PrefillProfile:
+def prefill_profile(samples: Sequence[PrefillSample]) -> MeasuredPrefill:
     """A point for each length. The engine's clock counts if it timed every sample.
 
     The engine times from the first scheduling to the first token: what a prefill keeps the instance
@@ -147,7 +147,7 @@ def prefill_profile(samples: Sequence[PrefillSample]) -> PrefillProfile:
                 samples=len(group),
             )
         )
-    return PrefillProfile(clock="engine" if by_engine else "client", points=tuple(points))
+    return MeasuredPrefill(clock="engine" if by_engine else "client", points=tuple(points))
 
 
 def decode_step(sample: DecodeSample) -> DecodeStep | None:
@@ -169,7 +169,7 @@ def decode_step(sample: DecodeSample) -> DecodeStep | None:
     )
 
 
-def doubts(prefill: PrefillProfile, decode: DecodeProfile | None) -> list[str]:
+def doubts(prefill: MeasuredPrefill, decode: MeasuredDecode | None) -> list[str]:
     """What a reader of the numbers should know before trusting them."""
     return [*_prefill_doubts(prefill.points), *_decode_doubts(decode.steps if decode else ())]
 

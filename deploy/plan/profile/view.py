@@ -23,10 +23,10 @@ from deploy.table_style import new_table
 
 if TYPE_CHECKING:
     from deploy.plan.profile.file import EngineProfile
-    from deploy.plan.profile.measuring import Progress
+    from deploy.plan.profile.measuring import ProfilingProgress
 
 
-class ProgressView:
+class ProfilingView:
     """A bar with the time left on a terminal, a line for each step elsewhere."""
 
     def __init__(self, console: Console) -> None:
@@ -57,11 +57,11 @@ class ProgressView:
         self._bar.stop()
 
     def begin(self, total_work: int) -> None:
-        """How much `Progress.work` there will be."""
+        """How much `ProfilingProgress.work` there will be."""
         self._total = total_work
         self._bar.update(self._task, total=total_work)
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: ProfilingProgress) -> None:
         """What is done now."""
         text = f"{progress.doing} {progress.detail}".rstrip()
         self._bar.update(self._task, completed=progress.work, description=text)

@@ -22,7 +22,7 @@ from scheduler.live.long_term import LongTermConfig
 from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.plan import best_plan, threshold_plan
 from scheduler.planning.prefix_reuse import TracePrompt
-from scheduler.planning.region_model import PdCluster, Region, Traffic
+from scheduler.planning.region_model import PdClusterModel, Region, Traffic
 from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
@@ -257,7 +257,7 @@ def _overloaded(
         workload = traced(prompts[: max(1, round(len(prompts) * scale))], 512, 2.0)
     else:
         traffic = case_study_region(0, 16).traffic
-    pd = PdCluster("pd", 16, H20_PREFILL, slots, STEP_S)
+    pd = PdClusterModel("pd", 16, H20_PREFILL, slots, STEP_S)
     region = Region((), (pd,), (), KV, traffic)
     model = ReplayModel(region=region, slo=Slo(ttft_s=30.0, tbt_s=0.1))
     if prompts is None:

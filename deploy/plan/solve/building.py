@@ -20,7 +20,7 @@ from deploy.plan.profile.file import (
     KvCacheSize,
     PrefillPoint,
 )
-from deploy.plan.solve.spec import PdClusterSpec, PlanSpec, ProfileSpec, TraceSpec
+from deploy.plan.solve.spec import PlanPdClusterSpec, PlanSpec, ProfileSpec, TraceSpec
 from deploy.plan.trace import load_trace
 from kvmanager.config_files.problems import FileError, KeyPath, Problem, suggestion
 from kvmanager.config_files.yaml_files import parse_yaml, read_text
@@ -28,7 +28,14 @@ from kvmanager.hf_config import ModelKv, read_model_kv
 from scheduler.planning.curves import Curve, FittedCurve, fit_quadratic, interpolate
 from scheduler.planning.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens
 from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
-from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.region_model import (
+    KvSize,
+    Link,
+    PdClusterModel,
+    PrefillClusterModel,
+    Region,
+    Traffic,
+)
 
 Built = TypeVar("Built")
 
@@ -89,7 +96,7 @@ class _Builder:
         kv = self._tried(("kv_cache",), self._kv)
         traffic = self._tried(("traffic", "lengths"), self._traffic)
         prefill_clusters = tuple(
-            PrefillCluster(c.name, c.instances, curve, c.price_per_instance_hour)
+            PrefillClusterModel(c.name, c.instances, curve, c.price_per_instance_hour)
             for i, c in enumerate(spec.prefill_clusters)
             if (curve := self._prefill(c.profile, "prefill_clusters", i)) is not None
         )
@@ -150,7 +157,7 @@ class _Builder:
 
     # Clusters.
 
-    def _pd_cluster(self, cluster: PdClusterSpec, index: int) -> PdCluster | None:
+    def _pd_cluster(self, cluster: PlanPdClusterSpec, index: int) -> PdClusterModel | None:
         curve = self._prefill(cluster.profile, "pd_clusters", index)
         if curve is None:
             return None
@@ -172,7 +179,7 @@ class _Builder:
             )
             return None
         step = max(fast, key=lambda step: step.batch_size)
-        return PdCluster(
+        return PdClusterModel(
             cluster.name,
             cluster.instances,
             curve,

@@ -15,7 +15,14 @@ from scheduler.planning.curves import Curve
 from scheduler.planning.lengths import LogNormalLengths, mean_tokens
 from scheduler.planning.pair_search import best_of_pair
 from scheduler.planning.plan import Plan, threshold_plan
-from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.region_model import (
+    KvSize,
+    Link,
+    PdClusterModel,
+    PrefillClusterModel,
+    Region,
+    Traffic,
+)
 from scheduler.planning.throughput import Mode
 
 MIB: Final = 2**20
@@ -49,11 +56,11 @@ class Deployment:
 
 def case_study_region(num_prfaas: int, num_local: int, link_gbps: float = LINK_GBPS) -> Region:
     """H200 prefill instances (0: no such cluster), H20 local instances, and the link."""
-    remote = (PrefillCluster("h200", num_prfaas, H200_PREFILL),) if num_prfaas else ()
+    remote = (PrefillClusterModel("h200", num_prfaas, H200_PREFILL),) if num_prfaas else ()
     links = (Link("h200", "h20", link_gbps * GBIT_PER_S),) if num_prfaas else ()
     return Region(
         remote,
-        (PdCluster("h20", num_local, H20_PREFILL, DECODE_SLOTS, STEP_S),),
+        (PdClusterModel("h20", num_local, H20_PREFILL, DECODE_SLOTS, STEP_S),),
         links,
         KV,
         Traffic(LENGTHS, OUTPUT_TOKENS, mean_tokens(LENGTHS)),

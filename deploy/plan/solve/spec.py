@@ -160,7 +160,7 @@ class ProfileSpec(Section):
         return self
 
 
-class ClusterSpec(Section):
+class PlanClusterSpec(Section):
     """Equal instances at one site."""
 
     name: Name
@@ -169,13 +169,13 @@ class ClusterSpec(Section):
     price_per_instance_hour: NotNegative = 0.0
 
 
-class PdClusterSpec(ClusterSpec):
+class PlanPdClusterSpec(PlanClusterSpec):
     """`decode_memory`: KVCache bytes that one decode instance has room for."""
 
     decode_memory: Bytes | None = None
 
 
-class LinkSpec(Section):
+class PlanLinkSpec(Section):
     """From a prefill cluster to a PD cluster. `price_per_gb` is for 10^9 bytes."""
 
     source: Annotated[str, Field(alias="from")]
@@ -199,9 +199,9 @@ class PlanSpec(Section):
     kv_cache: KvSpec | None = None
     """May be left out where a profile file has it."""
     profiles: Annotated[dict[str, ProfileSpec], Field(min_length=1)]
-    prefill_clusters: tuple[ClusterSpec, ...] = ()
-    pd_clusters: Annotated[tuple[PdClusterSpec, ...], Field(min_length=1)]
-    links: tuple[LinkSpec, ...] = ()
+    prefill_clusters: tuple[PlanClusterSpec, ...] = ()
+    pd_clusters: Annotated[tuple[PlanPdClusterSpec, ...], Field(min_length=1)]
+    links: tuple[PlanLinkSpec, ...] = ()
     slo: SloSpec = SloSpec()
     instances: Literal["whole", "shared"] = "whole"
     """whole: an instance prefills or decodes; shared: it may divide its time."""

@@ -16,7 +16,7 @@ from deploy.command_line import JsonOption, RunDirOption, command_group, fail, p
 
 if TYPE_CHECKING:
     from deploy.region.doctor.agents import Pair
-    from deploy.region.doctor.probe import ProbePlan, ProbeRun, Sample
+    from deploy.region.doctor.probe import ProbePlan, ProbeRun, ProbeSample
 
 MAX_MIB = 8192
 
@@ -112,7 +112,7 @@ async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRu
             title = f"{pair.sender.name} → {pair.receiver.name}"
             task = progress.add_task(title, total=1.0, seen="connecting")
 
-            def show(sample: Sample, since_first_s: float) -> None:
+            def show(sample: ProbeSample, since_first_s: float) -> None:
                 done = sample.sender.done_bytes
                 seen = f"{done >> 20} MiB, {since_first_s:.0f} of {plan.seconds_s:g} s"
                 if since_first_s > 0:

@@ -41,7 +41,7 @@ LOSS_NOTED, LOSS_BAD = 5e-4, 1e-2
 FREE_LANDING_SHARE = 0.05
 
 
-class Stage(StrEnum):
+class Bottleneck(StrEnum):
     """Where the rate ends."""
 
     SENDER_CPU = "sender CPU"
@@ -66,7 +66,7 @@ class Finding:
 class Diagnosis:
     """Rates are bytes a second; `expected` is the least of what windows and operator allow."""
 
-    stage: Stage
+    stage: Bottleneck
     evidence: str
     achieved_bytes_per_s: float
     expected_bytes_per_s: float
@@ -87,7 +87,7 @@ def diagnose(measured: Measurement, link_bytes_per_s: float | None = None) -> Di
     stage, evidence = limiting_stage(measured, windows)
     expected = min(windows.bytes_per_s, link_bytes_per_s or windows.bytes_per_s)
     target = link_bytes_per_s or measured.rate_bytes_per_s
-    if link_bytes_per_s is None and stage in (Stage.SEND_WINDOW, Stage.RECEIVE_WINDOW):
+    if link_bytes_per_s is None and stage in (Bottleneck.SEND_WINDOW, Bottleneck.RECEIVE_WINDOW):
         target *= 2  # nobody knows how much more the path carries: enough to see whether it does
     checks = kernel_checks(measured, target)
     findings = [_kernel_finding(check) for check in checks if check.is_wrong]
@@ -107,7 +107,7 @@ def diagnose(measured: Measurement, link_bytes_per_s: float | None = None) -> Di
     )
 
 
-def limiting_stage(measured: Measurement, windows: Windows) -> tuple[Stage, str]:
+def limiting_stage(measured: Measurement, windows: Windows) -> tuple[Bottleneck, str]:
     """The stage and how one can tell; see the module text."""
     path, rate = measured.path, measured.rate_bytes_per_s
     is_closed = path.rwnd_limited > LIMITED_SHARE
@@ -115,31 +115,34 @@ def limiting_stage(measured: Measurement, windows: Windows) -> tuple[Stage, str]
     sender_full, receiver_full = _is_full(measured.sender), _is_full(measured.receiver)
     if is_closed and _is_short_of_memory(measured):
         used = measured.receiver_kernel.tcp_memory_bytes
-        return Stage.RECEIVER_MEMORY, f"{closed}; TCP there holds {_mib(used)}, which is its limit"
+        return (
+            Bottleneck.RECEIVER_MEMORY,
+            f"{closed}; TCP there holds {_mib(used)}, which is its limit",
+        )
     if is_closed and receiver_full:
-        return Stage.RECEIVER_CPU, f"{closed}; {_cpu_evidence(measured.receiver)}"
+        return Bottleneck.RECEIVER_CPU, f"{closed}; {_cpu_evidence(measured.receiver)}"
     if is_closed and windows.receive_bytes_per_s < 2 * rate:
         limit = format_rate(windows.receive_bytes_per_s)
-        return Stage.RECEIVE_WINDOW, f"{closed}, and it allows {limit} at this round trip"
+        return Bottleneck.RECEIVE_WINDOW, f"{closed}, and it allows {limit} at this round trip"
     if path.sndbuf_limited > LIMITED_SHARE and windows.send_bytes_per_s < 2 * rate:
         limit = format_rate(windows.send_bytes_per_s)
-        return Stage.SEND_WINDOW, (
+        return Bottleneck.SEND_WINDOW, (
             f"the send buffer was the limit for {path.sndbuf_limited:.0%} of the time, and it"
             f" allows {limit} at this round trip"
         )
     if path.rwnd_limited > MOSTLY:
-        return Stage.LINK, _link_evidence(measured, closed)
+        return Bottleneck.LINK, _link_evidence(measured, closed)
     receiver_is_fuller = measured.receiver.agent_cpus > measured.sender.agent_cpus
     if receiver_full and (receiver_is_fuller or not sender_full):
-        return Stage.RECEIVER_CPU, _cpu_evidence(measured.receiver)
+        return Bottleneck.RECEIVER_CPU, _cpu_evidence(measured.receiver)
     if sender_full:
-        return Stage.SENDER_CPU, _cpu_evidence(measured.sender)
+        return Bottleneck.SENDER_CPU, _cpu_evidence(measured.sender)
     if path.busy < NOTHING_TO_SEND:
-        return Stage.SENDER_CPU, (
+        return Bottleneck.SENDER_CPU, (
             f"its sockets had nothing to send for {1 - path.busy:.0%} of the time, although"
             f" {_cpu_evidence(measured.sender)}: its threads wait for memory or for each other"
         )
-    return Stage.LINK, _link_evidence(measured, "")
+    return Bottleneck.LINK, _link_evidence(measured, "")
 
 
 def _is_full(end: EndLoad) -> bool:
@@ -187,32 +190,32 @@ def _kernel_finding(check: KernelCheck) -> Finding:
     )
 
 
-def _is_illness(measured: Measurement, stage: Stage, link_bytes_per_s: float | None) -> bool:
+def _is_illness(measured: Measurement, stage: Bottleneck, link_bytes_per_s: float | None) -> bool:
     """Whether this limit has to be mended: it costs rate that was expected, or that anybody would
     expect where no rate was named.
     """
-    if stage is Stage.RECEIVER_MEMORY:
+    if stage is Bottleneck.RECEIVER_MEMORY:
         return True
     if link_bytes_per_s is not None:
         return measured.rate_bytes_per_s < HEALTHY_SHARE * link_bytes_per_s
-    if stage is Stage.LINK:
+    if stage is Bottleneck.LINK:
         return measured.path.loss >= LOSS_BAD and not _is_queue_full(measured)
-    return stage in (Stage.SEND_WINDOW, Stage.RECEIVE_WINDOW)
+    return stage in (Bottleneck.SEND_WINDOW, Bottleneck.RECEIVE_WINDOW)
 
 
-def _fix(measured: Measurement, stage: Stage, *, kernel_helps: bool) -> str:
+def _fix(measured: Measurement, stage: Bottleneck, *, kernel_helps: bool) -> str:
     match stage:
-        case Stage.SENDER_CPU:
+        case Bottleneck.SENDER_CPU:
             return _cpu_fix(measured.sender, "sender")
-        case Stage.RECEIVER_CPU:
+        case Bottleneck.RECEIVER_CPU:
             return _cpu_fix(measured.receiver, "receiver")
-        case Stage.SEND_WINDOW | Stage.RECEIVE_WINDOW:
+        case Bottleneck.SEND_WINDOW | Bottleneck.RECEIVE_WINDOW:
             if kernel_helps:
                 return "set what is listed for the kernel, and measure again"
             return "raise transport.max_link_connections of the sending agent, and measure again"
-        case Stage.RECEIVER_MEMORY:
+        case Bottleneck.RECEIVER_MEMORY:
             return "raise net.ipv4.tcp_mem on the receiver, or give the host fewer connections"
-        case Stage.LINK:
+        case Bottleneck.LINK:
             return _link_fix(measured)
 
 
@@ -236,11 +239,11 @@ def _link_fix(measured: Measurement) -> str:
     return "nothing here is wrong; more rate needs a faster link"
 
 
-def _side_findings(measured: Measurement, stage: Stage) -> list[Finding]:
+def _side_findings(measured: Measurement, stage: Bottleneck) -> list[Finding]:
     """Findings other than the limit."""
     findings = []
     path, memory = measured.path, measured.landing_memory
-    if stage is not Stage.LINK and path.loss >= LOSS_NOTED and _is_far(measured):
+    if stage is not Bottleneck.LINK and path.loss >= LOSS_NOTED and _is_far(measured):
         findings.append(
             Finding(
                 "the path loses packets",

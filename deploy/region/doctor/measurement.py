@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from deploy.region.doctor.probe import CannotMeasure, ProbeRun, Sample
+from deploy.region.doctor.probe import CannotMeasure, ProbeRun, ProbeSample
 from kvmanager.agent.probe_messages import AgentLoad, KernelTcp
 from transport import LinkState
 
@@ -119,7 +119,7 @@ def summarise(run: ProbeRun) -> Measurement:
     )
 
 
-def _plateau(samples: Sequence[Sample]) -> list[Sample]:
+def _plateau(samples: Sequence[ProbeSample]) -> list[ProbeSample]:
     """The samples after the settling; in each of them the link had something to send."""
     going = [s for s in samples if s.sender.state == "open" and s.sender.link is not None]
     if going:
@@ -133,12 +133,12 @@ def _plateau(samples: Sequence[Sample]) -> list[Sample]:
     )
 
 
-def _link(sample: Sample) -> LinkState:
+def _link(sample: ProbeSample) -> LinkState:
     assert sample.sender.link is not None
     return sample.sender.link
 
 
-def _rate(before: Sample, after: Sample) -> float:
+def _rate(before: ProbeSample, after: ProbeSample) -> float:
     elapsed_s = max(1e-9, after.sender.load.now_s - before.sender.load.now_s)
     return (_link(after).acked_bytes - _link(before).acked_bytes) / elapsed_s
 
@@ -158,7 +158,7 @@ def _load(before: AgentLoad, after: AgentLoad) -> EndLoad:
     )
 
 
-def _path(samples: Sequence[Sample]) -> PathNumbers:
+def _path(samples: Sequence[ProbeSample]) -> PathNumbers:
     sums = _Sums()
     for before, after in pairwise(samples):
         sums.add(before, after)
@@ -184,7 +184,7 @@ class _Sums:
         self.connection_s = self.busy_s = self.rwnd_limited_s = self.sndbuf_limited_s = 0.0
         self.sent_bytes = self.resent_bytes = 0
 
-    def add(self, before: Sample, after: Sample) -> None:
+    def add(self, before: ProbeSample, after: ProbeSample) -> None:
         elapsed_s = after.sender.load.now_s - before.sender.load.now_s
         earlier = {item.number: item.info for item in _link(before).connections}
         for item in _link(after).connections:

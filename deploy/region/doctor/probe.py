@@ -41,7 +41,7 @@ class ProbePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ProbeSample:
     """Both ends of the probe at about the same time."""
 
     sender: ProbeStatusReply
@@ -53,7 +53,7 @@ class ProbeRun:
     """What was seen: `samples` from the first acknowledged byte on; `endpoint` is "host:port"."""
 
     endpoint: str
-    samples: list[Sample]
+    samples: list[ProbeSample]
     receiver_status: StatusReply
 
 
@@ -74,7 +74,7 @@ async def run_probe(
     sender: NamedAgent,
     receiver: NamedAgent,
     plan: ProbePlan,
-    on_sample: Callable[[Sample, float], None],
+    on_sample: Callable[[ProbeSample, float], None],
 ) -> ProbeRun:
     """Send, and look until `plan` is done. `on_sample` gets each sample and the time since the
     first byte. Raises CannotMeasure.
@@ -115,9 +115,9 @@ class _Watch:
         self._endpoint = endpoint
 
     async def run(
-        self, seconds_s: float, on_sample: Callable[[Sample, float], None]
-    ) -> list[Sample]:
-        samples: list[Sample] = []
+        self, seconds_s: float, on_sample: Callable[[ProbeSample, float], None]
+    ) -> list[ProbeSample]:
+        samples: list[ProbeSample] = []
         first_s: float | None = None
         while True:
             await asyncio.sleep(POLL_S)
@@ -137,7 +137,7 @@ class _Watch:
             if sample.sender.state == "complete" or now_s - first_s >= seconds_s:
                 return samples
 
-    async def _sample(self) -> Sample:
+    async def _sample(self) -> ProbeSample:
         sender, receiver = await asyncio.gather(
             _ask(
                 self._sender,
@@ -152,15 +152,15 @@ class _Watch:
                 ),
             ),
         )
-        return Sample(sender, receiver)
+        return ProbeSample(sender, receiver)
 
-    def _failure(self, sample: Sample) -> str:
+    def _failure(self, sample: ProbeSample) -> str:
         return (
             f"the probe from {self._sender.name} to {self._endpoint} ended:"
             f" {sample.sender.error or sample.receiver.error}"
         )
 
-    def _silence(self, sample: Sample) -> str:
+    def _silence(self, sample: ProbeSample) -> str:
         where = f"the data port {self._endpoint} of {self._receiver.name}"
         if not sample.sender.num_connections:
             return (

@@ -68,7 +68,7 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ProcessProgress:
     """How one process is doing; `line` is the newest of its log while it starts, at any length.
 
     `state`: a `ProcessState`, or "waiting" while the gateway is healthy and its engines are not.
@@ -94,7 +94,7 @@ class RunningRegion:
         run_dir: Path,
         *,
         config: LaunchConfig | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[ProcessProgress], None] | None = None,
         environment: Mapping[str, str] | None = None,
         adapt: Callable[[PlannedProcess], PlannedProcess] = lambda planned: planned,
     ) -> None:
@@ -315,7 +315,9 @@ class RunningRegion:
         if self._on_progress is not None:
             elapsed_s = process.elapsed_s(time.monotonic())
             state = state or str(process.state)
-            self._on_progress(Progress(process.name, process.kind, state, reason, elapsed_s, line))
+            self._on_progress(
+                ProcessProgress(process.name, process.kind, state, reason, elapsed_s, line)
+            )
 
     def _write_state(self) -> None:
         directory = self._directory

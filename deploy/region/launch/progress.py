@@ -1,6 +1,6 @@
 """Shows how the processes of a region come up: a live table, plain lines, or JSON lines.
 
-Knows terminals; takes `Progress` values and does not know where they come from.
+Knows terminals; takes `ProcessProgress` values and does not know where they come from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.region.launch.launcher import Progress
+from deploy.region.launch.launcher import ProcessProgress
 from prfaas.engines.log_lines import shortened
 
 _STYLES = {
@@ -38,7 +38,7 @@ class ProgressView(Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def show(self, progress: Progress) -> None: ...
+    def show(self, progress: ProcessProgress) -> None: ...
 
 
 def progress_view(console: Console, *, as_json: bool) -> ProgressView:
@@ -57,7 +57,7 @@ def progress_view(console: Console, *, as_json: bool) -> ProgressView:
 def line_view(console: Console) -> ProgressView:
     """Plain lines."""
 
-    def write(item: Progress) -> None:
+    def write(item: ProcessProgress) -> None:
         width = console.width if console.is_terminal else _MAX_LINE_CHARS
         line = shortened(_plain(item), width)
         console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -68,7 +68,7 @@ def line_view(console: Console) -> ProgressView:
 class LineView:
     """One line for each change of a process's state."""
 
-    def __init__(self, write: Callable[[Progress], None]) -> None:
+    def __init__(self, write: Callable[[ProcessProgress], None]) -> None:
         self._write = write
         self._states: dict[str, str] = {}
 
@@ -78,7 +78,7 @@ class LineView:
     def __exit__(self, *error: object) -> None:
         return None
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: ProcessProgress) -> None:
         if self._states.get(progress.name) != progress.state:
             self._states[progress.name] = progress.state
             self._write(progress)
@@ -88,7 +88,7 @@ class TableView:
     """A row for each process that changes in place."""
 
     def __init__(self, console: Console) -> None:
-        self._rows: dict[str, Progress] = {}
+        self._rows: dict[str, ProcessProgress] = {}
         self._seen_s: dict[str, float] = {}
         self._live = Live(console=console, refresh_per_second=8, get_renderable=self._table)
 
@@ -99,7 +99,7 @@ class TableView:
     def __exit__(self, *error: object) -> None:
         self._live.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: ProcessProgress) -> None:
         self._rows[progress.name] = progress
         self._seen_s[progress.name] = time.monotonic()
 
@@ -119,7 +119,7 @@ class TableView:
         return table
 
 
-def _json(progress: Progress) -> dict[str, object]:
+def _json(progress: ProcessProgress) -> dict[str, object]:
     short = {
         "reason": shortened(progress.reason, _MAX_LINE_CHARS),
         "line": shortened(progress.line, _MAX_LINE_CHARS),
@@ -127,11 +127,11 @@ def _json(progress: Progress) -> dict[str, object]:
     return {"event": "progress"} | asdict(progress) | short
 
 
-def _plain(progress: Progress) -> str:
+def _plain(progress: ProcessProgress) -> str:
     begun = f"{progress.name:<28} {progress.state:<9} {progress.elapsed_s:6.1f} s"
     return f"{begun}  {_why(progress)}"
 
 
-def _why(progress: Progress) -> str:
+def _why(progress: ProcessProgress) -> str:
     """What the state does not say by itself."""
     return "" if progress.state in ("healthy", progress.reason) else progress.reason

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deploy.region.launch.launcher import Progress, RunningRegion
+from deploy.region.launch.launcher import ProcessProgress, RunningRegion
 from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.spec.region import RegionSpec
 
@@ -31,7 +31,7 @@ async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: boo
     later = view if as_json else line_view(console)
     shown = view
 
-    def show(progress: Progress) -> None:
+    def show(progress: ProcessProgress) -> None:
         shown.show(progress)
 
     running = RunningRegion(region, root, on_progress=show)

@@ -47,7 +47,7 @@ would keep the cache from everybody else. So many blocks are more than one step 
 
 
 @dataclass(frozen=True, slots=True)
-class CacheOptions:
+class PrefixCacheOptions:
     """`namespace`: empty when this engine does not use the prefix cache. A prefix of fewer than
     `min_load_tokens` beyond the engine's own cache is computed instead of loaded. Without `loads`
     the engine only stores.
@@ -66,7 +66,7 @@ class CacheScheduler:
         self,
         shape: CacheShape,
         pages: CachePages,
-        options: CacheOptions,
+        options: PrefixCacheOptions,
         agent_said: threading.Event,
     ) -> None:
         self._block_tokens = shape.block_tokens

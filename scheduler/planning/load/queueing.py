@@ -36,10 +36,10 @@ import numpy as np
 from scheduler.planning.lengths import Floats
 from scheduler.planning.load.queueing_events import EventLoop
 from scheduler.planning.load.queueing_model import (
-    DecodePool,
     Indexes,
-    Link,
+    QueueingLink,
     Requests,
+    SlotPool,
     Station,
     System,
     Timeline,
@@ -49,10 +49,10 @@ from scheduler.planning.load.queueing_model import (
 )
 
 __all__ = [
-    "DecodePool",
-    "Link",
+    "QueueingLink",
     "Requests",
     "SimulationResult",
+    "SlotPool",
     "Spread",
     "Station",
     "System",

@@ -14,7 +14,13 @@ from typing import Final
 
 import numpy as np
 
-from scheduler.planning.load.queueing_model import Link, Requests, System, Timeline, links_of
+from scheduler.planning.load.queueing_model import (
+    QueueingLink,
+    Requests,
+    System,
+    Timeline,
+    links_of,
+)
 
 DECODE_END: Final = 0
 PREFILL_END: Final = 1
@@ -27,7 +33,7 @@ class _LinkState:
 
     __slots__ = ("_backlog_bytes", "_clock_s", "_inflow", "_link")
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: QueueingLink) -> None:
         self._link = link
         self._clock_s = 0.0
         self._inflow = 0.0

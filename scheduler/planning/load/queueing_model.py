@@ -40,7 +40,7 @@ class Station:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class QueueingLink:
     """One direction between two clusters: what it carries, and how long a byte is under way."""
 
     bytes_per_s: float
@@ -54,7 +54,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePool:
+class SlotPool:
     """Decode instances as one pool of slots (instances times batch size).
 
     `step_s` is the time of one decode step, the last part of every TTFT. `memory_bytes` bounds what
@@ -82,8 +82,8 @@ class System:
     """A region: requests name stations and pools, stations name pools and links, by position."""
 
     stations: tuple[Station, ...]
-    pools: tuple[DecodePool, ...]
-    links: tuple[Link, ...] = ()
+    pools: tuple[SlotPool, ...]
+    links: tuple[QueueingLink, ...] = ()
 
     def __post_init__(self) -> None:
         for index, station in enumerate(self.stations):

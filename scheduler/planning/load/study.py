@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler.planning.load.queueing import (
-    DecodePool,
-    Link,
+    QueueingLink,
     Requests,
     SimulationResult,
+    SlotPool,
     Spread,
     Station,
     System,
@@ -149,7 +149,7 @@ def system_of(plan: Plan) -> System:
             for c in region.clusters
         ),
         pools=tuple(
-            DecodePool(
+            SlotPool(
                 round(num_decode[pd.name] * pd.batch_size),
                 pd.step_s,
                 None
@@ -158,7 +158,7 @@ def system_of(plan: Plan) -> System:
             )
             for pd in region.pd_clusters
         ),
-        links=tuple(Link(link.bytes_per_s, link.rtt_s / 2) for link in region.links),
+        links=tuple(QueueingLink(link.bytes_per_s, link.rtt_s / 2) for link in region.links),
     )
 
 

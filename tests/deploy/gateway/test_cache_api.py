@@ -3,10 +3,10 @@
 from deploy.gateway.cache.api import explanation, hot_prefixes, node_caches
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, prompt_keys
 from kvmanager.agent.messages import (
-    CachedPrefix,
     CacheModel,
     CacheStatus,
     ListCacheReply,
+    PrefixLeaf,
     StatusReply,
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState
@@ -54,8 +54,8 @@ def test_every_node_is_listed_with_what_is_known_of_it() -> None:
     assert node_caches({B1: "b1:1"}, {B1: status(CacheStatus())}, [])[0].hit_share is None
 
 
-def prefix(key: str, hits: int, *, nbytes: int = 10, idle_s: float = 1.0) -> CachedPrefix:
-    return CachedPrefix(key, 640, {"arena/kv": nbytes}, hits, idle_s, 0, 320, False)
+def prefix(key: str, hits: int, *, nbytes: int = 10, idle_s: float = 1.0) -> PrefixLeaf:
+    return PrefixLeaf(key, 640, {"arena/kv": nbytes}, hits, idle_s, 0, 320, False)
 
 
 def test_a_prefix_that_several_nodes_hold_comes_once() -> None:

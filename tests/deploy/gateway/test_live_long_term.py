@@ -18,7 +18,7 @@ from deploy.gateway.scheduling.long_term import (
 from deploy.gateway.scheduling.plan_overview import PlanOverview
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.conversion import ConversionWish, Outcome
+from scheduler.live.conversion import ConversionOutcome, ConversionWish
 
 Make = Callable[..., LongTermService]
 
@@ -126,7 +126,7 @@ async def test_the_model_is_that_of_the_time_when_the_conversion_is_done(
 async def test_a_conversion_that_fails_leaves_t_as_it_is(live: LiveRegion, make: Make) -> None:
     service = make()
     decision = await service.step()
-    live.roles.end(Outcome.TOO_SLOW)
+    live.roles.end(ConversionOutcome.TOO_SLOW)
     assert live.thresholds.base_tokens() == {"far": decision.thresholds["far"]}
 
 
@@ -136,7 +136,7 @@ async def test_a_conversion_that_failed_is_not_tried_again_soon(
     service = make()
     await service.step()
     live.now_s += 600.0
-    live.roles.end(Outcome.TOO_SLOW)
+    live.roles.end(ConversionOutcome.TOO_SLOW)
     live.now_s += 1700.0
     decision = await service.step()
     assert (decision.reason, len(live.roles.asked)) == ("dwelling", 1)

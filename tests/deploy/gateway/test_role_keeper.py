@@ -14,10 +14,10 @@ from deploy.gateway.scheduling.roles import RoleKeeper
 from local_pd.errors import FrontUnreachable, NoInstance, RoleRefused
 from scheduler.live.conversion import (
     ConversionConfig,
+    ConversionOutcome,
+    ConversionPhase,
     ConversionWish,
     Ended,
-    Outcome,
-    Phase,
 )
 from transport.rpc import RpcError
 
@@ -50,7 +50,7 @@ class Rig:
         assert self.keeper.ask(TO_PREFILL).effects
         await self.steps()
 
-    def changes(self, outcome: Outcome) -> float | None:
+    def changes(self, outcome: ConversionOutcome) -> float | None:
         labels = {"cluster": "home", "to": "prefill", "outcome": outcome.value}
         return self.registry.get_sample_value("prfaas_gateway_role_changes_total", labels)
 
@@ -69,13 +69,15 @@ async def test_a_conversion_from_the_wish_to_the_end_of_its_dwell(rig: Rig) -> N
     await rig.steps()
     assert rig.pd.calls == ["drain d1"]
     assert rig.keeper.current is not None
-    assert rig.keeper.current.phase is Phase.DRAINING
+    assert rig.keeper.current.phase is ConversionPhase.DRAINING
     drained(rig.pd, "d1")
     await rig.steps()
     assert rig.pd.calls == ["drain d1", "set d1 prefill 1", "resume d1"]
-    assert [(end.instance, end.outcome) for end in rig.ends] == [("d1", Outcome.CONVERTED)]
+    assert [(end.instance, end.outcome) for end in rig.ends] == [
+        ("d1", ConversionOutcome.CONVERTED)
+    ]
     assert (await rig.keeper.ended()) == rig.ends[0]
-    assert rig.changes(Outcome.CONVERTED) == 1
+    assert rig.changes(ConversionOutcome.CONVERTED) == 1
     rig.now_s = 49
     await rig.steps()
     assert rig.keeper.ask(TO_PREFILL).reason == "d1 is dwelling"
@@ -139,7 +141,7 @@ async def test_a_drain_that_takes_too_long_is_given_up(rig: Rig) -> None:
     rig.now_s = 100
     await rig.steps()
     assert rig.pd.calls == ["drain d0", "resume d0"]
-    assert rig.ends[0].outcome is Outcome.TOO_SLOW
+    assert rig.ends[0].outcome is ConversionOutcome.TOO_SLOW
     assert rig.pd.num_draining == 0
 
 
@@ -156,7 +158,7 @@ async def test_a_drain_that_fails_gives_the_instance_back(rig: Rig, error: Excep
     rig.pd.errors["drain"] = [error]
     await rig.until_draining()
     assert rig.pd.calls == ["drain d0", "resume d0"]
-    assert rig.ends[0].outcome is Outcome.FAILED
+    assert rig.ends[0].outcome is ConversionOutcome.FAILED
     assert rig.ends[0].detail == str(error)
 
 
@@ -166,7 +168,7 @@ async def test_a_refused_order_is_undone_at_once(rig: Rig) -> None:
     drained(rig.pd, "d0")
     await rig.steps()
     assert rig.pd.calls == ["drain d0", "set d0 prefill 1", "set d0 decode 2", "resume d0"]
-    assert rig.ends[0].outcome is Outcome.FAILED
+    assert rig.ends[0].outcome is ConversionOutcome.FAILED
     assert rig.keeper.converting == frozenset()
 
 
@@ -183,7 +185,7 @@ async def test_an_instance_is_given_back_however_long_the_front_is_away(rig: Rig
     assert rig.pd.calls[-2:] == ["resume d0", "resume d0"]
     now = rig.pd.instances["d0"]
     assert (now.role, now.epoch, now.draining) == ("decode", 2, False)
-    assert rig.ends[0].outcome is Outcome.FAILED
+    assert rig.ends[0].outcome is ConversionOutcome.FAILED
     assert rig.keeper.ask(TO_PREFILL).effects
 
 
@@ -195,14 +197,14 @@ async def test_an_instance_that_is_gone_ends_its_conversion(rig: Rig) -> None:
     assert rig.keeper.converting == frozenset()
 
 
-@pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.RELABELLING])
-async def test_closing_gives_the_instance_back(rig: Rig, phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [ConversionPhase.DRAINING, ConversionPhase.RELABELLING])
+async def test_closing_gives_the_instance_back(rig: Rig, phase: ConversionPhase) -> None:
     rig.keeper.start()
     rig.keeper.ask(TO_PREFILL)
     async with asyncio.timeout(5):
         while "drain d0" not in rig.pd.calls:
             await asyncio.sleep(0)
-        if phase is Phase.RELABELLING:
+        if phase is ConversionPhase.RELABELLING:
             rig.pd.answers.clear()
             drained(rig.pd, "d0")
             while "set d0 prefill 1" not in rig.pd.calls:
@@ -213,7 +215,7 @@ async def test_closing_gives_the_instance_back(rig: Rig, phase: Phase) -> None:
     assert (now.role, now.draining) == ("decode", False)
     assert rig.pd.num_draining == 0
     assert [(end.outcome, end.detail) for end in rig.ends] == [
-        (Outcome.FAILED, "the gateway ended")
+        (ConversionOutcome.FAILED, "the gateway ended")
     ]
     await rig.keeper.close()
 
@@ -227,5 +229,5 @@ async def test_it_runs_by_itself_and_outlives_listeners_and_reports_that_fail(ri
     drained(rig.pd, "d0")
     rig.keeper.ask(TO_PREFILL)
     async with asyncio.timeout(5):
-        assert (await rig.keeper.ended()).outcome is Outcome.CONVERTED
+        assert (await rig.keeper.ended()).outcome is ConversionOutcome.CONVERTED
     assert rig.pd.instances["d0"].role == "prefill"

@@ -15,8 +15,8 @@ from profiling_cases import provenance
 from deploy.plan.profile.engine import ProfilingError, base_url, parse_counters
 from deploy.plan.profile.file import (
     EngineProfileFile,
+    MeasuredPrefill,
     PrefillPoint,
-    PrefillProfile,
 )
 from deploy.plan.profile.measuring import (
     Wishes,
@@ -136,7 +136,7 @@ def test_times_that_grow_are_not_doubted(times: list[float]) -> None:
     points = tuple(
         PrefillPoint(tokens=256 * (i + 1), seconds=time_s) for i, time_s in enumerate(times)
     )
-    assert doubts(PrefillProfile(points=points), None) == []
+    assert doubts(MeasuredPrefill(points=points), None) == []
 
 
 # --- the file ---

@@ -30,7 +30,7 @@ from deploy.plan.profile.file import (
 from deploy.plan.profile.measuring import (
     EngineBusyError,
     ProfilePlan,
-    Progress,
+    ProfilingProgress,
     measure,
 )
 from deploy.plan.profile.stats import (
@@ -165,7 +165,7 @@ async def run_plan(engine: ProfiledEngine, plan: ProfilePlan = PLAN) -> Measured
 
 async def test_the_measured_times_are_the_engines() -> None:
     fake = TimedEngine()
-    shown: list[Progress] = []
+    shown: list[ProfilingProgress] = []
     measured = Measured()
     async with profiled(fake) as engine:
         model = await engine.served_model()

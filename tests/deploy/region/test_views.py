@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.lab.emulator.faults import DirectionReport, LinkReport
-from deploy.region.launch.launcher import Progress
+from deploy.region.launch.launcher import ProcessProgress
 from deploy.region.launch.progress import LineView, TableView, line_view, progress_view
 from deploy.region.launch.rundir import ProcessRecord, RegionState
 from deploy.region.launch.status import ProcessUse, RegionStatus, render_status
@@ -174,14 +174,16 @@ def test_status_of_a_dead_region_says_so() -> None:
 
 
 def test_lines_show_changes_only() -> None:
-    shown: list[Progress] = []
+    shown: list[ProcessProgress] = []
     with LineView(shown.append) as view:
-        view.show(Progress("a", "engine", "starting", "starting", 0.0))
-        view.show(Progress("b", "engine", "starting", "starting", 0.1))
+        view.show(ProcessProgress("a", "engine", "starting", "starting", 0.0))
+        view.show(ProcessProgress("b", "engine", "starting", "starting", 0.1))
         for elapsed_s in range(300):
-            view.show(Progress("a", "engine", "starting", "starting", elapsed_s, f"{elapsed_s}%"))
-        view.show(Progress("a", "engine", "healthy", "probe succeeded", 300.2))
-        view.show(Progress("a", "engine", "healthy", "probe succeeded", 300.3))
+            view.show(
+                ProcessProgress("a", "engine", "starting", "starting", elapsed_s, f"{elapsed_s}%")
+            )
+        view.show(ProcessProgress("a", "engine", "healthy", "probe succeeded", 300.2))
+        view.show(ProcessProgress("a", "engine", "healthy", "probe succeeded", 300.3))
     assert [(item.name, item.state) for item in shown] == [
         ("a", "starting"),
         ("b", "starting"),
@@ -192,7 +194,7 @@ def test_lines_show_changes_only() -> None:
 LOG_LINE = "\x1b[32m(EngineCore pid=7) INFO\x1b[0m [config] " + "x=[1, 2], " * 400 + "\rend"
 
 
-def shown_lines(console: Console, *items: Progress) -> list[str]:
+def shown_lines(console: Console, *items: ProcessProgress) -> list[str]:
     with progress_view(console, as_json=False) as view:
         for item in items:
             view.show(item)
@@ -201,10 +203,10 @@ def shown_lines(console: Console, *items: Progress) -> list[str]:
 
 
 CHANGES = (
-    Progress("a1-prefill", "engine", "starting", "starting", 0.0, LOG_LINE),
-    Progress("a1-prefill", "engine", "backoff", f"ended: {LOG_LINE}", 61.0),
-    Progress("a1-prefill", "engine", "starting", "restart 1", 62.0, LOG_LINE),
-    Progress("a1-prefill", "engine", "healthy", "probe succeeded", 90.0, LOG_LINE),
+    ProcessProgress("a1-prefill", "engine", "starting", "starting", 0.0, LOG_LINE),
+    ProcessProgress("a1-prefill", "engine", "backoff", f"ended: {LOG_LINE}", 61.0),
+    ProcessProgress("a1-prefill", "engine", "starting", "restart 1", 62.0, LOG_LINE),
+    ProcessProgress("a1-prefill", "engine", "healthy", "probe succeeded", 90.0, LOG_LINE),
 )
 
 
@@ -221,7 +223,7 @@ def test_without_a_terminal_a_change_is_one_short_line() -> None:
 
 @pytest.mark.parametrize("width", [20, 60, 100])
 @pytest.mark.parametrize("item", CHANGES)
-def test_on_a_terminal_no_line_is_longer_than_it(width: int, item: Progress) -> None:
+def test_on_a_terminal_no_line_is_longer_than_it(width: int, item: ProcessProgress) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
     assert max(map(len, shown_lines(console, item))) <= width
 
@@ -241,7 +243,7 @@ def test_changes_below_the_table_fit_the_terminal(width: int) -> None:
 
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     view = progress_view(Console(), as_json=True)
-    view.show(Progress("a", "engine", "healthy", "probe succeeded", 0.2))
+    view.show(ProcessProgress("a", "engine", "healthy", "probe succeeded", 0.2))
     event = json.loads(capsys.readouterr().out)
     assert event["event"] == "progress"
     assert (event["name"], event["state"]) == ("a", "healthy")
@@ -263,7 +265,9 @@ def test_the_table_shows_the_newest_log_line() -> None:
     assert isinstance(view, TableView)
     with view:
         view.show(
-            Progress("a1-prefill", "engine", "starting", "starting", 1.0, "[Loading] weights")
+            ProcessProgress(
+                "a1-prefill", "engine", "starting", "starting", 1.0, "[Loading] weights"
+            )
         )
     assert isinstance(console.file, io.StringIO)
     assert "[Loading] weights" in console.file.getvalue()

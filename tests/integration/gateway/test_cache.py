@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from deploy.cli import app
 from deploy.gateway.cache.region_caches import RegionCaches
 from kvmanager.agent.messages import (
-    CachedPrefix,
     CacheModel,
     CacheStatus,
     ListCacheReply,
+    PrefixLeaf,
     StatusReply,
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
@@ -88,7 +88,7 @@ class FakeCacheAgent:
 
     async def list_cache(self, limit: int, order: str, timeout_s: float) -> ListCacheReply:
         self._check()
-        prefix = CachedPrefix("ab" * 16, 768, {"arena/kv": 1 << 20}, 5, 2.0, 0, 768, False)
+        prefix = PrefixLeaf("ab" * 16, 768, {"arena/kv": 1 << 20}, 5, 2.0, 0, 768, False)
         return ListCacheReply([prefix], 1)
 
     async def close(self) -> None:

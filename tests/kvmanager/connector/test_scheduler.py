@@ -9,7 +9,7 @@ from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.vllm_connector.cache.scheduler import CacheOptions
+from kvmanager.vllm_connector.cache.scheduler import PrefixCacheOptions
 from kvmanager.vllm_connector.metadata import PartPages, PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide, idle_wait_s
 
@@ -95,7 +95,9 @@ def scheduler_side(
         landing_timeout_s=landing_timeout_s,
         produces=roles.get("produces", True),
         consumes=roles.get("consumes", True),
-        cache=CacheOptions(b"n" * 32) if isinstance(client, CachingClient) else CacheOptions(),
+        cache=PrefixCacheOptions(b"n" * 32)
+        if isinstance(client, CachingClient)
+        else PrefixCacheOptions(),
     )
     side.connect(client)  # type: ignore[arg-type]
     if isinstance(client, CachingClient):

@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scheduler.live.conversion import (
     MAX_DRAIN_S,
     ConversionConfig,
+    ConversionOutcome,
+    ConversionPhase,
     ConversionWish,
     Converter,
     Drain,
     Ended,
-    Outcome,
-    Phase,
     RoleChange,
     RoleStatus,
     RoleView,
@@ -54,9 +54,9 @@ def test_a_conversion_drains_relabels_and_dwells() -> None:
     converter = relabelling()
     effects = converter.relabelled("p1", 7, 21)
     assert kinds(effects) == ["Resume", "Ended"]
-    assert effects[-1] == Ended("p1", TO_DECODE, Outcome.CONVERTED, "now decode, epoch 7")
+    assert effects[-1] == Ended("p1", TO_DECODE, ConversionOutcome.CONVERTED, "now decode, epoch 7")
     assert converter.current is not None
-    assert converter.current.phase is Phase.DWELLING
+    assert converter.current.phase is ConversionPhase.DWELLING
     assert converter.tick(70) == ()
     assert converter.start(TO_DECODE, VIEWS, 70).reason == "p1 is dwelling"
     assert converter.tick(71) == ()
@@ -98,7 +98,7 @@ def test_a_drain_that_takes_too_long_is_given_up() -> None:
     effects = converter.tick(100)
     assert kinds(effects) == ["Resume", "Ended"]
     assert effects[-1] == Ended(
-        "p1", TO_DECODE, Outcome.TOO_SLOW, "draining for 100 s; at most 100 s"
+        "p1", TO_DECODE, ConversionOutcome.TOO_SLOW, "draining for 100 s; at most 100 s"
     )
     assert converter.current is None
 
@@ -240,7 +240,7 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def at_most_one_is_drained_and_it_is_the_current(self) -> None:
         current = self.converter.current
-        active = current is not None and current.phase is not Phase.DWELLING
+        active = current is not None and current.phase is not ConversionPhase.DWELLING
         assert self.drained == ({current.instance} if active and current else set())
 
     @invariant()

@@ -9,13 +9,20 @@ from hypothesis import strategies as st
 
 from scheduler.live.conversion import ConversionWish, PdRole
 from scheduler.live.long_term import LongTermConfig, LongTermDecision, LongTermLoop, StepReason
-from scheduler.live.measured_traffic import MeasuredTraffic, Sample, TrafficMeter
+from scheduler.live.measured_traffic import LengthSample, MeasuredTraffic, TrafficMeter
 from scheduler.planning.allocation import Allocation, Corrections, measured_region
 from scheduler.planning.curves import Curve
 from scheduler.planning.division_search import best_at, best_within, thresholds_of
 from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
 from scheduler.planning.plan import best_plan, threshold_plan
-from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.region_model import (
+    KvSize,
+    Link,
+    PdClusterModel,
+    PrefillClusterModel,
+    Region,
+    Traffic,
+)
 from scheduler.planning.throughput import Mode
 
 FAST = Curve.quadratic(0.39180, 4.2061e-5, 9.937e-11)
@@ -28,8 +35,8 @@ OUTPUT = 1024
 
 def pair(num_slow: int = 8, gbps: float = 100, scale: float = 1.0, output: float = 1.0) -> Region:
     return Region(
-        (PrefillCluster("far", 4, FAST),),
-        (PdCluster("near", num_slow, SLOW, 20, 0.025),),
+        (PrefillClusterModel("far", 4, FAST),),
+        (PdClusterModel("near", num_slow, SLOW, 20, 0.025),),
         (Link("far", "near", gbps * 1e9 / 8),),
         KV,
         Traffic(LENGTHS.scaled(scale), OUTPUT * output, 27_000),
@@ -40,7 +47,7 @@ def several() -> Region:
     one = pair()
     return replace(
         one,
-        pd_clusters=(*one.pd_clusters, PdCluster("other", 6, SLOW.scaled(0.8), 24, 0.025)),
+        pd_clusters=(*one.pd_clusters, PdClusterModel("other", 6, SLOW.scaled(0.8), 24, 0.025)),
         links=(*one.links, Link("far", "other", 3e9)),
     )
 
@@ -60,8 +67,8 @@ def exactly(region: Region, num: float = 1e6) -> MeasuredTraffic:
     mean = float(np.mean(lengths.tokens))
     error = float(np.std(lengths.tokens)) / mean / np.sqrt(num)
     return MeasuredTraffic(
-        uncached=Sample(lengths, mean, num, error, 3600),
-        output=Sample(EmpiricalLengths.of([output]), output, num, 0.0, 3600),
+        uncached=LengthSample(lengths, mean, num, error, 3600),
+        output=LengthSample(EmpiricalLengths.of([output]), output, num, 0.0, 3600),
         input_tokens=mean,
         hit_ratio=0.0,
         rate_rps=3.0,

@@ -19,7 +19,7 @@ from live_plan_cases import (
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.conversion import Conversion, ConversionWish, Phase
+from scheduler.live.conversion import Conversion, ConversionPhase, ConversionWish
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.running_region import (
     UNFILLED_BYTES_PER_S,
@@ -121,9 +121,9 @@ def test_instances_that_cannot_be_had_do_not_count(live: LiveRegion, odd: Instan
     assert division_of(modelled(live)) == (2, 2)
 
 
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", ConversionPhase)
 def test_an_instance_that_converts_counts_as_what_it_will_be(
-    live: LiveRegion, phase: Phase
+    live: LiveRegion, phase: ConversionPhase
 ) -> None:
     live.change("d-0", draining=True)
     wish = ConversionWish("near", "decode", "prefill")

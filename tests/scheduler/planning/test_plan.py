@@ -18,7 +18,14 @@ from scheduler.planning.load.study import (
 )
 from scheduler.planning.pair_search import best_of_pair, search_pair, threshold_grid
 from scheduler.planning.plan import best_plan, threshold_plan
-from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.region_model import (
+    KvSize,
+    Link,
+    PdClusterModel,
+    PrefillClusterModel,
+    Region,
+    Traffic,
+)
 from scheduler.planning.route_search import NoRouteError, search_routes
 from scheduler.planning.throughput import Mode
 
@@ -30,8 +37,8 @@ LENGTHS = LogNormalLengths(9.9, 1, 128, 131072)
 
 def pair(num_fast: int = 4, num_slow: int = 8, gbps: float = 100) -> Region:
     return Region(
-        (PrefillCluster("far", num_fast, FAST, 30.0),) if num_fast else (),
-        (PdCluster("near", num_slow, SLOW, 20, 0.025, 10.0),),
+        (PrefillClusterModel("far", num_fast, FAST, 30.0),) if num_fast else (),
+        (PdClusterModel("near", num_slow, SLOW, 20, 0.025, 10.0),),
         (Link("far", "near", gbps * 1e9 / 8, 0.02, 0.01),) if num_fast else (),
         KV,
         Traffic(LENGTHS, 1024, 27_000),
@@ -42,8 +49,8 @@ def several() -> Region:
     one = pair()
     return replace(
         one,
-        prefill_clusters=(*one.prefill_clusters, PrefillCluster("third", 3, FAST.scaled(0.6))),
-        pd_clusters=(*one.pd_clusters, PdCluster("other", 6, SLOW.scaled(0.8), 24, 0.025)),
+        prefill_clusters=(*one.prefill_clusters, PrefillClusterModel("third", 3, FAST.scaled(0.6))),
+        pd_clusters=(*one.pd_clusters, PdClusterModel("other", 6, SLOW.scaled(0.8), 24, 0.025)),
         links=(
             *one.links,
             Link("far", "other", 3e9),

@@ -13,10 +13,10 @@ from queueing_cases import ROOMY, across, one_queue, requests
 
 from scheduler.planning.lengths import Floats
 from scheduler.planning.load.queueing import (
-    DecodePool,
-    Link,
+    QueueingLink,
     Requests,
     SimulationResult,
+    SlotPool,
     Spread,
     Station,
     System,
@@ -82,7 +82,7 @@ def test_several_servers_wait_as_erlang_says(num_servers: int, rate_rps: float) 
 
 def test_decode_slots_wait_as_erlang_says() -> None:
     rng = np.random.default_rng(3)
-    system = System(stations=(Station(10**9),), pools=(DecodePool(num_slots=5, step_s=0.025),))
+    system = System(stations=(Station(10**9),), pools=(SlotPool(num_slots=5, step_s=0.025),))
     arrivals_s = poisson_arrivals(3.0, MANY, rng)
     result = simulate(
         system, requests(arrivals_s, 1.0, decode_s=rng.exponential(1.0, MANY)), warmup=0.01
@@ -106,7 +106,7 @@ def test_an_overloaded_server_lets_the_queue_grow() -> None:
 def test_bursts_on_a_link_wait_as_pollaczek_and_khinchine_say(shape: str) -> None:
     """Prefills of equal length that never queue end as a Poisson process: the link is M/G/1."""
     rng = np.random.default_rng(4)
-    link = Link(bytes_per_s=1e9, delay_s=0.01)
+    link = QueueingLink(bytes_per_s=1e9, delay_s=0.01)
     sizes = 1e9 * service_times(shape, MANY, rng)
     result = simulate(
         across(link),
@@ -121,8 +121,10 @@ def test_room_for_one_makes_the_whole_life_one_service() -> None:
     """M/G/1 once more, through the event loop: prefill, tail and decode hold the memory in turn."""
     rng = np.random.default_rng(5)
     num = 120_000
-    pool = DecodePool(num_slots=3, step_s=0.0, memory_bytes=10)
-    system = System(stations=(Station(7, {0: 0}),), pools=(pool,), links=(Link(bytes_per_s=100.0),))
+    pool = SlotPool(num_slots=3, step_s=0.0, memory_bytes=10)
+    system = System(
+        stations=(Station(7, {0: 0}),), pools=(pool,), links=(QueueingLink(bytes_per_s=100.0),)
+    )
     result = simulate(
         system,
         requests(
@@ -142,7 +144,7 @@ def test_room_for_one_makes_the_whole_life_one_service() -> None:
 def test_room_for_two_is_a_queue_with_two_servers() -> None:
     rng = np.random.default_rng(6)
     num = 200_000
-    pool = DecodePool(num_slots=100, step_s=0.0, memory_bytes=23)
+    pool = SlotPool(num_slots=100, step_s=0.0, memory_bytes=23)
     system = System(stations=(Station(100),), pools=(pool,))
     life = rng.exponential(1.0, num)
     result = simulate(
@@ -157,14 +159,14 @@ def test_room_for_two_is_a_queue_with_two_servers() -> None:
 
 
 def test_a_fast_link_leaves_the_fixed_part_and_the_delay() -> None:
-    link = Link(bytes_per_s=1e9, delay_s=0.02)
+    link = QueueingLink(bytes_per_s=1e9, delay_s=0.02)
     sent = requests([0.0, 0.5, 9.0], 2.0, kv_token_bytes=1e8, kv_fixed_bytes=5e6)
     np.testing.assert_allclose(simulate(across(link), sent, warmup=0).tail_s, 0.025)
 
 
 def test_a_slow_link_has_what_was_not_sent_during_the_prefill_left() -> None:
     result = simulate(
-        across(Link(bytes_per_s=50.0, delay_s=0.5)),
+        across(QueueingLink(bytes_per_s=50.0, delay_s=0.5)),
         requests([3.0, 100.0], 1.0, kv_token_bytes=100.0, kv_fixed_bytes=20.0),
         warmup=0,
     )
@@ -174,7 +176,7 @@ def test_a_slow_link_has_what_was_not_sent_during_the_prefill_left() -> None:
 def test_prefills_at_the_same_time_share_a_link_in_the_order_of_emission() -> None:
     """[0, 2) emits 10/s, [1, 2.5) 20/s, rate 10/s: nothing left at 1, 20 at 2, 25 at 2.5."""
     result = simulate(
-        across(Link(bytes_per_s=10.0)),
+        across(QueueingLink(bytes_per_s=10.0)),
         requests([0.0, 1.0], [2.0, 1.5], kv_token_bytes=[20.0, 30.0]),
         warmup=0,
     )
@@ -183,7 +185,7 @@ def test_prefills_at_the_same_time_share_a_link_in_the_order_of_emission() -> No
 
 def test_a_link_that_is_too_slow_carries_what_it_can() -> None:
     result = simulate(
-        across(Link(bytes_per_s=1e6), num_servers=4),
+        across(QueueingLink(bytes_per_s=1e6), num_servers=4),
         requests(np.arange(20_000) * 0.5, 1.0, kv_token_bytes=9e5, kv_fixed_bytes=1e5),
     )
     landed_s = result.timeline.landed_s
@@ -192,7 +194,7 @@ def test_a_link_that_is_too_slow_carries_what_it_can() -> None:
 
 def test_an_instant_prefill_emits_everything_at_its_end() -> None:
     result = simulate(
-        across(Link(bytes_per_s=10.0)),
+        across(QueueingLink(bytes_per_s=10.0)),
         requests([0.0, 1.0], 0.0, kv_token_bytes=20.0, kv_fixed_bytes=1.0),
         warmup=0,
     )
@@ -203,7 +205,7 @@ def test_a_station_reaches_each_pool_over_its_own_link() -> None:
     system = System(
         stations=(Station(2, {0: 1, 1: 0}),),
         pools=(ROOMY, ROOMY, ROOMY),
-        links=(Link(bytes_per_s=10.0), Link(bytes_per_s=100.0)),
+        links=(QueueingLink(bytes_per_s=10.0), QueueingLink(bytes_per_s=100.0)),
     )
     sent = requests(
         np.arange(3) * 50.0, 1.0, pool=np.arange(3), kv_token_bytes=0.0, kv_fixed_bytes=100.0
@@ -215,7 +217,7 @@ def test_links_do_not_share() -> None:
     system = System(
         stations=(Station(1, {0: 0}), Station(1, {0: 1}), Station(1)),
         pools=(ROOMY,),
-        links=(Link(bytes_per_s=10.0), Link(bytes_per_s=100.0)),
+        links=(QueueingLink(bytes_per_s=10.0), QueueingLink(bytes_per_s=100.0)),
     )
     result = simulate(
         system, requests([0.0, 0.0, 0.0], 1.0, station=[0, 1, 2], kv_fixed_bytes=100.0), warmup=0
@@ -232,7 +234,7 @@ def test_without_room_a_prefill_waits_and_holds_its_station_but_no_other() -> No
     At 5 the next in line starts first: 1, and with it 2.
     """
     system = System(
-        stations=(Station(4), Station(4)), pools=(DecodePool(9, step_s=0.0, memory_bytes=10),)
+        stations=(Station(4), Station(4)), pools=(SlotPool(9, step_s=0.0, memory_bytes=10),)
     )
     result = simulate(
         system,
@@ -251,7 +253,7 @@ def test_without_room_a_prefill_waits_and_holds_its_station_but_no_other() -> No
 def test_a_bounded_pool_does_not_hold_up_the_requests_of_another() -> None:
     system = System(
         stations=(Station(4), Station(4)),
-        pools=(DecodePool(9, step_s=0.0, memory_bytes=10), DecodePool(9, step_s=0.0)),
+        pools=(SlotPool(9, step_s=0.0, memory_bytes=10), SlotPool(9, step_s=0.0)),
     )
     result = simulate(
         system,
@@ -274,8 +276,8 @@ def test_a_bounded_pool_does_not_hold_up_the_requests_of_another() -> None:
 def two_sided(warmup: float) -> SimulationResult:
     system = System(
         stations=(Station(1, {0: 0}), Station(0), Station(2)),
-        pools=(DecodePool(4, step_s=0.5),),
-        links=(Link(bytes_per_s=10.0),),
+        pools=(SlotPool(4, step_s=0.5),),
+        links=(QueueingLink(bytes_per_s=10.0),),
     )
     return simulate(
         system,
@@ -358,7 +360,7 @@ def test_requests_that_do_not_fit_the_region_are_named(
 ) -> None:
     system = System(
         stations=(Station(1), Station(0)),
-        pools=(DecodePool(1, 0.0), DecodePool(0, 0.0), DecodePool(1, 0.0, memory_bytes=10.9)),
+        pools=(SlotPool(1, 0.0), SlotPool(0, 0.0), SlotPool(1, 0.0, memory_bytes=10.9)),
     )
     fitting = requests([0.0], 1.0, station=[0], pool=[2], memory_bytes=[10.0])
     assert simulate(system, fitting).ttft.mean_s == 1.0
@@ -367,7 +369,7 @@ def test_requests_that_do_not_fit_the_region_are_named(
 
 
 def test_a_limit_needs_requests_with_sizes() -> None:
-    system = System(stations=(Station(1),), pools=(DecodePool(1, 0.0, memory_bytes=10),))
+    system = System(stations=(Station(1),), pools=(SlotPool(1, 0.0, memory_bytes=10),))
     with pytest.raises(ValueError, match="pool 0 has a memory limit"):
         simulate(system, requests([0.0], 1.0))
 
@@ -382,15 +384,15 @@ def test_impossible_regions_are_named() -> None:
     with pytest.raises(ValueError, match="num_servers is -1"):
         Station(-1)
     with pytest.raises(ValueError, match="bytes_per_s is 0"):
-        Link(bytes_per_s=0.0)
+        QueueingLink(bytes_per_s=0.0)
     with pytest.raises(ValueError, match="delay_s is -1"):
-        Link(bytes_per_s=1.0, delay_s=-1.0)
+        QueueingLink(bytes_per_s=1.0, delay_s=-1.0)
     with pytest.raises(ValueError, match="num_slots is -1"):
-        DecodePool(-1, step_s=0.1)
+        SlotPool(-1, step_s=0.1)
     with pytest.raises(ValueError, match="step_s is nan"):
-        DecodePool(1, step_s=math.nan)
+        SlotPool(1, step_s=math.nan)
     with pytest.raises(ValueError, match="memory_bytes is -1"):
-        DecodePool(1, step_s=0.1, memory_bytes=-1.0)
+        SlotPool(1, step_s=0.1, memory_bytes=-1.0)
     with pytest.raises(ValueError, match=r"stations\[0\] names link 0; there are 0"):
         System(stations=(Station(1, {0: 0}),), pools=())
     with pytest.raises(ValueError, match="rate_rps is 0"):

@@ -11,9 +11,9 @@ from queueing_cases import requests
 
 from scheduler.planning.lengths import Floats
 from scheduler.planning.load.queueing import (
-    DecodePool,
-    Link,
+    QueueingLink,
     Requests,
+    SlotPool,
     Station,
     System,
     fluid_backlog,
@@ -34,11 +34,13 @@ def regions(draw: st.DrawFn) -> tuple[System, Requests]:
     Rates are powers of two: every time in the simulation is exact in binary.
     """
     links = tuple(
-        Link(bytes_per_s=2.0 ** draw(st.integers(-1, 4)), delay_s=draw(st.integers(0, 3)) / 4)
+        QueueingLink(
+            bytes_per_s=2.0 ** draw(st.integers(-1, 4)), delay_s=draw(st.integers(0, 3)) / 4
+        )
         for _ in range(draw(st.integers(0, 2)))
     )
     pools = tuple(
-        DecodePool(draw(st.integers(1, 4)), step_s=0.25) for _ in range(draw(st.integers(1, 2)))
+        SlotPool(draw(st.integers(1, 4)), step_s=0.25) for _ in range(draw(st.integers(1, 2)))
     )
     of_pool = st.sampled_from(range(len(pools)))
     which_links = (
@@ -67,7 +69,7 @@ def regions(draw: st.DrawFn) -> tuple[System, Requests]:
 
 
 def with_limits(system: System, limit_bytes: float) -> System:
-    pools = tuple(DecodePool(pool.num_slots, pool.step_s, limit_bytes) for pool in system.pools)
+    pools = tuple(SlotPool(pool.num_slots, pool.step_s, limit_bytes) for pool in system.pools)
     return System(stations=system.stations, pools=pools, links=system.links)
 
 
@@ -137,7 +139,7 @@ def test_nobody_overtakes(case: tuple[System, Requests], limit_bytes: float | No
 def test_more_of_anything_makes_nothing_start_or_land_later(case: tuple[System, Requests]) -> None:
     system, made = case
     before = timeline_in_stages(system, made)
-    faster_links = tuple(Link(2 * link.bytes_per_s, link.delay_s) for link in system.links)
+    faster_links = tuple(QueueingLink(2 * link.bytes_per_s, link.delay_s) for link in system.links)
     more = timeline_in_stages(
         System(stations=system.stations, pools=system.pools, links=faster_links), made
     )
@@ -147,7 +149,7 @@ def test_more_of_anything_makes_nothing_start_or_land_later(case: tuple[System, 
         System(stations=more_servers, pools=system.pools, links=system.links), made
     )
     assert np.all(more.start_s <= before.start_s)
-    more_slots = tuple(DecodePool(p.num_slots + 1, p.step_s) for p in system.pools)
+    more_slots = tuple(SlotPool(p.num_slots + 1, p.step_s) for p in system.pools)
     more = timeline_in_stages(
         System(stations=system.stations, pools=more_slots, links=system.links), made
     )

@@ -9,7 +9,14 @@ import pytest
 
 from scheduler.planning.curves import Curve
 from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
-from scheduler.planning.region_model import KvSize, Link, PdCluster, PrefillCluster, Region, Traffic
+from scheduler.planning.region_model import (
+    KvSize,
+    Link,
+    PdClusterModel,
+    PrefillClusterModel,
+    Region,
+    Traffic,
+)
 from scheduler.planning.route_search import (
     NoRouteError,
     RouteSearch,
@@ -17,17 +24,17 @@ from scheduler.planning.route_search import (
     search_routes,
 )
 
-NEAR = PdCluster("near", 4, Curve.quadratic(1.0), batch_size=2, step_s=0.1)
+NEAR = PdClusterModel("near", 4, Curve.quadratic(1.0), batch_size=2, step_s=0.1)
 """A prefill takes 1 s of an instance, a decode of 10 tokens half a second of one."""
-FAR = PrefillCluster("far", 3, Curve.quadratic(0.5))
+FAR = PrefillClusterModel("far", 3, Curve.quadratic(0.5))
 """6 requests a second."""
 KV = KvSize(Curve.quadratic(50.0), 0.0)
 
 
 def region(
     *links: Link,
-    pds: tuple[PdCluster, ...] = (NEAR,),
-    prefills: tuple[PrefillCluster, ...] = (FAR,),
+    pds: tuple[PdClusterModel, ...] = (NEAR,),
+    prefills: tuple[PrefillClusterModel, ...] = (FAR,),
     lengths: tuple[float, ...] = (1000.0,),
 ) -> Region:
     traffic = Traffic(EmpiricalLengths.of(lengths), output_tokens=10, input_tokens=1000)
@@ -118,7 +125,7 @@ def test_every_link_and_every_cluster_is_a_limit_of_its_own() -> None:
     """Two prefill locally at `other`, one at `near`; each link carries what it can."""
     other = replace(NEAR, name="other")
     links = (Link("far", "near", 100.0), Link("far", "other", 50.0), Link("third", "other", 25.0))
-    third = PrefillCluster("third", 1, Curve.quadratic(0.5))
+    third = PrefillClusterModel("third", 1, Curve.quadratic(0.5))
     found = search_routes(
         region(*links, pds=(NEAR, other), prefills=(FAR, third)),
         divisions=[{"near": 1.0, "other": 2.0}],
@@ -148,7 +155,7 @@ def test_one_instance_can_decode_what_another_cluster_prefills() -> None:
 
 
 @pytest.mark.parametrize("pds", [(), (replace(NEAR, num_instances=0),)])
-def test_without_an_instance_to_decode_there_is_no_plan(pds: tuple[PdCluster, ...]) -> None:
+def test_without_an_instance_to_decode_there_is_no_plan(pds: tuple[PdClusterModel, ...]) -> None:
     with pytest.raises(NoRouteError, match="no PD cluster has an instance"):
         search_routes(region(pds=pds))
 

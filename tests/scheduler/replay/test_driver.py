@@ -13,7 +13,14 @@ from deploy.plan.solve.case_study import case_study_region
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term import LongTermConfig
 from scheduler.planning.lengths import EmpiricalLengths
-from scheduler.planning.load.queueing import DecodePool, Link, Requests, Station, System, simulate
+from scheduler.planning.load.queueing import (
+    QueueingLink,
+    Requests,
+    SlotPool,
+    Station,
+    System,
+    simulate,
+)
 from scheduler.planning.plan import Plan, best_plan
 from scheduler.planning.prefix_reuse import TracePrompt
 from scheduler.planning.region_model import Region
@@ -87,8 +94,8 @@ def test_with_a_static_threshold_it_is_the_queueing_simulation(gbps: float) -> N
     )
     system = System(
         stations=(Station(3), Station(4, {0: 0})),
-        pools=(DecodePool(5 * 20, 0.025),),
-        links=(Link(gbps * GBIT, 0.01),),
+        pools=(SlotPool(5 * 20, 0.025),),
+        links=(QueueingLink(gbps * GBIT, 0.01),),
     )
     expected = simulate(system, requests).timeline
     policy = replace(STATIC, thresholds={"h200": tokens}, num_prefill=3)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.region.doctor.diagnosis import Diagnosis, Finding, Stage, diagnose
+from deploy.region.doctor.diagnosis import Bottleneck, Diagnosis, Finding, diagnose
 from deploy.region.doctor.kernel_checks import KernelCheck
 from deploy.region.doctor.measurement import EndLoad, LandingMemory, Measurement, PathNumbers
 from kvmanager.agent.probe_messages import KernelTcp
@@ -77,7 +77,7 @@ def limit(diagnosis: Diagnosis) -> Finding:
 def test_a_full_link_is_healthy() -> None:
     diagnosis = diagnose(HEALTHY, GBIT)
     assert diagnosis.is_healthy
-    assert diagnosis.stage is Stage.LINK
+    assert diagnosis.stage is Bottleneck.LINK
     assert diagnosis.expected_bytes_per_s == GBIT
     # 8 connections, 65% of 4 MiB each, 40 ms.
     assert diagnosis.window_bytes_per_s == pytest.approx(8 * 0.65 * 4 * MIB / 0.04)
@@ -95,7 +95,7 @@ def test_half_of_the_believed_rate_is_to_be_mended() -> None:
 def test_full_send_buffers() -> None:
     slow = replace(path(sndbuf_limited=0.8), rate_bytes_per_s=2 * 0.65 * 4 * MIB / 0.04, width=2)
     diagnosis = diagnose(slow, 5 * GBIT)
-    assert diagnosis.stage is Stage.SEND_WINDOW
+    assert diagnosis.stage is Bottleneck.SEND_WINDOW
     wmem = check(diagnosis, "net.ipv4.tcp_wmem")
     # 5 Gbit/s x 40 ms over 2 connections is 12.5 MB of payload in 18.3 MiB of buffer.
     assert wmem.wanted == "32 MiB"
@@ -108,7 +108,7 @@ def test_full_send_buffers() -> None:
 def test_windows_are_doubled_when_nobody_knows_the_link() -> None:
     slow = replace(path(sndbuf_limited=0.5), rate_bytes_per_s=8 * 0.6 * 4 * MIB / 0.04)
     diagnosis = diagnose(slow)
-    assert diagnosis.stage is Stage.SEND_WINDOW
+    assert diagnosis.stage is Bottleneck.SEND_WINDOW
     assert check(diagnosis, "net.ipv4.tcp_wmem").wanted == "8 MiB"
     assert not diagnosis.is_healthy
 
@@ -129,7 +129,7 @@ def test_a_send_window_without_a_sysctl_wants_more_connections() -> None:
         receiver_kernel=kernel,
     )
     diagnosis = diagnose(slow, 0.9 * 0.65 * 64 * MIB / 0.04)
-    assert diagnosis.stage is Stage.SEND_WINDOW
+    assert diagnosis.stage is Bottleneck.SEND_WINDOW
     assert "max_link_connections" in limit(diagnosis).fix
 
 
@@ -141,7 +141,7 @@ def test_small_receive_windows() -> None:
         receiver_kernel=small,
     )
     diagnosis = diagnose(slow, GBIT)
-    assert diagnosis.stage is Stage.RECEIVE_WINDOW
+    assert diagnosis.stage is Bottleneck.RECEIVE_WINDOW
     rmem = check(diagnosis, "net.ipv4.tcp_rmem")
     assert (rmem.host, rmem.wanted) == ("receiver", "4 MiB")
     assert not check(diagnosis, "net.ipv4.tcp_wmem").is_wrong
@@ -149,7 +149,7 @@ def test_small_receive_windows() -> None:
 
 def test_a_full_receiver_closes_windows() -> None:
     diagnosis = diagnose(replace(path(rwnd_limited=0.6), receiver=FULL))
-    assert diagnosis.stage is Stage.RECEIVER_CPU
+    assert diagnosis.stage is Bottleneck.RECEIVER_CPU
     assert diagnosis.is_healthy  # nobody said how fast it should be
     assert not diagnose(replace(path(rwnd_limited=0.6), receiver=FULL), 2 * GBIT).is_healthy
 
@@ -159,14 +159,14 @@ def test_a_receiver_short_of_memory() -> None:
         tcp_rmem_bytes=32 * MIB, tcp_memory_bytes=200 * MIB, tcp_memory_pressure_bytes=200 * MIB
     )
     diagnosis = diagnose(replace(path(rwnd_limited=0.6), receiver_kernel=short))
-    assert diagnosis.stage is Stage.RECEIVER_MEMORY
+    assert diagnosis.stage is Bottleneck.RECEIVER_MEMORY
     assert "tcp_mem" in limit(diagnosis).fix
     assert not diagnosis.is_healthy
 
 
 def test_windows_closed_by_something_in_between() -> None:
     diagnosis = diagnose(path(rwnd_limited=0.97))
-    assert diagnosis.stage is Stage.LINK
+    assert diagnosis.stage is Bottleneck.LINK
     assert "in between" in diagnosis.evidence
     assert diagnosis.is_healthy
 
@@ -174,16 +174,16 @@ def test_windows_closed_by_something_in_between() -> None:
 @pytest.mark.parametrize(
     ("sender", "receiver", "stage"),
     [
-        (FULL, IDLE, Stage.SENDER_CPU),
-        (IDLE, FULL, Stage.RECEIVER_CPU),
-        (FULL, replace(FULL, agent_cpus=3.9), Stage.RECEIVER_CPU),
-        (FULL, CROWDED, Stage.SENDER_CPU),
-        (CROWDED, IDLE, Stage.SENDER_CPU),
+        (FULL, IDLE, Bottleneck.SENDER_CPU),
+        (IDLE, FULL, Bottleneck.RECEIVER_CPU),
+        (FULL, replace(FULL, agent_cpus=3.9), Bottleneck.RECEIVER_CPU),
+        (FULL, CROWDED, Bottleneck.SENDER_CPU),
+        (CROWDED, IDLE, Bottleneck.SENDER_CPU),
         # A crowded host does not matter to an agent that needs next to nothing.
-        (replace(IDLE, host_busy=1.0), IDLE, Stage.LINK),
+        (replace(IDLE, host_busy=1.0), IDLE, Bottleneck.LINK),
     ],
 )
-def test_full_hosts(sender: EndLoad, receiver: EndLoad, stage: Stage) -> None:
+def test_full_hosts(sender: EndLoad, receiver: EndLoad, stage: Bottleneck) -> None:
     assert diagnose(replace(HEALTHY, sender=sender, receiver=receiver)).stage is stage
 
 
@@ -194,7 +194,7 @@ def test_whose_cpu_it_is() -> None:
 
 def test_sockets_with_nothing_to_send_wait_for_the_sender() -> None:
     diagnosis = diagnose(path(busy=0.3))
-    assert diagnosis.stage is Stage.SENDER_CPU
+    assert diagnosis.stage is Bottleneck.SENDER_CPU
     assert "nothing to send for 70%" in diagnosis.evidence
 
 
@@ -207,7 +207,7 @@ def test_loss_with_cubic() -> None:
     )
     lossy = replace(path(loss=0.001, congestion=("cubic",)), sender_kernel=kernel)
     diagnosis = diagnose(lossy, GBIT)
-    assert diagnosis.stage is Stage.LINK
+    assert diagnosis.stage is Bottleneck.LINK
     assert "0.10% of the bytes" in diagnosis.evidence
     allowed = check(diagnosis, "net.ipv4.tcp_allowed_congestion_control")
     assert allowed.wanted == "reno cubic bbr"

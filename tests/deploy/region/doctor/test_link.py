@@ -19,7 +19,7 @@ from deploy.region.doctor import report
 from deploy.region.doctor.agents import UnknownAgent, find_pair, is_address
 from deploy.region.doctor.diagnosis import diagnose
 from deploy.region.doctor.measurement import Measurement, summarise
-from deploy.region.doctor.probe import CannotMeasure, ProbeRun, Sample
+from deploy.region.doctor.probe import CannotMeasure, ProbeRun, ProbeSample
 from deploy.region.launch.rundir import RegionState, WhichRun
 from deploy.region.spec.loading import load_region
 from kvmanager.agent.messages import StatusReply
@@ -49,7 +49,7 @@ def connection(number: int, at_s: float) -> ConnectionState:
     return ConnectionState(number, True, info, congestion="bbr", send_buffer_bytes=number * MIB)
 
 
-def sample(at_s: float, *, rate_mib: float = 100.0, state: str = "open") -> Sample:
+def sample(at_s: float, *, rate_mib: float = 100.0, state: str = "open") -> ProbeSample:
     """At `at_s`: our probe and as much of others on two connections."""
     acked = int(at_s * rate_mib * MIB)
     link = LinkState(
@@ -76,7 +76,7 @@ def sample(at_s: float, *, rate_mib: float = 100.0, state: str = "open") -> Samp
         congestion="bbr",
         max_connections=16,
     )
-    return Sample(sender, msgspec.structs.replace(sender, link=None, done_bytes=acked // 2))
+    return ProbeSample(sender, msgspec.structs.replace(sender, link=None, done_bytes=acked // 2))
 
 
 def status() -> StatusReply:
@@ -127,7 +127,7 @@ class TestSamples:
     def test_slow_start_does_not_count(self) -> None:
         run = steady()
         begin = [
-            Sample(
+            ProbeSample(
                 msgspec.structs.replace(item.sender, link=replace(item.sender.link, acked_bytes=0)),
                 item.receiver,
             )
