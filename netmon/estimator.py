@@ -115,7 +115,7 @@ class LinkEstimator:
             self._take_in(before, sample, interval, now_s)
         else:
             self._totals = LinkTotals(num_samples=1)
-        for connection in sample.connections:
+        for connection in sample.connections.values():
             self._base_rtt.add(connection.min_rtt_s or connection.rtt_s, now_s)
         self._note_backlog(sample, now_s)
         self._sample, self._sampled_s = sample, now_s
@@ -167,14 +167,14 @@ class LinkEstimator:
     def _take_in(
         self, before: LinkSample, sample: LinkSample, interval: Interval, now_s: float
     ) -> None:
-        wire_bytes = interval.acked_bytes
+        wire_bytes = interval.carried.acked_bytes
         self._achieved.add(interval.payload_bytes, interval.duration_s, now_s)
-        self._loss.add(interval.retransmitted_bytes, interval.sent_bytes, now_s)
+        self._loss.add(interval.carried.retransmitted_bytes, interval.carried.sent_bytes, now_s)
         if wire_bytes:
             self._note_gain(interval.payload_bytes, wire_bytes, now_s)
         self._see_interface(before, sample, interval.duration_s, now_s)
-        if interval.fresh_rtt_s is not None:
-            self._rtt_s = interval.fresh_rtt_s
+        if interval.carried.rtt_s:
+            self._rtt_s = interval.carried.rtt_s
             self._heard_s = now_s
         if wire_bytes > 0 or not sample.backlog_bytes:
             self._stalled_s = None
@@ -196,7 +196,7 @@ class LinkEstimator:
             return False
         if interval.busy_s < _LEAST_BUSY * interval.duration_s:
             return False
-        if interval.retransmitted_bytes or self._is_queueing(now_s):
+        if interval.carried.retransmitted_bytes or self._is_queueing(now_s):
             return True
         began_s = self._backlogged_s
         return began_s is not None and self._sampled_s - began_s >= self._ramp_s()
@@ -270,8 +270,8 @@ class LinkEstimator:
         self._totals = replace(
             old,
             acked_bytes=old.acked_bytes + interval.payload_bytes,
-            sent_bytes=old.sent_bytes + interval.sent_bytes,
-            retransmitted_bytes=old.retransmitted_bytes + interval.retransmitted_bytes,
+            sent_bytes=old.sent_bytes + interval.carried.sent_bytes,
+            retransmitted_bytes=old.retransmitted_bytes + interval.carried.retransmitted_bytes,
             num_samples=old.num_samples + 1,
         )
 
@@ -283,9 +283,8 @@ def _since(then_s: float | None, now_s: float) -> float | None:
 def _limit(before: LinkSample, sample: LinkSample, interval: Interval) -> Limit:
     if not (before.backlog_bytes and sample.backlog_bytes):
         return Limit.IDLE
-    least_s = _LIMITED_SHARE * interval.busy_sum_s
-    if interval.busy_sum_s > 0 and interval.rwnd_limited_s >= least_s:
+    if interval.carried.rwnd_limited >= _LIMITED_SHARE:
         return Limit.RECEIVER_WINDOW
-    if interval.busy_sum_s > 0 and interval.sndbuf_limited_s >= least_s:
+    if interval.carried.sndbuf_limited >= _LIMITED_SHARE:
         return Limit.SEND_BUFFER
     return Limit.LINK

@@ -5,31 +5,10 @@ Counters run from the beginning of what they count; whoever reads them takes dif
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionSample:
-    """One TCP connection as its sender's kernel knows it (TCP_INFO, linux/tcp.h)."""
-
-    connection_id: int
-    """Never given to another connection of the same link."""
-    rtt_s: float = 0.0
-    """Smoothed round-trip time, 0 before the first."""
-    min_rtt_s: float = 0.0
-    """Least round-trip time lately seen, 0 before the first."""
-    unacked_bytes: int = 0
-    """In flight."""
-    notsent_bytes: int = 0
-    """Handed to the kernel and not on the wire yet."""
-    acked_bytes: int = 0
-    sent_bytes: int = 0
-    """On the wire, retransmissions included."""
-    retransmitted_bytes: int = 0
-    busy_s: float = 0.0
-    """Time with data to send or in flight; the next two are parts of it."""
-    rwnd_limited_s: float = 0.0
-    sndbuf_limited_s: float = 0.0
+from netmon.tcp_info import TcpInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +27,10 @@ class LinkSample:
     """The sending end of one link: all connections to one place and what waits for them."""
 
     link: str
-    connections: tuple[ConnectionSample, ...] = ()
-    """Empty where the system does not tell; then only `acked_bytes` says how fast the link is."""
+    connections: Mapping[int, TcpInfo] = field(default_factory=dict)
+    """By a number that no other connection of the link is ever given. Empty where the system does
+    not tell; then only `acked_bytes` says how fast the link is.
+    """
     queued_bytes: int = 0
     """Ready to be sent and not yet handed to the kernel, before coding."""
     acked_bytes: int = 0
@@ -60,7 +41,7 @@ class LinkSample:
 
     @property
     def notsent_bytes(self) -> int:
-        return sum(connection.notsent_bytes for connection in self.connections)
+        return sum(connection.notsent_bytes for connection in self.connections.values())
 
     @property
     def backlog_bytes(self) -> int:

@@ -23,11 +23,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from transport import kernel_limits, tcp_info
+from netmon import tcp_info
+from netmon.tcp_info import TcpInfo
+from transport import kernel_limits
 from transport.config import MIB, NEAR_RTT_S, TransportConfig
 from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, TransportError
-from transport.tcp_info import TcpInfo
 
 logger = logging.getLogger("prfaas.transport")
 

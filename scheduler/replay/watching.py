@@ -17,7 +17,8 @@ from typing import Final, Protocol
 from netmon.estimate import LinkCondition, LinkEstimate
 from netmon.monitor import LinkMonitor, MonitorConfig
 from netmon.region_link import LinkView
-from netmon.samples import ConnectionSample, LinkSample, ProbeResult
+from netmon.samples import LinkSample, ProbeResult
+from netmon.tcp_info import TcpInfo
 from scheduler.replay.links import ReplayLink
 
 SAMPLE_S: Final = 0.25
@@ -179,22 +180,17 @@ class MonitoredLink:
         in_flight = min(link.backlog_bytes, self._window(rate))
         standing = max(0.0, in_flight - rate * self._rtt_s)
         rtt_s = self._rtt_s + (standing / rate if rate > 0 else 0.0)
-        connection = ConnectionSample(
-            connection_id=0,
+        connection = TcpInfo(
             rtt_s=rtt_s,
             min_rtt_s=self._rtt_s,
-            unacked_bytes=int(in_flight),
-            notsent_bytes=0,
             acked_bytes=int(self._acked_bytes),
             sent_bytes=int(self._acked_bytes + in_flight + self._resent_bytes),
             retransmitted_bytes=int(self._resent_bytes),
             busy_s=self._busy_s,
-            rwnd_limited_s=0.0,
-            sndbuf_limited_s=0.0,
         )
         return LinkSample(
             link=self._name,
-            connections=(connection,),
+            connections={0: connection},
             queued_bytes=int(link.backlog_bytes - in_flight),
             acked_bytes=int(self._acked_bytes),
         )

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from netmon.estimate import MAX_BACKLOG_S, Limit, LinkEstimate
 from netmon.estimator import EstimatorConfig, LinkEstimator
-from netmon.samples import ConnectionSample, InterfaceSample, LinkSample, ProbeResult
+from netmon.samples import InterfaceSample, LinkSample, ProbeResult
+from netmon.tcp_info import TcpInfo
 
 MB = 1_000_000
 GBIT = 125 * MB
@@ -194,7 +195,7 @@ def test_coding_makes_the_link_faster_for_transfers() -> None:
     assert estimate.available_bytes_per_s == pytest.approx(GBIT / 10 * 1.5, rel=0.03)
 
 
-def limited_by(field: str, connection: ConnectionSample) -> ConnectionSample:
+def limited_by(field: str, connection: TcpInfo) -> TcpInfo:
     limited_s = connection.busy_s * 0.7
     if field == "rwnd_limited_s":
         return replace(connection, rwnd_limited_s=limited_s)
@@ -211,7 +212,7 @@ def test_what_limits_is_told(field: str, limit: Limit) -> None:
         fluid.offer(GBIT)
         fluid.run(0.2)
         sample = fluid.sample()
-        limited = tuple(limited_by(field, c) for c in sample.connections)
+        limited = {n: limited_by(field, info) for n, info in sample.connections.items()}
         estimator.observe(replace(sample, connections=limited), fluid.now_s)
     assert estimator.estimate(fluid.now_s).limited_by is limit
 
@@ -253,11 +254,10 @@ def test_a_setting_of_zero_is_refused_by_name() -> None:
 COUNTS = st.integers(0, 2**40)
 SECONDS = st.floats(0, 1e6)
 CONNECTIONS = st.builds(
-    ConnectionSample,
-    connection_id=st.integers(0, 3),
+    TcpInfo,
     rtt_s=SECONDS,
     min_rtt_s=SECONDS,
-    unacked_bytes=COUNTS,
+    unacked_segments=COUNTS,
     notsent_bytes=COUNTS,
     acked_bytes=COUNTS,
     sent_bytes=COUNTS,
@@ -269,7 +269,7 @@ CONNECTIONS = st.builds(
 SAMPLES = st.builds(
     LinkSample,
     link=st.just("a>b"),
-    connections=st.lists(CONNECTIONS, max_size=4, unique_by=lambda c: c.connection_id).map(tuple),
+    connections=st.dictionaries(st.integers(0, 3), CONNECTIONS),
     queued_bytes=COUNTS,
     acked_bytes=COUNTS,
     is_up=st.booleans(),

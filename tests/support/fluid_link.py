@@ -8,9 +8,13 @@ leave the bottleneck.
 
 from __future__ import annotations
 
-from netmon.samples import ConnectionSample, LinkSample
+import math
+
+from netmon.samples import LinkSample
+from netmon.tcp_info import TcpInfo
 
 _SOCKET_BYTES = 128 * 1024  # waits in the kernel, per connection
+_MSS_BYTES = 1448
 
 
 class FluidLink:
@@ -57,25 +61,20 @@ class FluidLink:
         """What a sampler would read now."""
         count = self._num_connections
         notsent = min(self.waiting_bytes, _SOCKET_BYTES * count)
-        connection = [
-            ConnectionSample(
-                connection_id=number,
-                rtt_s=self._rtt_s,
-                min_rtt_s=self.base_rtt_s,
-                unacked_bytes=int(self._in_flight_bytes / count),
-                notsent_bytes=int(notsent / count),
-                acked_bytes=int(self.acked_bytes / count),
-                sent_bytes=int(self._sent_bytes() / count),
-                retransmitted_bytes=int(self._retransmitted_bytes / count),
-                busy_s=self._busy_s,
-                rwnd_limited_s=0.0,
-                sndbuf_limited_s=0.0,
-            )
-            for number in range(count)
-        ]
+        connection = TcpInfo(
+            rtt_s=self._rtt_s,
+            min_rtt_s=self.base_rtt_s,
+            unacked_segments=math.ceil(self._in_flight_bytes / count / _MSS_BYTES),
+            mss_bytes=_MSS_BYTES,
+            notsent_bytes=int(notsent / count),
+            acked_bytes=int(self.acked_bytes / count),
+            sent_bytes=int(self._sent_bytes() / count),
+            retransmitted_bytes=int(self._retransmitted_bytes / count),
+            busy_s=self._busy_s,
+        )
         return LinkSample(
             link=link,
-            connections=tuple(connection) if self.is_up else (),
+            connections=dict.fromkeys(range(count), connection) if self.is_up else {},
             queued_bytes=int(self.waiting_bytes - notsent),
             acked_bytes=int(self.acked_bytes),
             is_up=self.is_up,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from netmon.tcp_info import TcpInfo
 from transport.codec.coder import LinkCoder
 from transport.config import TransportConfig
 from transport.sending.link_state import Backlog, ConnectionState, LinkState
 from transport.sending.tuning import LinkTuner, TuningWindow
 from transport.sockets import SocketOwner
-from transport.tcp_info import TcpInfo
 
 Streams = Mapping[int, SocketOwner]
 """By connection: those whose handshake is done."""

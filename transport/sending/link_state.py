@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from netmon.tcp_info import TcpInfo
 from transport.sending.outgoing import OutgoingState
 from transport.sending.tuning import TuningWindow
-from transport.tcp_info import TcpInfo
 
 
 @dataclass(frozen=True, slots=True)

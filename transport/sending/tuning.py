@@ -23,11 +23,11 @@ Pure; time is an argument. Knows no socket. It also keeps what `LinkState` tells
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from netmon.tcp_info import TcpInfo, together
 from transport.config import KIB, MIB, NEAR_RTT_S, TransportConfig
-from transport.tcp_info import TcpInfo
 
 FAR_RTT_S = 2e-3
 """A path is near below `NEAR_RTT_S`, far from here on, and in between what it was."""
@@ -64,23 +64,20 @@ class TuningPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TuningWindow:
-    """One window of a backlogged link."""
+    """One window of a backlogged link. `carried` is what its connections count over the window,
+    added up; its round-trip time is their mean when the window ended.
+    """
 
     rate_bytes_per_s: float = 0.0
-    rtt_s: float = 0.0
-    min_rtt_s: float = 0.0
-    loss: float = 0.0
-    """Share of bytes that were sent again."""
-    sndbuf_limited: float = 0.0
-    """Share of the connections' busy time in which the send buffer was the limit."""
-    rwnd_limited: float = 0.0
+    carried: TcpInfo = field(default_factory=TcpInfo)
 
     @property
     def fills_queue(self) -> bool:
         """Whether packets wait in the path so long that those which are lost are most likely lost
         there, to too many connections.
         """
-        return bool(self.min_rtt_s) and self.rtt_s > FULL_QUEUE_RTTS * self.min_rtt_s
+        path = self.carried
+        return bool(path.min_rtt_s) and path.rtt_s > FULL_QUEUE_RTTS * path.min_rtt_s
 
 
 class LinkTuner:
@@ -111,7 +108,7 @@ class LinkTuner:
     @property
     def send_buffers_limit(self) -> bool:
         """Whether send buffers were the limit in the last window: larger ones would help."""
-        return self.measured.sndbuf_limited > LIMITED_SHARE
+        return self.measured.carried.sndbuf_limited > LIMITED_SHARE
 
     def observe(
         self,
@@ -144,7 +141,7 @@ class LinkTuner:
 
     @property
     def _window_s(self) -> float:
-        return max(MIN_WINDOW_S, WINDOW_RTTS * self._window.rtt_s)
+        return max(MIN_WINDOW_S, WINDOW_RTTS * self._window.carried.rtt_s)
 
     @property
     def _enough_bytes(self) -> int:
@@ -224,8 +221,8 @@ class LinkTuner:
 
     def _shrink_or_hold(self, best: _Found) -> None:
         measured = best.measured
-        is_clean = measured.loss < SHRINKABLE_LOSS or measured.fills_queue
-        may_shrink = is_clean and measured.sndbuf_limited < LIMITED_SHARE
+        is_clean = measured.carried.loss < SHRINKABLE_LOSS or measured.fills_queue
+        may_shrink = is_clean and measured.carried.sndbuf_limited < LIMITED_SHARE
         if not (may_shrink and self._try(best.width // 2, TuningPhase.DOWN)):
             self._hold(best)
 
@@ -257,7 +254,7 @@ class LinkTuner:
     def _set_width(self, width: int) -> None:
         if width != self.width:
             self.width = width
-            self._settle_s = max(SETTLE_S, SETTLE_RTTS * self.measured.rtt_s)
+            self._settle_s = max(SETTLE_S, SETTLE_RTTS * self.measured.carried.rtt_s)
 
     def _fit_frames(self, rate_bytes_per_s: float) -> None:
         wanted_bytes = rate_bytes_per_s * FRAME_S
@@ -274,10 +271,11 @@ class LinkTuner:
 
 def _has_changed(steady: TuningWindow, measured: TuningWindow) -> bool:
     rate_ratio = measured.rate_bytes_per_s / max(1.0, steady.rate_bytes_per_s)
-    rtt_moved_s = abs(measured.min_rtt_s - steady.min_rtt_s)
-    is_rtt_known = bool(measured.min_rtt_s and steady.min_rtt_s)
-    has_other_rtt = is_rtt_known and rtt_moved_s > max(2e-3, 0.25 * steady.min_rtt_s)
-    has_other_loss = measured.loss > max(1e-3, 3 * steady.loss)
+    now, then = measured.carried, steady.carried
+    rtt_moved_s = abs(now.min_rtt_s - then.min_rtt_s)
+    is_rtt_known = bool(now.min_rtt_s and then.min_rtt_s)
+    has_other_rtt = is_rtt_known and rtt_moved_s > max(2e-3, 0.25 * then.min_rtt_s)
+    has_other_loss = now.loss > max(1e-3, 3 * then.loss)
     return not 0.7 < rate_ratio < 1.4 or has_other_rtt or has_other_loss
 
 
@@ -300,14 +298,8 @@ class _Window:
 
     def __init__(self) -> None:
         self.elapsed_s = 0.0
-        self.rtt_s = 0.0
-        self._min_rtt_s = 0.0
         self.acked_bytes = 0
-        self._sent_bytes = 0
-        self._resent_bytes = 0
-        self._busy_s = 0.0
-        self._sndbuf_limited_s = 0.0
-        self._rwnd_limited_s = 0.0
+        self.carried = TcpInfo()
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -316,28 +308,15 @@ class _Window:
     def add(self, before: _Reading, after: _Reading) -> None:
         self.elapsed_s += after.now_s - before.now_s
         self.acked_bytes += after.acked_bytes - before.acked_bytes
-        rtts_s = []
-        for connection, info in after.infos.items():
-            earlier = before.infos.get(connection)
-            if earlier is None or info.sent_bytes == earlier.sent_bytes:
-                continue
-            rtts_s.append(info.rtt_s)
-            self._min_rtt_s = min(self._min_rtt_s or info.min_rtt_s, info.min_rtt_s)
-            self._sent_bytes += info.sent_bytes - earlier.sent_bytes
-            self._resent_bytes += info.retransmitted_bytes - earlier.retransmitted_bytes
-            self._busy_s += info.busy_s - earlier.busy_s
-            self._sndbuf_limited_s += info.sndbuf_limited_s - earlier.sndbuf_limited_s
-            self._rwnd_limited_s += info.rwnd_limited_s - earlier.rwnd_limited_s
-        if rtts_s:
-            self.rtt_s = sum(rtts_s) / len(rtts_s)
+        gains = [
+            info.since(earlier)
+            for connection, info in after.infos.items()
+            # A connection that sent nothing tells of a round trip that may be long ago.
+            if (earlier := before.infos.get(connection)) and info.sent_bytes != earlier.sent_bytes
+        ]
+        if gains:
+            rtt_s = sum(info.rtt_s for info in gains) / len(gains)
+            self.carried = together([self.carried, *gains], rtt_s)
 
     def measured(self) -> TuningWindow:
-        busy_s = max(self._busy_s, 1e-9)
-        return TuningWindow(
-            rate_bytes_per_s=self.rate_bytes_per_s,
-            rtt_s=self.rtt_s,
-            min_rtt_s=self._min_rtt_s,
-            loss=self._resent_bytes / max(1, self._sent_bytes),
-            sndbuf_limited=self._sndbuf_limited_s / busy_s,
-            rwnd_limited=self._rwnd_limited_s / busy_s,
-        )
+        return TuningWindow(self.rate_bytes_per_s, self.carried)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from deploy.region.doctor.probe import CannotMeasure, ProbeRun, ProbeSample
 from kvmanager.agent.probe_messages import AgentLoad, KernelTcp
+from netmon.tcp_info import TcpInfo, together
 from transport import LinkState
 
 MIN_PLATEAU_S = 0.4
@@ -159,44 +160,30 @@ def _load(before: AgentLoad, after: AgentLoad) -> EndLoad:
 
 
 def _path(samples: Sequence[ProbeSample]) -> PathNumbers:
-    sums = _Sums()
+    connection_s, gains = 0.0, list[TcpInfo]()
     for before, after in pairwise(samples):
-        sums.add(before, after)
+        new = list(_gains(before, after))
+        connection_s += len(new) * (after.sender.load.now_s - before.sender.load.now_s)
+        gains += new
+    carried = together(gains, median([gain.rtt_s for gain in gains] or [0.0]))
     connections = [item for item in _link(samples[-1]).connections if item.carries_data]
     return PathNumbers(
-        rtt_s=median(sums.rtts_s) if sums.rtts_s else 0.0,
-        min_rtt_s=min((rtt_s for rtt_s in sums.min_rtts_s if rtt_s), default=0.0),
-        loss=sums.resent_bytes / max(1, sums.sent_bytes),
-        busy=min(1.0, sums.busy_s / max(1e-9, sums.connection_s)),
-        rwnd_limited=sums.rwnd_limited_s / max(1e-9, sums.busy_s),
-        sndbuf_limited=sums.sndbuf_limited_s / max(1e-9, sums.busy_s),
+        rtt_s=carried.rtt_s,
+        min_rtt_s=carried.min_rtt_s,
+        loss=carried.loss,
+        busy=min(1.0, carried.busy_s / max(1e-9, connection_s)),
+        rwnd_limited=carried.rwnd_limited,
+        sndbuf_limited=carried.sndbuf_limited,
         congestion=tuple(sorted({item.congestion for item in connections if item.congestion})),
         send_buffer_bytes=max((item.send_buffer_bytes for item in connections), default=0),
     )
 
 
-class _Sums:
-    """Over the connections that sent something between two samples."""
-
-    def __init__(self) -> None:
-        self.rtts_s: list[float] = []
-        self.min_rtts_s: list[float] = []
-        self.connection_s = self.busy_s = self.rwnd_limited_s = self.sndbuf_limited_s = 0.0
-        self.sent_bytes = self.resent_bytes = 0
-
-    def add(self, before: ProbeSample, after: ProbeSample) -> None:
-        elapsed_s = after.sender.load.now_s - before.sender.load.now_s
-        earlier = {item.number: item.info for item in _link(before).connections}
-        for item in _link(after).connections:
-            old, new = earlier.get(item.number), item.info
-            # A connection that sent nothing measured nothing new.
-            if old is None or new.sent_bytes == old.sent_bytes:
-                continue
-            self.rtts_s.append(new.rtt_s)
-            self.min_rtts_s.append(new.min_rtt_s)
-            self.connection_s += elapsed_s
-            self.busy_s += new.busy_s - old.busy_s
-            self.rwnd_limited_s += new.rwnd_limited_s - old.rwnd_limited_s
-            self.sndbuf_limited_s += new.sndbuf_limited_s - old.sndbuf_limited_s
-            self.sent_bytes += new.sent_bytes - old.sent_bytes
-            self.resent_bytes += new.retransmitted_bytes - old.retransmitted_bytes
+def _gains(before: ProbeSample, after: ProbeSample) -> Iterator[TcpInfo]:
+    """What each connection counted between two samples."""
+    earlier = {item.number: item.info for item in _link(before).connections}
+    for item in _link(after).connections:
+        known = earlier.get(item.number)
+        # A connection that sent nothing measured nothing new.
+        if known is not None and item.info.sent_bytes != known.sent_bytes:
+            yield item.info.since(known)

@@ -32,9 +32,8 @@ from netmon.estimate import LinkCondition, PathReport
 from netmon.interfaces import interface_to, read_interface
 from netmon.metrics import LinkMetrics
 from netmon.monitor import LinkMonitor, MonitorConfig
-from netmon.samples import ConnectionSample, InterfaceSample, LinkSample, ProbeResult
+from netmon.samples import InterfaceSample, LinkSample, ProbeResult
 from transport import Endpoint, LinkState
-from transport.sending.link_state import ConnectionState
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -298,30 +297,13 @@ def link_sample(
     idle = LinkSample(link=link, acked_bytes=earlier_acked_bytes, interface=interface)
     if state is None:
         return idle
-    standing = [item for item in state.connections if item.is_open]
+    standing = {item.number: item.info for item in state.connections if item.is_open}
     backlog = state.backlog
     return replace(
         idle,
-        connections=tuple(_connection_sample(item) for item in standing),
+        connections=standing,
         queued_bytes=backlog.queued_bytes,
         acked_bytes=earlier_acked_bytes + state.acked_bytes,
         # A first connection that is still being made is no trouble.
         is_up=bool(standing) or not state.trouble,
-    )
-
-
-def _connection_sample(connection: ConnectionState) -> ConnectionSample:
-    info = connection.info
-    return ConnectionSample(
-        connection_id=connection.number,
-        rtt_s=info.rtt_s,
-        min_rtt_s=info.min_rtt_s,
-        unacked_bytes=info.unacked_segments * info.mss_bytes,
-        notsent_bytes=info.notsent_bytes,
-        acked_bytes=info.acked_bytes,
-        sent_bytes=info.sent_bytes,
-        retransmitted_bytes=info.retransmitted_bytes,
-        busy_s=info.busy_s,
-        rwnd_limited_s=info.rwnd_limited_s,
-        sndbuf_limited_s=info.sndbuf_limited_s,
     )

@@ -27,10 +27,10 @@ from netmon.detector import DetectorConfig
 from netmon.estimate import LinkCondition, PathReport
 from netmon.monitor import MonitorConfig
 from netmon.samples import InterfaceSample, ProbeResult
+from netmon.tcp_info import TcpInfo
 from transport import Endpoint, LinkState, TransferProgress, TransferState
 from transport.sending.link_state import Backlog, ConnectionState
 from transport.sending.tuning import TuningWindow
-from transport.tcp_info import TcpInfo
 
 FAR = Endpoint("far", 7100)
 MB = 1_000_000
@@ -137,8 +137,9 @@ def test_a_sample_is_what_the_sender_knows() -> None:
         is_up=True,
     )
     sample = link_sample("far:7100", sender.link_state(FAR), 30, nic)
-    (connection,) = sample.connections
-    assert connection.unacked_bytes == 20_000
+    # The one that has ended counts no more.
+    assert list(sample.connections) == [1]
+    assert sample.connections[1].unacked_segments == 20
     assert (sample.backlog_bytes, sample.acked_bytes) == (600, 100)
     assert (sample.is_up, sample.interface) == (True, nic)
 
@@ -149,7 +150,7 @@ def test_a_link_is_up_while_nothing_has_failed() -> None:
     assert not link_sample("x", sender.link_state(FAR)).is_up
     sender.is_known = False
     gone = link_sample("x", sender.link_state(FAR), 7)
-    assert (gone.is_up, gone.acked_bytes, gone.connections) == (True, 7, ())
+    assert (gone.is_up, gone.acked_bytes, gone.connections) == (True, 7, {})
 
 
 async def test_a_fall_of_the_rate_is_told_at_once() -> None:

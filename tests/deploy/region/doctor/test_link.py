@@ -24,9 +24,9 @@ from deploy.region.launch.rundir import RegionState, WhichRun
 from deploy.region.spec.loading import load_region
 from kvmanager.agent.messages import StatusReply
 from kvmanager.agent.probe_messages import AgentLoad, KernelTcp, ProbeStatusReply
+from netmon.tcp_info import parse
 from transport.sending.link_state import ConnectionState, LinkState
 from transport.sending.tuning import TuningWindow
-from transport.tcp_info import parse
 
 run = CliRunner().invoke
 MIB = 1 << 20

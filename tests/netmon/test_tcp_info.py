@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from transport import tcp_info
-from transport.tcp_info import parse
+from netmon import tcp_info
+from netmon.tcp_info import parse
 
 # Offset and format of each field, as in linux/tcp.h.
 LAYOUT = {

@@ -1,0 +1,122 @@
+"""What the kernel knows of one TCP connection (TCP_INFO, linux/tcp.h), parsed. Knows no socket.
+
+The transport reads it, and it is what rates, delays and losses of links are made from: here, in the
+transport's tuning and in `prfaas doctor link`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+SIZE = 280
+"""Bytes to ask the kernel for; older kernels give fewer, and the fields beyond them read as 0."""
+
+_MIN = struct.Struct("=8B24I")
+_RATES = struct.Struct("=4Q6I4Q2I2Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TcpInfo:
+    """A snapshot; counters run from the connection's beginning."""
+
+    rtt_s: float = 0.0
+    """Smoothed round-trip time; 0 before the first sample."""
+    rtt_var_s: float = 0.0
+    min_rtt_s: float = 0.0
+    """Least round-trip time lately seen; 0 before the first sample."""
+    mss_bytes: int = 0
+    cwnd_segments: int = 0
+    unacked_segments: int = 0
+    retransmitted_segments: int = 0
+    sent_segments: int = 0
+    """Segments with data, retransmissions included."""
+    acked_bytes: int = 0
+    sent_bytes: int = 0
+    """On the wire, retransmissions included."""
+    retransmitted_bytes: int = 0
+    notsent_bytes: int = 0
+    """Handed to the kernel and not put on the wire yet."""
+    delivery_bytes_per_s: int = 0
+    pacing_bytes_per_s: int = 0
+    busy_s: float = 0.0
+    """Time with data to send or in flight; the two below are parts of it."""
+    rwnd_limited_s: float = 0.0
+    """The receiver's window was the limit."""
+    sndbuf_limited_s: float = 0.0
+    """The send buffer was the limit (tcp_wmem, or SO_SNDBUF)."""
+
+    @property
+    def loss(self) -> float:
+        """Share of the bytes sent that were sent again."""
+        return self.retransmitted_bytes / max(1, self.sent_bytes)
+
+    @property
+    def rwnd_limited(self) -> float:
+        """Share of the busy time in which the receiver's window was the limit."""
+        return self.rwnd_limited_s / max(1e-9, self.busy_s)
+
+    @property
+    def sndbuf_limited(self) -> float:
+        """Share of the busy time in which the send buffer was the limit."""
+        return self.sndbuf_limited_s / max(1e-9, self.busy_s)
+
+    def since(self, earlier: TcpInfo) -> TcpInfo:
+        """The same connection with byte and time counters that begin at `earlier`."""
+        return replace(
+            self,
+            acked_bytes=self.acked_bytes - earlier.acked_bytes,
+            sent_bytes=self.sent_bytes - earlier.sent_bytes,
+            retransmitted_bytes=self.retransmitted_bytes - earlier.retransmitted_bytes,
+            busy_s=self.busy_s - earlier.busy_s,
+            rwnd_limited_s=max(0.0, self.rwnd_limited_s - earlier.rwnd_limited_s),
+            sndbuf_limited_s=max(0.0, self.sndbuf_limited_s - earlier.sndbuf_limited_s),
+        )
+
+
+def together(infos: Collection[TcpInfo], rtt_s: float = 0.0) -> TcpInfo:
+    """The byte and time counters of several connections added up, and the least `min_rtt_s` seen.
+
+    `rtt_s` is the caller's, as round trips are weighted for what they shall tell. The rest, which
+    describes a single connection, is 0.
+    """
+    return TcpInfo(
+        rtt_s=rtt_s,
+        min_rtt_s=min((info.min_rtt_s for info in infos if info.min_rtt_s), default=0.0),
+        acked_bytes=sum(info.acked_bytes for info in infos),
+        sent_bytes=sum(info.sent_bytes for info in infos),
+        retransmitted_bytes=sum(info.retransmitted_bytes for info in infos),
+        busy_s=sum(info.busy_s for info in infos),
+        rwnd_limited_s=sum(info.rwnd_limited_s for info in infos),
+        sndbuf_limited_s=sum(info.sndbuf_limited_s for info in infos),
+    )
+
+
+def parse(raw: bytes) -> TcpInfo | None:
+    """None when the kernel gave less than struct tcp_info has had since Linux 4.10."""
+    if len(raw) < _MIN.size + 88:
+        return None
+    fields = _MIN.unpack_from(raw)
+    rates = _RATES.unpack(raw[_MIN.size : _MIN.size + _RATES.size].ljust(_RATES.size, b"\0"))
+    u32 = fields[8:]
+    min_rtt_us = rates[7]
+    return TcpInfo(
+        rtt_s=u32[15] / 1e6,
+        rtt_var_s=u32[16] / 1e6,
+        min_rtt_s=0.0 if min_rtt_us == 0xFFFFFFFF else min_rtt_us / 1e6,
+        mss_bytes=u32[2],
+        cwnd_segments=u32[18],
+        unacked_segments=u32[4],
+        retransmitted_segments=u32[23],
+        sent_segments=rates[9],
+        acked_bytes=rates[2],
+        sent_bytes=rates[16],
+        retransmitted_bytes=rates[17],
+        notsent_bytes=rates[6],
+        delivery_bytes_per_s=rates[10],
+        pacing_bytes_per_s=rates[0] if rates[0] != 0xFFFFFFFFFFFFFFFF else 0,
+        busy_s=rates[11] / 1e6,
+        rwnd_limited_s=rates[12] / 1e6,
+        sndbuf_limited_s=rates[13] / 1e6,
+    )
