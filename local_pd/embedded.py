@@ -43,16 +43,18 @@ logger = logging.getLogger("prfaas.local_pd")
 class PdClusterConfig:
     """All knobs of an embedded local PD cluster.
 
-    `affinity_slack`: how many more requests than the least loaded instance one may have that is
-    preferred for what its node has cached. `keep_leases` off: somebody else calls `renew`, as a
-    stand-alone front's gateways do.
+    `keep_leases` off: somebody else calls `renew`, as a stand-alone front's gateways do.
     """
 
     lease_s: float = 30.0
+    """How long memory for a landing is kept without a renewal, seconds."""
     rpc_timeout_s: float = 5.0
     drain_poll_interval_s: float = 0.5
     max_prefill_attempts: int = 2
     affinity_slack: int = DEFAULT_AFFINITY_SLACK
+    """How many more requests than the least loaded instance one may have that is preferred for what
+    its node has cached.
+    """
     keep_leases: bool = True
     instances: InstancesConfig = field(default_factory=lambda: InstancesConfig(poll_load=True))
     runner: RunnerConfig = field(default_factory=RunnerConfig)

@@ -9,23 +9,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvmanager.config_files.fields import Seconds, Section, settings_of
+from kvmanager.config_files.fields import Seconds, Section, filled_from, settings_of
 from local_pd.embedded import PdClusterConfig
 from prfaas.engines.front_config import FrontConfig
 from prfaas.engines.instances import InstancesConfig
 
-_CLUSTER = PdClusterConfig()
 
-
+@filled_from(PdClusterConfig)
 class PdPlacement(Section):
     """How a PD cluster's front holds landings and chooses instances."""
 
-    lease_s: Seconds = _CLUSTER.lease_s
-    """How long memory for a landing is kept without a renewal, seconds or such as 30s."""
-    affinity_slack: Annotated[int, Field(ge=0)] = _CLUSTER.affinity_slack
-    """How many more requests than the least loaded instance one may have that is preferred for
-    what its node has cached.
-    """
+    lease_s: Seconds
+    affinity_slack: Annotated[int, Field(ge=0)]
 
     def cluster_config(self, instances: InstancesConfig, *, keep_leases: bool) -> PdClusterConfig:
         """For the cluster; with `keep_leases` it renews the leases of its landings by itself."""

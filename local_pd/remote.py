@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Final
 
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.leases import LeaseKeeper
@@ -29,6 +29,7 @@ from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply, remote_report
 from prfaas.jobs import PrefillJob, PrefillResult
+from prfaas.remote import JOB_TIMEOUT_S, REPORT_TIMEOUT_S
 from scheduler.live.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
 from transport import TlsFiles
@@ -37,16 +38,9 @@ from transport.rpc import RpcClient, RpcError
 logger = logging.getLogger("prfaas.local_pd")
 
 
-@dataclass(frozen=True, slots=True)
-class RemotePdConfig:
-    """Deadlines. `job_timeout_s` covers one local prefill with its transfer. Whoever drains has a
-    limit of its own, which must end first: it says what happened.
-    """
-
-    call_timeout_s: float = 10.0
-    job_timeout_s: float = 900.0
-    report_timeout_s: float = 3.0
-    drain_timeout_s: float = MAX_DRAIN_S + 10.0
+CALL_TIMEOUT_S: Final = 10.0
+DRAIN_TIMEOUT_S: Final = MAX_DRAIN_S + 10.0
+"""Whoever drains has a limit of its own, which must end first: it says what happened."""
 
 
 class RemotePdCluster:
@@ -59,11 +53,9 @@ class RemotePdCluster:
         *,
         has_prefill_instances: bool,
         tls: TlsFiles | None = None,
-        config: RemotePdConfig | None = None,
     ) -> None:
         self._name = name
         self._has_prefill_instances = has_prefill_instances
-        self._config = config or RemotePdConfig()
         self._client = RpcClient(target, SERVICE, tls)
         self._leases = LeaseKeeper()
         self._cleanups = Cleanups()
@@ -105,7 +97,7 @@ class RemotePdCluster:
         async def undo(slot: DecodeSlot) -> None:
             await self.release(slot, "the caller went away")
 
-        call = self._client.call("Reserve", request, DecodeSlot, self._config.call_timeout_s)
+        call = self._client.call("Reserve", request, DecodeSlot, CALL_TIMEOUT_S)
         try:
             slot = await self._cleanups.acquire(call, undo)
         except RpcError as error:
@@ -121,7 +113,7 @@ class RemotePdCluster:
         )
         try:
             return await self._client.call(
-                "AwaitLanding", request, LandingReport, timeout_s + self._config.call_timeout_s
+                "AwaitLanding", request, LandingReport, timeout_s + CALL_TIMEOUT_S
             )
         except RpcError as error:
             logger.warning("%s: landing %s: %s", self._name, request.transfer_id, error)
@@ -137,9 +129,7 @@ class RemotePdCluster:
         await self._cleanups.finish(self._release(_reference(slot, reason)))
 
     async def request_ended(self, instance: str) -> None:
-        call = self._client.call(
-            "Ended", InstanceName(instance), Empty, self._config.call_timeout_s
-        )
+        call = self._client.call("Ended", InstanceName(instance), Empty, CALL_TIMEOUT_S)
         with contextlib.suppress(RpcError):
             await call
 
@@ -158,20 +148,18 @@ class RemotePdCluster:
             prefer_nodes=tuple(prefer_nodes),
         )
         try:
-            return await self._client.call(
-                "Direct", request, DirectTarget, self._config.call_timeout_s
-            )
+            return await self._client.call("Direct", request, DirectTarget, CALL_TIMEOUT_S)
         except RpcError as error:
             raise self._explain(error) from error
 
     async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
         if self._closed:
             raise self._shutting_down()
-        call = self._client.call("Prefill", job, PrefillReply, self._config.job_timeout_s)
+        call = self._client.call("Prefill", job, PrefillReply, JOB_TIMEOUT_S)
         return await from_reply(call, self._name)
 
     async def report(self) -> ClusterReport:
-        report = await remote_report(self._client, self._name, self._config.report_timeout_s)
+        report = await remote_report(self._client, self._name, REPORT_TIMEOUT_S)
         # A front that cannot be reached tells of no instances: what it said before holds.
         if report.instances:
             self._has_prefill_instances = any(item.role == "prefill" for item in report.instances)
@@ -179,19 +167,17 @@ class RemotePdCluster:
 
     async def drain(self, instance: str) -> None:
         """As `PdCluster.drain`; raises FrontUnreachable as well, also after `drain_timeout_s`."""
-        await self._about("Drain", instance, self._config.drain_timeout_s)
+        await self._about("Drain", instance, DRAIN_TIMEOUT_S)
 
     async def resume(self, instance: str) -> None:
         """As `PdCluster.resume`; raises FrontUnreachable as well."""
-        await self._about("Resume", instance, self._config.call_timeout_s)
+        await self._about("Resume", instance, CALL_TIMEOUT_S)
 
     async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
         """As `PdCluster.set_role`; raises FrontUnreachable as well: it may have been done."""
         request = RoleRequest(instance=instance, change=change)
         try:
-            reply = await self._client.call(
-                "SetRole", request, RoleReply, self._config.call_timeout_s
-            )
+            reply = await self._client.call("SetRole", request, RoleReply, CALL_TIMEOUT_S)
         except RpcError as error:
             if error.code == "NOT_FOUND":
                 raise UnknownInstance(self._name, instance) from error
@@ -210,11 +196,11 @@ class RemotePdCluster:
         await self._client.close()
 
     async def _renew(self, request: SlotRequest) -> None:
-        await self._client.call("Renew", request, Empty, self._config.call_timeout_s)
+        await self._client.call("Renew", request, Empty, CALL_TIMEOUT_S)
 
     async def _release(self, request: SlotRequest) -> None:
         try:
-            await self._client.call("Release", request, Empty, self._config.call_timeout_s)
+            await self._client.call("Release", request, Empty, CALL_TIMEOUT_S)
         except RpcError as error:
             logger.warning(
                 "%s: slot %s not released, its lease will end it: %s",

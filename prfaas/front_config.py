@@ -11,13 +11,20 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from kvmanager.config_files.fields import Positive, Seconds, Section, Tokens, settings_of, spelled
+from kvmanager.config_files.fields import (
+    Positive,
+    Seconds,
+    Section,
+    Tokens,
+    defaults_of,
+    filled_from,
+    settings_of,
+    spelled,
+)
 from kvmanager.config_files.units import parse_tokens
 from prfaas.engines.front_config import FrontConfig
 from prfaas.queue_values import QueueConfig
-from scheduler.routing.queue_order import LengthBucket, OrderConfig
-
-_QUEUE = QueueConfig()
+from scheduler.routing.queue_order import DEFAULT_BUCKETS, LengthBucket, OrderConfig
 
 
 class BucketSection(Section):
@@ -29,6 +36,7 @@ class BucketSection(Section):
     """Share of the uncached tokens that are started while others wait."""
 
 
+@filled_from(OrderConfig)
 class QueueSection(Section):
     """The order in which waiting jobs start (`scheduler.routing.queue_order`)."""
 
@@ -37,17 +45,11 @@ class QueueSection(Section):
             up_to_tokens=None if math.isinf(bucket.max_tokens) else int(bucket.max_tokens),
             share=bucket.share,
         )
-        for bucket in _QUEUE.order.buckets
+        for bucket in DEFAULT_BUCKETS
     )
     """Classes of prompts by length, shortest first; the last one has no upper length."""
-    ageing_tokens_per_s: Annotated[Positive, spelled(parse_tokens)] = (
-        _QUEUE.order.ageing_tokens_per_s
-    )
-    """How many uncached tokens a second of waiting is worth, or such as 32k: a prompt that is
-    longer by so many starts first if it has waited longer by a second.
-    """
-    patience_s: Seconds = _QUEUE.order.patience_s
-    """How long a job may be passed by others, for each class of priority, seconds or 30s."""
+    ageing_tokens_per_s: Annotated[Positive, spelled(parse_tokens)]
+    patience_s: Seconds
 
     def order(self) -> OrderConfig:
         """For the queue."""
@@ -63,13 +65,12 @@ class QueueSection(Section):
         return self
 
 
+@filled_from(QueueConfig)
 class QueueBounds(Section):
     """How much may wait at a prefill cluster's front, and for how long."""
 
-    max_queued: Annotated[int, Field(ge=0)] = _QUEUE.max_queued
-    """Jobs that may wait; more are refused."""
-    max_wait_s: Seconds = _QUEUE.max_wait_s
-    """How long a job may wait until it fails, seconds or such as 2min."""
+    max_queued: Annotated[int, Field(ge=0)]
+    max_wait_s: Seconds
 
     def queue_config(self, order: OrderConfig) -> QueueConfig:
         """For the queue, whose jobs start in this order."""
@@ -79,5 +80,5 @@ class QueueBounds(Section):
 class PrefillFrontConfig(FrontConfig, QueueBounds):
     """The file of `prfaas prefill`."""
 
-    queue: QueueSection = QueueSection()
+    queue: QueueSection = defaults_of(QueueSection)
     """The order in which waiting jobs start."""

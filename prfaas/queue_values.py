@@ -19,7 +19,9 @@ class QueueConfig:
     """
 
     max_queued: int = 64
+    """Jobs that may wait; more are refused."""
     max_wait_s: float = 120.0
+    """How long a job may wait until it fails, seconds."""
     max_attempts: int = 2
     order: OrderConfig = field(default_factory=OrderConfig)
 

@@ -4,7 +4,7 @@ To its user it is a `PrefillCluster` like the embedded one, whose methods are de
 results, same error codes, plus "unreachable". It does not know instances or engines.
 """
 
-from dataclasses import dataclass
+from typing import Final
 
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply, remote_report
@@ -14,28 +14,17 @@ from scheduler.reports import ClusterReport
 from transport import TlsFiles
 from transport.rpc import RpcClient, RpcError
 
-
-@dataclass(frozen=True, slots=True)
-class RemotePrefillConfig:
-    """Deadlines. `job_timeout_s` covers queue, prefill and transfer of one job."""
-
-    job_timeout_s: float = 900.0
-    report_timeout_s: float = 3.0
-    drain_timeout_s: float = 900.0
+JOB_TIMEOUT_S: Final = 900.0
+"""For the queue, the prefill and the transfer of one job."""
+REPORT_TIMEOUT_S: Final = 3.0
+DRAIN_TIMEOUT_S: Final = 900.0
 
 
 class RemotePrefillCluster:
     """Client of a `prfaas prefill` front at `target` ("host:port")."""
 
-    def __init__(
-        self,
-        name: str,
-        target: str,
-        tls: TlsFiles | None = None,
-        config: RemotePrefillConfig | None = None,
-    ) -> None:
+    def __init__(self, name: str, target: str, tls: TlsFiles | None = None) -> None:
         self._name = name
-        self._config = config or RemotePrefillConfig()
         self._client = RpcClient(target, SERVICE, tls)
         self._closed = False
 
@@ -49,19 +38,19 @@ class RemotePrefillCluster:
     async def submit(self, job: PrefillJob) -> PrefillResult:
         if self._closed:
             raise PrefillFailed("closed", f"cluster {self._name} is shutting down")
-        call = self._client.call("Submit", job, PrefillReply, self._config.job_timeout_s)
+        call = self._client.call("Submit", job, PrefillReply, JOB_TIMEOUT_S)
         return await from_reply(call, self._name)
 
     async def report(self) -> ClusterReport:
-        return await remote_report(self._client, self._name, self._config.report_timeout_s)
+        return await remote_report(self._client, self._name, REPORT_TIMEOUT_S)
 
     async def drain(self, instance: str) -> None:
         """As `PrefillCluster.drain`; raises RpcError when the front cannot be reached."""
-        await self._about("Drain", instance, self._config.drain_timeout_s)
+        await self._about("Drain", instance, DRAIN_TIMEOUT_S)
 
     async def resume(self, instance: str) -> None:
         """As `PrefillCluster.resume`; raises RpcError when the front cannot be reached."""
-        await self._about("Resume", instance, self._config.report_timeout_s)
+        await self._about("Resume", instance, REPORT_TIMEOUT_S)
 
     async def close(self) -> None:
         """Close the connection; running jobs end with "unreachable" here, cancelled there."""

@@ -95,6 +95,15 @@ def is_named(tenant: str) -> bool:
     return bool(tenant) and not _UNNAMED.fullmatch(tenant)
 
 
+class ApiKeysSection(Section):
+    """Where the keys are that clients must show; in neither place: no authentication."""
+
+    api_keys_file: Path | None = None
+    """File with API keys, a line: KEY or NAME KEY. Without this and `api_keys_env`: no keys."""
+    api_keys_env: str | None = None
+    """Environment variable with API keys: [NAME=]KEY,..."""
+
+
 class TimeoutConfig(Section):
     """Limits on every wait, in seconds or such as 500ms."""
 

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import (
     ApiKey,
+    ApiKeysSection,
     GatewayConfig,
     load_api_keys,
     parse_api_keys,
@@ -25,7 +26,7 @@ from deploy.gateway.config import (
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
 from kvmanager.agent.client import AgentClients
-from kvmanager.config_files.fields import Address, Section, TlsSection, tls_files
+from kvmanager.config_files.fields import Address, Section, TlsSection, filled_from, tls_files
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.embedded import EmbeddedDirectory
@@ -77,23 +78,19 @@ class PdSource(_Source, PdPlacement):
     """Whether a front elsewhere has instances that prefill."""
 
 
-class GatewayFile(Section):
+@filled_from(InstancesConfig)
+class GatewayFile(ApiKeysSection):
     """Everything `prfaas gateway` needs."""
 
     gateway: GatewayConfig
     """The gateway itself."""
-    api_keys_file: Path | None = None
-    """File with API keys, a line: KEY or NAME KEY."""
-    api_keys_env: str = ""
-    """Environment variable with API keys: [NAME=]KEY,..."""
     pd: PdSource
     """The local PD cluster."""
     prefill: tuple[PrefillSource, ...] = ()
     """The prefill clusters."""
     tls: TlsSection | None = None
     """Mutual TLS with fronts and agents; left out: none."""
-    log_dir: Path = InstancesConfig().log_dir
-    """Directory for the logs of the engines that embedded fronts start."""
+    log_dir: Path
 
     @model_validator(mode="after")
     def _check(self) -> GatewayFile:

@@ -24,6 +24,7 @@ from kvmanager.config_files.fields import (
     Seconds,
     SecondsOrZero,
     Section,
+    filled_from,
 )
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
@@ -93,6 +94,7 @@ class AgentSection(Section):
         return self
 
 
+@filled_from(TableLimits)
 class AgentConfig(AgentSection):
     """Everything tunable of one node agent."""
 
@@ -122,10 +124,8 @@ class AgentConfig(AgentSection):
     """How long a prompt waits for what is on SSD only, seconds or such as 500ms; then it is served
     without.
     """
-    max_lease_s: Seconds = 3600.0
-    """Longest lease of a landing or an outbox, seconds or such as 60min."""
-    drain_s: Seconds = 30.0
-    """How long memory of a failed transfer waits for an engine that still copies, seconds."""
+    max_lease_s: Seconds
+    drain_s: Seconds
     link_sample_interval_s: Seconds = 0.2
     """Between two looks at a link that has transfers, seconds or such as 200ms; idle ones are
     looked at less often.

@@ -1,17 +1,18 @@
 """What the fields of files are made of: sections, quantities, addresses, a core's own settings.
 
 A core's dataclass is the schema of what operators may say of it: `CoreFields` makes a section of
-it, and hand-written sections take their defaults from it. The description of a field is the
-docstring below it, in either.
+it, and `filled_from` gives fields of hand-written sections its defaults and descriptions. The
+description of a field is the docstring below it, in either.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
 
@@ -32,6 +33,7 @@ from transport import Endpoint, TlsFiles
 GIB: Final = 1 << 30
 
 CoreT = TypeVar("CoreT")
+SectionT = TypeVar("SectionT", bound="Section")
 
 
 def spelled(parse: Callable[[str], float]) -> BeforeValidator:
@@ -105,6 +107,7 @@ def field_docs(kind: type) -> dict[str, str]:
     """By field of `kind`, the docstring below it in the source of `kind` and of its bases."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
+        docs |= base.__dict__.get("core_docs", {})
         source_file = getattr(sys.modules.get(base.__module__), "__file__", None) or ""
         if source_file.endswith(".py"):
             docs |= _docs_in(source_file).get(base.__name__, {})
@@ -113,7 +116,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 def _describe(schema: dict[str, Any], section: type[BaseModel]) -> None:
     assert issubclass(section, Section)
-    for name, text in field_docs(section.core or section).items():
+    for name, text in field_docs(section).items():
         if name in section.model_fields:
             alias = section.model_fields[name].alias or name
             schema["properties"][alias]["description"] = text
@@ -128,8 +131,38 @@ class Section(BaseModel):
         frozen=True, extra="forbid", populate_by_name=True, json_schema_extra=_describe
     )
 
-    core: ClassVar[type | None] = None
-    """Whose fields these are, if not this class's own."""
+    core_docs: ClassVar[Mapping[str, str]] = {}
+    """Descriptions of the fields that are taken from a core, by their names."""
+
+
+def filled_from(*cores: type) -> Callable[[type[SectionT]], type[SectionT]]:
+    """Decorates a section: fields of it that have no default get the default and the description
+    of the field of this name in one of `cores`, dataclasses. Their types stay the section's: a core
+    knows no units and leaves bounds to its constructor.
+    """
+
+    def fill(section: type[SectionT]) -> type[SectionT]:
+        docs: dict[str, str] = {}
+        for core in cores:
+            for item in dataclasses.fields(core):
+                field = section.model_fields.get(item.name)
+                if field is None or not field.is_required():
+                    continue
+                if item.default_factory is not dataclasses.MISSING:
+                    field.default_factory = item.default_factory
+                elif item.default is not dataclasses.MISSING:
+                    field.default = item.default
+                docs[item.name] = field_docs(core).get(item.name, "")
+        section.core_docs = docs
+        section.model_rebuild(force=True)
+        return section
+
+    return fill
+
+
+def defaults_of(section: type[SectionT]) -> SectionT:
+    """The section as a file has it that says nothing of it."""
+    return section.model_validate({})
 
 
 class CoreFields:
@@ -156,7 +189,7 @@ class CoreFields:
         self.section: type[Section] = create_model(
             core.__name__, __base__=Section, __doc__=core.__doc__, **fields
         )
-        self.section.core = core
+        self.section.core_docs = field_docs(core)
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler

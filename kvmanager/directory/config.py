@@ -11,12 +11,22 @@ from typing import Any, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from kvmanager.agent.config import is_loopback
-from kvmanager.config_files.fields import Address, ListenAddress, Port, Seconds, Section, TlsSection
+from kvmanager.config_files.fields import (
+    Address,
+    ListenAddress,
+    Port,
+    Seconds,
+    Section,
+    TlsSection,
+    filled_from,
+)
 from kvmanager.config_files.yaml_files import read_settings
+from kvmanager.directory.feed_client import FollowTiming
 from kvmanager.directory.messages import NodeName
 from transport import Endpoint
 
 
+@filled_from(FollowTiming)
 class DirectoryConfig(Section):
     """One directory process."""
 
@@ -28,8 +38,7 @@ class DirectoryConfig(Section):
     """Keep what is known in the Redis server at this URL, for gateways to read there, instead of
     serving it.
     """
-    forget_s: Seconds = 60.0
-    """An agent that has not answered for so long is taken to hold nothing, seconds or 1min."""
+    forget_s: Seconds
     metrics_port: Port = 0
     """Prometheus port on the host of `listen`; 0: none."""
     tls: TlsSection | None = None

@@ -19,7 +19,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheFeed
 from kvmanager.directory.directory import Directory, Position
 from kvmanager.directory.errors import DirectoryError, FeedError
-from kvmanager.directory.messages import NodeName
+from kvmanager.directory.messages import FORGET_S, NodeName
 from transport.backoff import Backoff
 from transport.rpc import RpcError
 
@@ -42,14 +42,15 @@ class FeedSink(Protocol):
 @dataclass(frozen=True, slots=True)
 class FollowTiming:
     """`poll_s`: how long an agent without news may keep its answer back. `batch_s`: the least time
-    between two questions, so that changes come in batches. `forget_s`: see the module text.
+    between two questions, so that changes come in batches.
     """
 
     poll_s: float = 5.0
     batch_s: float = 0.05
     retry_s: float = 0.2
     max_retry_s: float = 5.0
-    forget_s: float = 60.0
+    forget_s: float = FORGET_S
+    """An agent that has not answered for so long is taken to hold nothing, seconds."""
     no_cache_s: float = 15.0
 
 

@@ -27,6 +27,9 @@ SHORT_KEY_BYTES: Final = 8
 that one of 512 keys meets a stranger's is 3e-10, and the node that is asked compares whole keys.
 """
 
+FORGET_S: Final = 60.0
+"""A node that nobody has heard of for so long is taken to hold nothing."""
+
 
 class NodeName(NamedTuple):
     """A node agent of the region. Cluster names are unique, node names within their cluster."""

@@ -38,6 +38,7 @@ from redis.exceptions import RedisError
 from kvmanager.directory.coverage import coverages
 from kvmanager.directory.errors import StoreError
 from kvmanager.directory.messages import (
+    FORGET_S,
     NodeCoverage,
     NodeName,
     NodeState,
@@ -74,7 +75,7 @@ class RedisSettings:
     """`forget_s` should be what followers use; see the module text for the rest."""
 
     prefix: str = DEFAULT_PREFIX
-    forget_s: float = 60.0
+    forget_s: float = FORGET_S
     key_ttl_s: int = 3600
     lease_s: float = 15.0
 

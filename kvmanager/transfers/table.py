@@ -81,7 +81,9 @@ class TableLimits:
     landing_bytes: int | None = None
     tenant_landing_bytes: int | None = None
     max_lease_s: float = 3600.0
+    """Longest lease of a landing or an outbox, seconds."""
     drain_s: float = 30.0
+    """How long memory of a failed transfer waits for an engine that still copies, seconds."""
     report_keep_s: float = 60.0
 
 

@@ -14,15 +14,15 @@ from kvmanager.config_files.fields import (
     Seconds,
     Section,
     TlsSection,
+    filled_from,
     tls_files,
 )
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 
 EXPECTED = "a front's file is a mapping with the keys name and instances"
 
-_INSTANCES = InstancesConfig()
 
-
+@filled_from(InstancesConfig)
 class FrontConfig(Section):
     """One front, without what only one kind of front knows."""
 
@@ -34,12 +34,8 @@ class FrontConfig(Section):
     """Prometheus port; 0: none."""
     instances: tuple[InstanceSpec, ...] = Field(min_length=1)
     """The engines of the cluster."""
-    drained_hold_s: Seconds = _INSTANCES.drained_hold_s
-    """An instance that has drained is given work again after so long without a word of whoever
-    drained it, seconds or such as 1min.
-    """
-    log_dir: Path = _INSTANCES.log_dir
-    """Directory for the logs of the engines that the front starts."""
+    drained_hold_s: Seconds
+    log_dir: Path
     tls: TlsSection | None = None
     """Mutual TLS with agents and gateways; left out: none."""
 

@@ -84,10 +84,7 @@ class InstanceSpec(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class InstancesConfig:
-    """Probing and supervision. `poll_load` reads the engines' metrics with every probe. An instance
-    that has drained is given work again after `drained_hold_s`: whoever drained it, and should say
-    what comes next, may have died.
-    """
+    """Probing and supervision. `poll_load` reads the engines' metrics with every probe."""
 
     probe_interval_s: float = 2.0
     start_probe_interval_s: float = 0.5
@@ -95,8 +92,12 @@ class InstancesConfig:
     health: HealthConfig = field(default_factory=HealthConfig)
     poll_load: bool = False
     drained_hold_s: float = 60.0
+    """An instance that has drained is given work again after so long without a word of whoever
+    drained it, seconds: they should say what comes next, and may have died.
+    """
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     log_dir: Path = Path("logs")
+    """Directory for the logs of the engines that the front starts."""
     tls: TlsFiles | None = None
 
 

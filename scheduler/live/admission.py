@@ -61,20 +61,27 @@ class AdmissionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig:
-    """Bounds of load. `ttft_slo_s` None: the prefill side refuses nothing.
+    """Bounds of load.
 
-    `max_prefill_load` below 1 leaves room for what a prediction cannot know: shorter prompts that
-    come later and overtake. `max_decode_load` is a share of the slots, rounded up to whole ones. A
-    little below 1 leaves room for what a prediction misses, above 1 lets requests wait: 1.1 for a
-    tenth of all slots.
+    A share of the decode slots is rounded up to whole ones. A little below 1 leaves room for what a
+    prediction misses, above 1 lets requests wait: 1.1 for a tenth of all slots.
     """
 
     policy: AdmissionPolicy = AdmissionPolicy.PREDICTED
     ttft_slo_s: float | None = None
+    """A request is refused if its first token is predicted later, seconds. Left out: a long queue
+    is no reason.
+    """
     max_prefill_load: float = 0.85
+    """Share of `ttft_slo_s` within which the first token must be predicted; the rest is for shorter
+    prompts that come later and overtake.
+    """
     max_decode_load: float = 0.97
+    """Share of the decode slots and of their memory that may be taken; above 1 requests wait."""
     min_retry_s: float = 1.0
+    """Least Retry-After of a refusal, seconds."""
     max_retry_s: float = 60.0
+    """Greatest Retry-After of a refusal, seconds."""
 
     def __post_init__(self) -> None:
         for name in ("ttft_slo_s", "max_prefill_load", "max_decode_load", "min_retry_s"):

@@ -157,7 +157,8 @@ class Conversion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionConfig:
     drain_limit_s: float = 600.0
-    """A drain that takes longer is given up: the longest decodes must fit. At most `MAX_DRAIN_S`.
+    """A drain that takes longer is given up, seconds, at most 900: the longest decodes must fit.
+    Also for conversions that operators order.
     """
     relabel_limit_s: float = 30.0
     dwell_s: float = DWELL_S

@@ -73,7 +73,9 @@ class LongTermConfig:
     """How eager the loop is."""
 
     period_s: float = 300.0
+    """Between two solutions, seconds."""
     min_requests: int = 200
+    """Requests that must have been measured before anything changes."""
     min_gain: float = 0.03
     """Throughput that conversions must gain altogether, as a share of the present."""
     num_errors: float = 4.0
@@ -81,8 +83,12 @@ class LongTermConfig:
     traffic, so 3 are met by chance within weeks.
     """
     dwell_s: float = DWELL_S
-    """Less than a period, so that a shift that asks for several instances gets one each period."""
+    """Least time from one conversion of a cluster to its next, seconds; also for conversions that
+    operators order. Less than a period, so that a shift that asks for several instances gets one
+    each period.
+    """
     reverse_dwell_s: float = 1800.0
+    """Least time from a conversion to one in the other direction, seconds."""
     min_threshold_gain: float = 0.005
     max_moved_share: float = 0.5
     """Of requests, that a step of t may move to the other side."""

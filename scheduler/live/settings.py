@@ -11,26 +11,21 @@ from typing import Literal
 
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.tenants import TenantLimit
-from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE, MAX_LINK_AGE_S, MAX_TAIL_S
+from scheduler.routing.candidates import RouteLimits
 from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.threshold import ThresholdConfig
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingPolicy:
-    """How the side of one request is chosen.
-
-    "predicted": by the threshold, unless the other side's first token is predicted sooner by more
-    than `margin_s` + `margin_share` of it. "threshold": by the threshold alone. Either way a link
-    that is down, congested or not heard of for `max_link_age_s` keeps prompts local, as does one
-    that would take more than `max_tail_s` after the prefill.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingPolicy(RouteLimits):
+    """How the side of one request is chosen. A link that is down, stale or congested keeps prompts
+    local.
     """
 
     policy: Literal["predicted", "threshold"] = "predicted"
-    margin_s: float = MARGIN_S
-    margin_share: float = MARGIN_SHARE
-    max_tail_s: float = MAX_TAIL_S
-    max_link_age_s: float = MAX_LINK_AGE_S
+    """predicted: by the threshold, unless the other side's first token is predicted sooner by more
+    than the margin. threshold: by the threshold alone, as it follows the link.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,4 +48,6 @@ class LiveSettings:
     refuses_load: bool = True
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     default_tenant: TenantLimit = field(default_factory=TenantLimit)
+    """Limits of each tenant that `tenants` does not name."""
     tenants: Mapping[str, TenantLimit] = field(default_factory=dict)
+    """Limits by tenant: API keys by the name given to them in the file of keys."""

@@ -46,29 +46,35 @@ MAX_MOVE_S: Final = 10.0
 
 MARGIN_S: Final = 1.0
 MARGIN_SHARE: Final = 0.45
-MAX_LINK_AGE_S: Final = 5.0
-MAX_TAIL_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouteConfig:
+class RouteLimits:
+    """When a request may leave the side that the threshold gives it, and use a link."""
+
+    margin_s: float = MARGIN_S
+    """How much sooner the other side's first token must be, seconds; added to `margin_share`."""
+    margin_share: float = MARGIN_SHARE
+    """How much sooner the other side's first token must be, as a share of its predicted time; added
+    to `margin_s`.
+    """
+    # Transfers are given up in the end, and then prefill and transfer were in vain.
+    max_tail_s: float = 20.0
+    """A link that would take longer after the prefill keeps the prompt local, seconds."""
+    max_link_age_s: float = 5.0
+    """A link that nobody has reported for so long keeps prompts local, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteConfig(RouteLimits):
     """What routing knows of the model and how bold it is.
 
-    A request leaves the side that the threshold gives it when the other side's first token is
-    predicted sooner by more than `margin_s` + `margin_share` of its predicted TTFT. Prompts with
-    more than `hand_off_tokens` uncached use the PD cluster's prefill instances. `overhead_s` is
-    measured fixed time by target (`scheduler.routing.prediction.OverheadMeter`).
+    Prompts with more than `hand_off_tokens` uncached use the PD cluster's prefill instances.
+    `overhead_s` is measured fixed time by target (`scheduler.routing.prediction.OverheadMeter`).
     """
 
     kv: KvProfile
-    margin_s: float = MARGIN_S
-    margin_share: float = MARGIN_SHARE
     hand_off_tokens: int = 1
-    max_link_age_s: float = MAX_LINK_AGE_S
-    """A link that was last looked at longer ago is not used."""
-    max_tail_s: float = MAX_TAIL_S
-    """KVCache that would land later than this after its prefill is not sent: transfers are given up
-    in the end, and then both were in vain."""
     abundance: float = 1.25
     """Link rate over the cluster's KVCache emission from which on bandwidth is abundant."""
     min_move_saving_s: float = 0.1

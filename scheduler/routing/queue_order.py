@@ -65,9 +65,12 @@ class OrderConfig:
 
     buckets: tuple[LengthBucket, ...] = DEFAULT_BUCKETS
     ageing_tokens_per_s: float = 32768.0
-    """One second of waiting is worth so many tokens: about what a cluster prefills in it. With
-    less, long prompts wait too long at high load."""
+    """How many uncached tokens a second of waiting is worth: a prompt that is longer by so many
+    starts first if it has waited longer by a second. About what a cluster prefills in a second;
+    with less, long prompts wait too long at high load.
+    """
     patience_s: float = 30.0
+    """How long a job may be passed by others, for each class of priority, seconds."""
     max_length_s: float = math.inf
     """Of jobs for which length makes more of a difference, the one that came first is first."""
     _edges: tuple[float, ...] = field(init=False, repr=False, compare=False)

@@ -42,10 +42,13 @@ class ThresholdConfig:
     """How t follows a link. Factors multiply the plan's t."""
 
     rising_factor: float = 1.1
+    """What the threshold is multiplied by while a link is about to be congested."""
     congested_factor: float = 1.5
+    """What the threshold is multiplied by while a link is congested."""
     max_factor: float = 16.0
+    """Most that the threshold is multiplied by, whatever the link does."""
     return_s: float = 10.0
-    """Time constant of the way back."""
+    """Time constant with which the threshold falls back when a link is well again, seconds."""
     max_age_s: float = 5.0
     """An older view of the link says nothing."""
 

@@ -211,7 +211,7 @@ def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
             ),
         ),
         api_keys_file=gateway.api_keys_file,
-        api_keys_env=gateway.api_keys_env or "",
+        api_keys_env=gateway.api_keys_env,
         pd=PdSource(name=region.pd_cluster.name, instances=_instances(region, region.pd_cluster)),
         prefill=tuple(
             PrefillSource(

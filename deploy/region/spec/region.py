@@ -6,12 +6,11 @@ and files are read by `loading.load_region`. Does not know processes, nor which 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from deploy.gateway.config import GatewaySection
+from deploy.gateway.config import ApiKeysSection, GatewaySection
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import Address, Port, Section, TlsSection
 from kvmanager.config_files.units import parse_duration, parse_rate
@@ -148,13 +147,8 @@ class LinkSpec(Section):
         return f"{self.source}-to-{self.to}"
 
 
-class GatewaySpec(GatewaySection):
+class GatewaySpec(GatewaySection, ApiKeysSection):
     """The region's one entry endpoint."""
-
-    api_keys_file: Path | None = None
-    """File with API keys, a line: KEY or NAME KEY. Left out with `api_keys_env`: no keys."""
-    api_keys_env: str | None = None
-    """Environment variable with API keys: [NAME=]KEY,..."""
 
 
 class SecuritySpec(Section):

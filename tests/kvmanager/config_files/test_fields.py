@@ -16,7 +16,9 @@ from kvmanager.config_files.fields import (
     Seconds,
     Section,
     Tokens,
+    defaults_of,
     field_docs,
+    filled_from,
     settings_of,
 )
 
@@ -115,12 +117,33 @@ def test_descriptions_are_the_docstrings_below_fields() -> None:
     assert fields["wait_s"]["default"] == 1.0
 
 
+@filled_from(Core)
 class Both(Section):
     """Some of a core's settings."""
 
-    wait_s: Seconds = Core().wait_s
+    wait_s: Seconds
+    limit_tokens: int | None = 7
+    """Its own."""
     more: int = 1
+
+
+class Further(Both):
+    """What another file says of it, too."""
+
+    needed: int
 
 
 def test_a_core_is_made_of_the_fields_that_it_shares_with_a_section() -> None:
     assert settings_of(Both(wait_s=2.0), Core, limit_tokens=3) == Core(2.0, limit_tokens=3)
+
+
+def test_a_section_takes_defaults_and_descriptions_from_a_core() -> None:
+    assert defaults_of(Both) == Both(wait_s=Core().wait_s, limit_tokens=7, more=1)
+    assert Further.model_validate({"needed": 1}).wait_s == Core().wait_s
+    fields = Further.model_json_schema()["properties"]
+    assert fields["wait_s"]["description"] == "How long it waits."
+    assert fields["limit_tokens"]["description"] == "Its own."
+    with pytest.raises(ValidationError, match="needed"):
+        defaults_of(Further)
+    with pytest.raises(ValidationError, match="wait_s"):
+        Further.model_validate({"needed": 1, "wait_s": 0})
