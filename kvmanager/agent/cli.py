@@ -24,6 +24,7 @@ from kvmanager.agent.messages import SERVICE
 from kvmanager.agent.metrics import MetricsServer
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
+from kvmanager.config_files.options import setting
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
@@ -38,37 +39,16 @@ def agent_command(
     config: Annotated[
         Path | None, typer.Option(help="YAML file; options given here win over it.")
     ] = None,
-    listen: Annotated[
-        str | None, typer.Option(help="Data port, host:port [127.0.0.1:7100].")
-    ] = None,
-    control: Annotated[
-        str | None, typer.Option(help="gRPC control port, host:port [127.0.0.1:7101].")
-    ] = None,
-    socket: Annotated[
-        Path | None, typer.Option(help="Unix socket for engines [/tmp/prfaas-agent.sock].")
-    ] = None,
-    advertise: Annotated[
-        str | None, typer.Option(help="host or host:port that senders connect to [listen].")
-    ] = None,
-    arena_gib: Annotated[
-        float | None, typer.Option(help="Shared memory for KVCache, GiB [1].")
-    ] = None,
-    landing_gib: Annotated[
-        float | None, typer.Option(help="Most of it for landings, GiB [all].")
-    ] = None,
-    arena_dir: Annotated[Path | None, typer.Option(help="Where it lies [/dev/shm].")] = None,
-    arena_name: Annotated[
-        str | None,
-        typer.Option(help="Keep the arena under this name: what is cached survives a restart."),
-    ] = None,
-    cache_gib: Annotated[
-        float | None,
-        typer.Option(help="Most of the arena for cached prefixes, GiB; 0: none [all]."),
-    ] = None,
-    eviction: Annotated[
-        str | None,
-        typer.Option(help="Which cached prefix goes first: lru, lfu, length or cost [lru]."),
-    ] = None,
+    listen: Annotated[str | None, setting(AgentConfig, "listen")] = None,
+    control: Annotated[str | None, setting(AgentConfig, "control")] = None,
+    socket: Annotated[Path | None, setting(AgentConfig, "socket")] = None,
+    advertise: Annotated[str | None, setting(AgentConfig, "advertise")] = None,
+    arena_gib: Annotated[str | None, setting(AgentConfig, "arena_gib")] = None,
+    landing_gib: Annotated[str | None, setting(AgentConfig, "landing_gib")] = None,
+    arena_dir: Annotated[Path | None, setting(AgentConfig, "arena_dir")] = None,
+    arena_name: Annotated[str | None, setting(AgentConfig, "arena_name")] = None,
+    cache_gib: Annotated[str | None, setting(AgentConfig, "cache_gib")] = None,
+    eviction: Annotated[str | None, setting(AgentConfig, "eviction")] = None,
     placement: Annotated[
         str | None,
         typer.Option(
@@ -76,29 +56,16 @@ def agent_command(
             "'{every_tokens: 4096, dense_tokens: 32768}' [{ends: true, branches: true}]."
         ),
     ] = None,
-    ssd_dir: Annotated[
-        Path | None, typer.Option(help="Directory for copies of cached prefixes [none].")
-    ] = None,
-    ssd_gib: Annotated[float | None, typer.Option(help="Most bytes there, GiB.")] = None,
-    ssd_wait_s: Annotated[
-        float | None,
-        typer.Option(help="How long a prompt waits for what is only there, seconds [0.5]."),
-    ] = None,
-    prefault: Annotated[
-        bool | None, typer.Option(help="Allocate all of it at the start [yes].")
-    ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Prometheus port on the control host [none].")
-    ] = None,
-    tls_dir: Annotated[
-        Path | None, typer.Option(help="Directory with tls.crt, tls.key and ca.crt.")
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of this node.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM key of this node.")] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="PEM CA that signed all nodes.")] = None,
-    trusted_network: Annotated[
-        bool | None, typer.Option(help="Serve other hosts without TLS [no].")
-    ] = None,
+    ssd_dir: Annotated[Path | None, setting(AgentConfig, "ssd_dir")] = None,
+    ssd_gib: Annotated[str | None, setting(AgentConfig, "ssd_gib")] = None,
+    ssd_wait_s: Annotated[str | None, setting(AgentConfig, "ssd_wait_s")] = None,
+    prefault: Annotated[bool | None, setting(AgentConfig, "prefault")] = None,
+    metrics_port: Annotated[int | None, setting(AgentConfig, "metrics_port")] = None,
+    tls_dir: Annotated[Path | None, setting(AgentConfig, "tls_dir")] = None,
+    tls_cert: Annotated[Path | None, setting(AgentConfig, "tls_cert")] = None,
+    tls_key: Annotated[Path | None, setting(AgentConfig, "tls_key")] = None,
+    tls_ca: Annotated[Path | None, setting(AgentConfig, "tls_ca")] = None,
+    trusted_network: Annotated[bool | None, setting(AgentConfig, "trusted_network")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run the node agent of this host: owns KVCache memory, moves it, serves the engines."""

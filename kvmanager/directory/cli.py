@@ -20,6 +20,7 @@ from prometheus_client import start_http_server
 
 from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.fields import tls_files
+from kvmanager.config_files.options import setting
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.directory.config import DirectoryConfig, load
 from kvmanager.directory.embedded import EmbeddedDirectory
@@ -43,18 +44,12 @@ def directory_command(
     config: Annotated[
         Path | None, typer.Option(help="YAML file; options given here win over it.")
     ] = None,
-    listen: Annotated[
-        str | None, typer.Option(help="gRPC port, host:port [127.0.0.1:7300].")
-    ] = None,
+    listen: Annotated[str | None, setting(DirectoryConfig, "listen")] = None,
     agent: Annotated[
         list[str] | None, typer.Option(help="cluster/node=host:port to follow; once for each.")
     ] = None,
-    redis: Annotated[
-        str | None, typer.Option(help="Fill the Redis server at this URL instead of serving.")
-    ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Prometheus port on the same host [none].")
-    ] = None,
+    redis: Annotated[str | None, setting(DirectoryConfig, "redis")] = None,
+    metrics_port: Annotated[int | None, setting(DirectoryConfig, "metrics_port")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a directory: follows node agents, knows what is cached where."""

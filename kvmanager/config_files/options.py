@@ -1,0 +1,20 @@
+"""Options of commands that set what a file may say, too. Knows no single command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from kvmanager.config_files.fields import Section, field_docs
+
+
+def setting(section: type[Section], name: str) -> Any:
+    """The option for one field of `section`: its help is the field's description and default. It
+    annotates a parameter that is None where the option is not given.
+    """
+    default = section.model_fields[name].default
+    if isinstance(default, bool):
+        default = "yes" if default else "no"
+    shown = "" if default is None else f" [{default}]"
+    return typer.Option(help=f"{field_docs(section)[name]}{shown}")
