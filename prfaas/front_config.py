@@ -16,7 +16,6 @@ from kvmanager.config_files.fields import (
     Seconds,
     Section,
     Tokens,
-    defaults_of,
     filled_from,
     settings_of,
     spelled,
@@ -80,5 +79,5 @@ class QueueBounds(Section):
 class PrefillFrontConfig(FrontConfig, QueueBounds):
     """The file of `prfaas prefill`."""
 
-    queue: QueueSection = defaults_of(QueueSection)
+    queue: QueueSection = QueueSection.of()
     """The order in which waiting jobs start."""

@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -134,6 +134,13 @@ class Section(BaseModel):
     core_docs: ClassVar[Mapping[str, str]] = {}
     """Descriptions of the fields that are taken from a core, by their names."""
 
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """The section with these settings. Type checkers do not see the defaults of cores, which
+        the constructor has, too.
+        """
+        return cls.model_validate(given)
+
 
 def filled_from(*cores: type) -> Callable[[type[SectionT]], type[SectionT]]:
     """Decorates a section: fields of it that have no default get the default and the description
@@ -158,11 +165,6 @@ def filled_from(*cores: type) -> Callable[[type[SectionT]], type[SectionT]]:
         return section
 
     return fill
-
-
-def defaults_of(section: type[SectionT]) -> SectionT:
-    """The section as a file has it that says nothing of it."""
-    return section.model_validate({})
 
 
 class CoreFields:

@@ -17,7 +17,6 @@ from kvmanager.config_files.fields import (
     Seconds,
     SecondsOrZero,
     Section,
-    defaults_of,
     filled_from,
     settings_of,
 )
@@ -123,11 +122,11 @@ class LongTermSection(Section):
 class SchedulingConfig(Section):
     """All of it. Everything has a default."""
 
-    routing: RoutingSection = defaults_of(RoutingSection)
+    routing: RoutingSection = RoutingSection.of()
     """How the side of one request is chosen."""
-    queue: QueueSection = defaults_of(QueueSection)
+    queue: QueueSection = QueueSection.of()
     """The order in which prefill jobs wait."""
-    admission: AdmissionSection = defaults_of(AdmissionSection)
+    admission: AdmissionSection = AdmissionSection.of()
     """Which requests are refused before they cost anything."""
-    long_term: LongTermSection = defaults_of(LongTermSection)
+    long_term: LongTermSection = LongTermSection.of()
     """How the threshold and the roles of instances follow measured traffic."""

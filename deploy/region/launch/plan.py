@@ -201,8 +201,8 @@ def engine_spec(
 def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
     """What the gateway's process is told: the clusters with their fronts embedded in it."""
     region = resolved.region
-    gateway = region.gateway
-    return GatewayFile(
+    gateway, pd = region.gateway, region.pd_cluster
+    return GatewayFile.of(
         gateway=GatewayConfig(
             **{name: getattr(gateway, name) for name in GatewaySection.model_fields},
             models=tuple(
@@ -212,9 +212,9 @@ def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
         ),
         api_keys_file=gateway.api_keys_file,
         api_keys_env=gateway.api_keys_env,
-        pd=PdSource(name=region.pd_cluster.name, instances=_instances(region, region.pd_cluster)),
+        pd=PdSource.of(name=pd.name, instances=_instances(region, pd)),
         prefill=tuple(
-            PrefillSource(
+            PrefillSource.of(
                 name=cluster.name,
                 instances=_instances(region, cluster),
                 link=region.link_from(cluster.name).name,

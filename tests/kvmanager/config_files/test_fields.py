@@ -16,7 +16,6 @@ from kvmanager.config_files.fields import (
     Seconds,
     Section,
     Tokens,
-    defaults_of,
     field_docs,
     filled_from,
     settings_of,
@@ -138,12 +137,12 @@ def test_a_core_is_made_of_the_fields_that_it_shares_with_a_section() -> None:
 
 
 def test_a_section_takes_defaults_and_descriptions_from_a_core() -> None:
-    assert defaults_of(Both) == Both(wait_s=Core().wait_s, limit_tokens=7, more=1)
+    assert Both.of() == Both(wait_s=Core().wait_s, limit_tokens=7, more=1)
     assert Further.model_validate({"needed": 1}).wait_s == Core().wait_s
     fields = Further.model_json_schema()["properties"]
     assert fields["wait_s"]["description"] == "How long it waits."
     assert fields["limit_tokens"]["description"] == "Its own."
     with pytest.raises(ValidationError, match="needed"):
-        defaults_of(Further)
+        Further.of()
     with pytest.raises(ValidationError, match="wait_s"):
         Further.model_validate({"needed": 1, "wait_s": 0})
