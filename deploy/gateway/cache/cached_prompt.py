@@ -39,11 +39,15 @@ _NONE: Final[Nodes] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """The keys of a prompt's full blocks under `model`, in order; `root` comes before them."""
+    """The keys of a prompt's full blocks under `model`, in order; `root` comes before them.
+
+    `tenant` is whose prompt it is, "" also where that is not known.
+    """
 
     model: CacheModel
     root: bytes
     blocks: tuple[bytes, ...]
+    tenant: str = ""
 
     @property
     def joined(self) -> bytes:
@@ -198,7 +202,7 @@ async def prompt_keys(model: CacheModel, token_ids: TokenIds, tenant: str) -> Pr
             await asyncio.sleep(0)
         before = keys[-1] if keys else root
         keys += block_keys(prefix[start : start + step_tokens], model.block_tokens, before)
-    return PromptKeys(model, root, tuple(keys))
+    return PromptKeys(model, root, tuple(keys), tenant)
 
 
 def places_of(

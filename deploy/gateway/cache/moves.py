@@ -193,7 +193,7 @@ class CacheMoves:
         key = self._tell(CacheMoveBegun(source.cluster, destination.cluster)) if between else None
         try:
             fingerprint = await self._fingerprint(source, prefix.model)
-            order = CacheMoveOrder(fingerprint, prefix.joined, parts, kind)
+            order = CacheMoveOrder(fingerprint, prefix.joined, parts, kind, prefix.tenant)
             result = await move_cache(self._agent(source), self._agent(destination), order)
             outcome = "complete"
         except RpcError as error:

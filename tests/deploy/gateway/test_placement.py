@@ -111,7 +111,7 @@ def prompt(*held: NodeCoverage) -> CachedPrompt:
             {"prefill": MappingProxyType({"x": "prefill-x:1", "y": "prefill-y:1"})}
         ),
     )
-    return CachedPrompt(PromptKeys(MODEL, bytes(16), KEYS), places, held)
+    return CachedPrompt(PromptKeys(MODEL, bytes(16), KEYS, "blue"), places, held)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ class TestBring:
         assert order.priority == "request"
         assert order.block_keys == bytes(16) + b"".join(KEYS)
         assert order.parts == (*((index, 0) for index in range(4, 10)), (9, 1))
-        assert order.layout_fingerprint == "f0" * 32
+        assert (order.layout_fingerprint, order.tenant) == ("f0" * 32, "blue")
         assert found.prefill_tokens == {"prefill": 5120}
         assert found.computing_tokens("prefill") == {"prefill-y:1": 5120}
         assert world.told == [
@@ -299,7 +299,7 @@ class TestPlacement:
         assert moves.moving == {(KEYS[5], NodeName("pd", "b"))}
         await settled(moves)
         ((way, order),) = world.sent
-        assert (way, order.priority) == ("pd-a:1 -> pd-b:1", "replication")
+        assert (way, order.priority, order.tenant) == ("pd-a:1 -> pd-b:1", "replication", "")
         assert order.parts == (*((index, 0) for index in range(6)), (5, 1))
         directory.held = [coverage("pd", "a", 6), coverage("pd", "b", 6)]
         assert (await placement.step()).notes[0].endswith("2 copies, 0 coming, 2 wanted")
