@@ -230,8 +230,10 @@ def _sent(record: RequestRecord) -> str:
 
 def _places(record: RequestRecord) -> Iterator[tuple[str, str]]:
     if record.prefill_instance:
+        attempts = record.num_prefill_attempts
+        nth = f", at try {attempts}" if attempts > 1 else ""
         why = f": {placement_words(record.placement)}" if record.placement else ""
-        yield "prefilled by", record.prefill_instance + why
+        yield "prefilled by", record.prefill_instance + nth + why
     if record.decode_instance:
         is_apart = record.route == "prefill_cluster" or record.target == HAND_OFF
         yield "decoded by" if is_apart else "served by", record.decode_instance

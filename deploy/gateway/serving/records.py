@@ -71,7 +71,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     `local_cached_tokens`, `prefill_cached_tokens` (by cluster) and `landing_cached_tokens` are what
     was known to be cached when the route was chosen, None and empty without a look-up. The last one
     becomes what the landing really built on; because of it `saved_bytes` were not sent.
-    `cached_tokens` is what the prefill engine found cached.
+    `cached_tokens` is what the prefill engine found cached, and `num_prefill_attempts` how many
+    instances of its cluster were tried.
 
     `landing_wait_s` runs from the start of the prefill leg until the decode request is posted or
     the wait is given up. It covers queue, prefill and transfer, so it is no part of the TTFT beside
@@ -101,6 +102,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     error: str = ""
     num_retries: int = 0
     prefill_instance: str = ""
+    num_prefill_attempts: int = 0
     decode_instance: str = ""
     prefill_error: str = ""
     landing_wait_s: float | None = None
@@ -164,6 +166,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     def prefilled(self, result: PrefillResult) -> None:
         """Note the report of the prefill leg."""
         self.prefill_instance = result.instance
+        self.num_prefill_attempts = result.num_attempts
         self.placement = result.reason
         self.transfer_bytes = result.nbytes
         self.transfer_s = result.transfer_s

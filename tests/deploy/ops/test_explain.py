@@ -110,6 +110,20 @@ def test_a_record_says_where_why_and_with_what_numbers() -> None:
     assert "cache move" not in text
 
 
+def test_a_prefill_at_the_second_instance_says_so() -> None:
+    made = record(num_prefill_attempts=2, placement="")
+    assert row(shown(made), "prefilled by") == ["far-0,", "at", "try", "2"]
+
+
+def test_a_prompt_without_landing_room_says_what_it_lacks() -> None:
+    made = record()
+    numbers = {"landing_bytes": 3 << 20, "landing_room_bytes": 1 << 20}
+    made.decided(Decision("local", "one_engine", Reason.NO_LANDING_ROOM, numbers))
+    text = shown(made)
+    assert "the PD cluster has no room for its KVCache to land" in text
+    assert "3.0 MiB of KVCache, room for 1.0 MiB" in text
+
+
 def test_a_cached_prefix_that_came_first_is_told_with_its_time() -> None:
     made = record(cache_move="4000 tokens more in home, 2048000 bytes, 0.1 s: pays")
     made.parts.move_s = 0.125
