@@ -60,8 +60,6 @@ class LinkEstimate:
     """Time since it was last measured with a backlog all the time: only then is it known that the
     link carried no more. None before the first time.
     """
-    confidence: float = 0.0
-    """1 when just measured, halved with every half-life of `age_s`, 0 when never measured."""
     sample_age_s: float | None = None
     """Time since the last sample; None before the first. Estimates of a silent link say nothing."""
     achieved_bytes_per_s: float = 0.0

@@ -65,8 +65,6 @@ class EstimatorConfig:
     gain_least_bytes: int = 16 * 1024 * 1024
     """Wire bytes within `gain_s` from which on the gain by coding is believed."""
     gain_s: float = 10.0
-    half_life_s: float = 30.0
-    """Age at which a measurement is worth half."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -139,13 +137,11 @@ class LinkEstimator:
             sample = LinkSample(link="")
         available = self._available(sample)
         achieved = self._achieved.value(now_s)
-        age_s = _since(self._rate.heard_s, now_s)
         return LinkEstimate(
             available_bytes_per_s=available,
             is_floor=self._rate.is_floor,
-            age_s=age_s,
+            age_s=_since(self._rate.heard_s, now_s),
             full_age_s=_since(self._rate.measured_s, now_s),
-            confidence=0.0 if age_s is None else 0.5 ** (age_s / self._config.half_life_s),
             sample_age_s=_since(None if self._sample is None else self._sampled_s, now_s),
             achieved_bytes_per_s=achieved,
             utilisation=min(1.0, achieved / available) if available > 0 else 0.0,

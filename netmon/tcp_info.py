@@ -23,23 +23,16 @@ class TcpInfo:
 
     rtt_s: float = 0.0
     """Smoothed round-trip time; 0 before the first sample."""
-    rtt_var_s: float = 0.0
     min_rtt_s: float = 0.0
     """Least round-trip time lately seen; 0 before the first sample."""
     mss_bytes: int = 0
-    cwnd_segments: int = 0
     unacked_segments: int = 0
-    retransmitted_segments: int = 0
-    sent_segments: int = 0
-    """Segments with data, retransmissions included."""
     acked_bytes: int = 0
     sent_bytes: int = 0
     """On the wire, retransmissions included."""
     retransmitted_bytes: int = 0
     notsent_bytes: int = 0
     """Handed to the kernel and not put on the wire yet."""
-    delivery_bytes_per_s: int = 0
-    pacing_bytes_per_s: int = 0
     busy_s: float = 0.0
     """Time with data to send or in flight; the two below are parts of it."""
     rwnd_limited_s: float = 0.0
@@ -103,19 +96,13 @@ def parse(raw: bytes) -> TcpInfo | None:
     min_rtt_us = rates[7]
     return TcpInfo(
         rtt_s=u32[15] / 1e6,
-        rtt_var_s=u32[16] / 1e6,
         min_rtt_s=0.0 if min_rtt_us == 0xFFFFFFFF else min_rtt_us / 1e6,
         mss_bytes=u32[2],
-        cwnd_segments=u32[18],
         unacked_segments=u32[4],
-        retransmitted_segments=u32[23],
-        sent_segments=rates[9],
         acked_bytes=rates[2],
         sent_bytes=rates[16],
         retransmitted_bytes=rates[17],
         notsent_bytes=rates[6],
-        delivery_bytes_per_s=rates[10],
-        pacing_bytes_per_s=rates[0] if rates[0] != 0xFFFFFFFFFFFFFFFF else 0,
         busy_s=rates[11] / 1e6,
         rwnd_limited_s=rates[12] / 1e6,
         sndbuf_limited_s=rates[13] / 1e6,

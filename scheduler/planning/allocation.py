@@ -22,11 +22,10 @@ class Corrections:
     """
 
     prefill_factors: Mapping[str, float] = field(default_factory=dict)
-    step_factors: Mapping[str, float] = field(default_factory=dict)
     link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, factor in (*self.prefill_factors.items(), *self.step_factors.items()):
+        for name, factor in self.prefill_factors.items():
             if not 0 < factor < math.inf:
                 raise ValueError(f"the factor of {name} is {factor!r}; it must be above 0")
         for name, rate in self.link_bytes_per_s.items():
@@ -57,8 +56,7 @@ def measured_region(
     region: Region, traffic: Traffic, current: Allocation, corrections: Corrections = UNCORRECTED
 ) -> Region:
     """The region as it is: usable instances, corrected profiles, measured links and traffic."""
-    prefill, step = corrections.prefill_factors, corrections.step_factors
-    rates = corrections.link_bytes_per_s
+    prefill, rates = corrections.prefill_factors, corrections.link_bytes_per_s
     return replace(
         region,
         prefill_clusters=tuple(
@@ -69,7 +67,6 @@ def measured_region(
             replace(
                 c,
                 prefill=c.prefill.scaled(prefill.get(c.name, 1.0)),
-                step_s=c.step_s * step.get(c.name, 1.0),
                 num_instances=current.num_prefill[c.name] + current.num_decode[c.name],
             )
             for c in region.pd_clusters

@@ -32,7 +32,7 @@ def watch(
 
 def test_nothing_is_assumed_of_a_link_that_never_carried_anything() -> None:
     estimate = LinkEstimator().estimate(5.0)
-    assert (estimate.available_bytes_per_s, estimate.age_s, estimate.confidence) == (0, None, 0)
+    assert (estimate.available_bytes_per_s, estimate.age_s) == (0, None)
     estimate = watch(FluidLink(GBIT), LinkEstimator(), 3.0)
     assert (estimate.available_bytes_per_s, estimate.age_s) == (0, None)
     assert (estimate.limited_by, estimate.backlog_s) == (Limit.IDLE, 0)
@@ -44,7 +44,7 @@ def test_a_backlogged_link_is_measured() -> None:
     assert estimate.available_bytes_per_s == pytest.approx(GBIT, rel=0.02)
     assert estimate.achieved_bytes_per_s == pytest.approx(GBIT, rel=0.05)
     assert estimate.utilisation > 0.95
-    assert (estimate.age_s, estimate.confidence, estimate.is_floor) == (0, 1, False)
+    assert (estimate.age_s, estimate.is_floor) == (0, False)
     assert estimate.limited_by is Limit.LINK
     assert estimate.queueing_delay_s == pytest.approx(MB / GBIT, rel=0.05)
     assert estimate.base_rtt_s == pytest.approx(0.02)
@@ -82,7 +82,6 @@ def test_knowledge_of_an_idle_link_stands_and_ages() -> None:
     assert after.available_bytes_per_s == before.available_bytes_per_s
     assert after.age_s is not None
     assert after.age_s > 60
-    assert 0 < after.confidence < 0.25
     assert after.achieved_bytes_per_s < 1
     assert after.queueing_delay_s == 0
     assert after.limited_by is Limit.IDLE
@@ -290,7 +289,7 @@ def test_whatever_is_read_estimates_are_finite(steps: list[tuple[float, LinkSamp
             if isinstance(value, float):
                 assert math.isfinite(value), field.name
                 assert value >= (-1 if field.name == "trend" else 0), field.name
-        assert max(estimate.utilisation, estimate.loss, estimate.confidence) <= 1
+        assert max(estimate.utilisation, estimate.loss) <= 1
         assert estimate.trend <= 1
 
 

@@ -17,15 +17,9 @@ LAYOUT = {
     "tcpi_snd_mss": (16, "I", 1448),
     "tcpi_unacked": (24, "I", 31),
     "tcpi_rtt": (68, "I", 20_500),
-    "tcpi_rttvar": (72, "I", 250),
-    "tcpi_snd_cwnd": (80, "I", 123),
-    "tcpi_total_retrans": (100, "I", 7),
-    "tcpi_pacing_rate": (104, "Q", 1_250_000_000),
     "tcpi_bytes_acked": (120, "Q", 5_000_000_001),
     "tcpi_notsent_bytes": (144, "I", 131_072),
     "tcpi_min_rtt": (148, "I", 20_100),
-    "tcpi_data_segs_out": (156, "I", 4321),
-    "tcpi_delivery_rate": (160, "Q", 625_000_000),
     "tcpi_busy_time": (168, "Q", 9_000_000),
     "tcpi_rwnd_limited": (176, "Q", 1_000_000),
     "tcpi_sndbuf_limited": (184, "Q", 2_500_000),
@@ -45,19 +39,17 @@ def struct_bytes(size: int = 240, **other: int) -> bytes:
 def test_every_field_is_where_the_kernel_has_it() -> None:
     info = parse(struct_bytes())
     assert info is not None
-    assert (info.rtt_s, info.rtt_var_s, info.min_rtt_s) == (0.0205, 0.00025, 0.0201)
-    assert (info.mss_bytes, info.cwnd_segments, info.unacked_segments) == (1448, 123, 31)
-    assert (info.retransmitted_segments, info.sent_segments) == (7, 4321)
+    assert (info.rtt_s, info.min_rtt_s) == (0.0205, 0.0201)
+    assert (info.mss_bytes, info.unacked_segments) == (1448, 31)
     assert (info.acked_bytes, info.sent_bytes) == (5_000_000_001, 5_000_100_000)
     assert (info.retransmitted_bytes, info.notsent_bytes) == (99_000, 131_072)
-    assert (info.delivery_bytes_per_s, info.pacing_bytes_per_s) == (625_000_000, 1_250_000_000)
     assert (info.busy_s, info.rwnd_limited_s, info.sndbuf_limited_s) == (9.0, 1.0, 2.5)
 
 
-def test_no_sample_and_no_limit_read_as_nothing() -> None:
-    info = parse(struct_bytes(tcpi_min_rtt=0xFFFFFFFF, tcpi_pacing_rate=(1 << 64) - 1))
+def test_no_sample_reads_as_nothing() -> None:
+    info = parse(struct_bytes(tcpi_min_rtt=0xFFFFFFFF))
     assert info is not None
-    assert (info.min_rtt_s, info.pacing_bytes_per_s) == (0.0, 0)
+    assert info.min_rtt_s == 0.0
 
 
 def test_what_an_older_kernel_does_not_give_reads_as_nothing() -> None:
@@ -95,8 +87,6 @@ def test_a_real_connection() -> None:
     assert len(payload) <= last.acked_bytes - first.acked_bytes <= len(payload) + 1
     assert last.sent_bytes - first.sent_bytes >= len(payload)
     assert 500 <= last.mss_bytes <= 65_536
-    assert last.cwnd_segments >= 1
-    assert last.sent_segments > 0
     assert last.retransmitted_bytes == 0
     assert 0 <= last.sndbuf_limited_s <= last.busy_s + 0.01
 

@@ -328,14 +328,13 @@ def test_a_region_without_instances_decides_nothing() -> None:
 def test_corrections_and_usable_instances_make_the_model() -> None:
     corrections = Corrections(
         prefill_factors={"far": 2.0, "near": 3.0},
-        step_factors={"near": 1.5},
         link_bytes_per_s={"far to near": 5.0},
     )
     found = measured_region(pair(), pair().traffic, allocation(0, 2, 4), corrections)
     assert float(found.prefill_clusters[0].prefill(1000)) == pytest.approx(2 * FAST(1000))
     near = found.pd_clusters[0]
     assert float(near.prefill(1000)) == pytest.approx(3 * SLOW(1000))
-    assert (near.num_instances, near.step_s) == (6, pytest.approx(0.0375))
+    assert (near.num_instances, near.step_s) == (6, pair().pd_clusters[0].step_s)
     assert found.links[0].bytes_per_s == 5.0
     with pytest.raises(ValueError, match="the factor of near is 0"):
         Corrections(prefill_factors={"near": 0})

@@ -19,7 +19,7 @@ from transport.sending.tuning import LinkTuner, TuningPhase
 CONFIG = TransportConfig()
 TICK_S = 0.1
 GBIT = 1e9 / 8
-NO_INFO = TcpInfo(*[0] * 17)
+NO_INFO = TcpInfo()
 
 
 @dataclass(frozen=True)
