@@ -28,6 +28,7 @@ POINTS_PER_BIN = 4
 CHANGE_ODDS = 1e-6
 """How often two samples of one distribution may be taken for different, per cut that is tried."""
 _KS_SCALE = math.sqrt(-math.log(CHANGE_ODDS / 2) / 2)
+Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 _EDGES: Floats = np.exp2(np.arange(NUM_BINS + 1) / BINS_PER_OCTAVE)
 
 
@@ -123,19 +124,36 @@ class TrafficMeter:
             self._output.add(output_tokens, now_s)
 
     def measured(self, now_s: float) -> MeasuredTraffic | None:
-        """What is known now; None before a request came and one ended."""
-        uncached, prompts = self._uncached.sample(now_s)
-        output, _ = self._output.sample(now_s)
-        if uncached is None or output is None:
+        """What is known now; None before a request came and one ended. Changes nothing."""
+        prompts, outputs = self._uncached.seen(now_s), self._output.seen(now_s)
+        if prompts is None or outputs is None:
             return None
-        arrivals = self._uncached.num_in_window
+        uncached, (input_tokens,) = prompts.sample, prompts.extra
         return MeasuredTraffic(
             uncached=uncached,
-            output=output,
-            input_tokens=prompts,
-            hit_ratio=max(0.0, 1 - uncached.mean_tokens / prompts),
-            rate_rps=arrivals / uncached.window_s,
+            output=outputs.sample,
+            input_tokens=input_tokens,
+            hit_ratio=max(0.0, 1 - uncached.mean_tokens / input_tokens),
+            rate_rps=prompts.num / uncached.window_s,
         )
+
+    def forget_before_change(self, now_s: float) -> None:
+        """Drop what is older than the clearest change for good: a later and smaller change would
+        be hard to see beside it.
+        """
+        self._uncached.forget_before_change(now_s)
+        self._output.forget_before_change(now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A window: its weighted sample, how many values it holds, and the means of what came with
+    them.
+    """
+
+    sample: LengthSample
+    num: int
+    extra: list[float]
 
 
 class _Channel:
@@ -153,10 +171,6 @@ class _Channel:
         """Number of the newest slice since time 0."""
         self._began_s = 0.0
 
-    @property
-    def num_in_window(self) -> int:
-        return int(self._counts[self._rows()].sum())
-
     def add(self, value: int, now_s: float, extra: int = 0) -> None:
         self._advance(now_s)
         row = (self._newest or 0) % len(self._sums)
@@ -168,32 +182,38 @@ class _Channel:
         if len(sums) > 2:
             sums[2] += extra
 
-    def sample(self, now_s: float) -> tuple[LengthSample | None, float]:
-        """The window as one sample, and the mean of what came with the values."""
-        self._advance(now_s)
-        self._drop_before_change()
-        rows = self._rows()
+    def seen(self, now_s: float) -> _Seen | None:
+        """What the window holds since its clearest change; None: nothing."""
+        rows, ages_s = self._window(now_s)
         if not self._counts[rows].any():
-            return None, 0.0
-        ages_s = np.arange(len(rows)) * self._config.slice_s
-        weights = np.exp2(-ages_s / self._config.half_life_s)
-        counts = weights @ self._counts[rows]
+            return None
+        weights: Floats = np.exp2(-ages_s / self._config.half_life_s)
+        counts: Floats = weights @ self._counts[rows]
         total = counts.sum()
-        mean, square, *extra = weights @ self._sums[rows] / total
-        num = total**2 / float(weights**2 @ self._counts[rows].sum(axis=1))
+        mean, square, *extra = (float(each) for each in weights @ self._sums[rows] / total)
+        num = float(total**2 / (weights**2 @ self._counts[rows].sum(axis=1)))
         spread = math.sqrt(max(0.0, square - mean**2))
-        found = LengthSample(
-            _lengths_of(counts, float(mean)),
-            float(mean),
-            float(num),
+        oldest_s = ((self._newest or 0) - len(rows) + 1) * self._config.slice_s
+        sample = LengthSample(
+            _lengths_of(counts, mean),
+            mean,
+            num,
             spread / (mean * math.sqrt(num)),
-            self._window_s(now_s),
+            max(1.0, now_s - max(self._began_s, oldest_s)),
         )
-        return found, float(extra[0]) if extra else 0.0
+        return _Seen(sample, int(self._counts[rows].sum()), extra)
 
-    def _window_s(self, now_s: float) -> float:
-        oldest = (self._newest or 0) - self._num_used + 1
-        return max(1.0, now_s - max(self._began_s, oldest * self._config.slice_s))
+    def forget_before_change(self, now_s: float) -> None:
+        self._num_used = len(self._window(now_s)[0])
+
+    def _window(self, now_s: float) -> tuple[Rows, Floats]:
+        """The rows since the clearest change, the newest first, and how old each is."""
+        newest = self._newest or 0
+        age = max(0, int(now_s // self._config.slice_s) - newest)
+        num = max(0, min(self._num_used, self._config.num_slices - age))
+        rows = self._since_change((newest - np.arange(num)) % self._config.num_slices)
+        ages_s: Floats = (age + np.arange(len(rows), dtype=np.float64)) * self._config.slice_s
+        return rows, ages_s
 
     def _advance(self, now_s: float) -> None:
         """Open the slice that `now_s` lies in; slices in between stay empty."""
@@ -211,28 +231,23 @@ class _Channel:
         self._newest = current
         self._num_used = min(num, self._num_used + steps)
 
-    def _rows(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Rows of the window, newest first."""
-        newest = 0 if self._newest is None else self._newest
-        return (newest - np.arange(self._num_used)) % self._config.num_slices
-
-    def _drop_before_change(self) -> None:
-        """Forget what is older than the clearest change, if there is one."""
-        upto = np.cumsum(self._counts[self._rows()], axis=0)
+    def _since_change(self, rows: Rows) -> Rows:
+        """Those of `rows` that are not older than the clearest change, if there is one."""
+        upto = np.cumsum(self._counts[rows], axis=0)
         newer = upto[:-1].sum(axis=1, dtype=np.float64)
-        older = upto[-1].sum() - newer
+        older = upto[-1:].sum() - newer
         tried = np.flatnonzero(
             (newer >= self._config.min_recent) & (older >= self._config.min_recent)
         )
         if not len(tried):
-            return
+            return rows
         new = np.cumsum(upto[tried], axis=1) / newer[tried, None]
         old = np.cumsum(upto[-1] - upto[tried], axis=1) / older[tried, None]
         distance = np.abs(new - old).max(axis=1)
         chance = _KS_SCALE * np.sqrt(1 / newer[tried] + 1 / older[tried])
         clearest = int(np.argmax(distance / chance))
-        if distance[clearest] > chance[clearest]:
-            self._num_used = int(tried[clearest]) + 1
+        is_change = distance[clearest] > chance[clearest]
+        return rows[: tried[clearest] + 1] if is_change else rows
 
 
 def _lengths_of(counts: Floats, mean: float) -> EmpiricalLengths:
