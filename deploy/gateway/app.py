@@ -31,7 +31,7 @@ from deploy.gateway.pages import Handler, Pages, program_version
 from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
-from deploy.gateway.scheduling.long_term import LongTermService, LongTermSources, PlanMetrics
+from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.gateway.scheduling.role_pages import RolePages
 from deploy.gateway.scheduling.roles import RoleKeeper
@@ -99,7 +99,12 @@ class Gateway:
             config.scheduling.long_term.conversion(),
             self.metrics.registry,
         )
-        self.long_term = self._build_long_term()
+        self.long_term = LongTermService(
+            config.scheduling.long_term,
+            self.scheduler,
+            self.roles,
+            PlanMetrics(self.metrics.registry),
+        )
         self._background = Background()
         self.metrics.watch(lambda: self.num_in_flight, lambda: len(self._background))
         self._pages = self._build_pages(links or {})
@@ -196,16 +201,6 @@ class Gateway:
             self.metrics.registry,
             version=program_version(),
             named=config.scheduling.admission.tenants.keys(),
-        )
-
-    def _build_long_term(self) -> LongTermService:
-        sources = LongTermSources(
-            models=self._models.names,
-            scheduler=self.scheduler,
-            roles=self.roles,
-        )
-        return LongTermService(
-            self.config.scheduling.long_term, sources, PlanMetrics(self.metrics.registry)
         )
 
     def _build_services(self) -> Services:

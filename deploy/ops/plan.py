@@ -21,8 +21,8 @@ from kvmanager.config_files.units import format_age, format_bytes, format_durati
 if TYPE_CHECKING:
     from deploy.gateway.scheduling.plan_overview import (
         ClusterModel,
+        ModelPlanNow,
         PlanDecision,
-        PlanGoal,
         PlanOverview,
         TrafficNow,
     )
@@ -60,25 +60,33 @@ def print_plan(console: Console, found: PlanOverview, *, num_decisions: int = 10
     console.print(_settings_table(found))
     if found.conversion:
         say(console, f"converting {found.conversion}")
-    if found.traffic is not None:
-        say(console, _traffic(found.traffic))
-    if found.region is not None:
-        console.print(_clusters_table(found.region.clusters))
-        for link in found.region.links:
+    for plan in found.models:
+        if len(found.models) > 1:
+            say(console, f"model {plan.model}")
+        _print_model(console, plan)
+    if found.decisions and num_decisions:
+        console.print(_decisions_table(found.decisions[:num_decisions], len(found.models) > 1))
+
+
+def _print_model(console: Console, plan: ModelPlanNow) -> None:
+    """What the plan of one model rests on, or why there is none."""
+    if plan.traffic is not None:
+        say(console, _traffic(plan.traffic))
+    if plan.region is not None:
+        console.print(_clusters_table(plan.region.clusters))
+        for link in plan.region.links:
             rate, rtt = format_rate(link.bytes_per_s), format_duration(link.rtt_s)
             say(console, f"{link.source} to {link.target}: {rate}, round trip {rtt}")
-        fixed, thousand = found.region.kv_fixed_bytes, 1000 * found.region.kv_token_bytes
+        fixed, thousand = plan.region.kv_fixed_bytes, 1000 * plan.region.kv_token_bytes
         say(
             console,
             f"KVCache: {format_bytes(round(fixed))} and {format_bytes(round(thousand))} "
             "per 1000 tokens",
         )
-        for note in found.region.notes:
+        for note in plan.region.notes:
             say(console, note)
-    if found.unknown:
-        say(console, f"no plan: {found.unknown}")
-    if found.decisions and num_decisions:
-        console.print(_decisions_table(found.decisions[:num_decisions]))
+    if plan.unknown:
+        say(console, f"no plan: {plan.unknown}")
 
 
 def _mode(found: PlanOverview) -> str:
@@ -89,24 +97,24 @@ def _mode(found: PlanOverview) -> str:
 
 
 def _settings_table(found: PlanOverview) -> Table:
-    """What the region is set to, next to the best plan that was found last."""
-    goal = next((item.goal for item in found.decisions if item.goal is not None), None)
+    """What the region is set to, next to the best plans that were found last."""
+    goals = {item.model: item.goal for item in reversed(found.decisions) if item.goal is not None}
+    best_tokens = {name: t for goal in goals.values() for name, t in goal.thresholds.items()}
     table = new_table("setting", numbers=("now", "best"))
     for cluster, tokens in found.thresholds.items():
-        best = None if goal is None else goal.thresholds.get(cluster)
-        table.add_row(f"t of {cluster}, tokens", f"{tokens:,.0f}", _number(best))
-    for role, now in (("prefill", found.num_prefill), ("decode", found.num_decode)):
-        for cluster, num in now.items():
-            table.add_row(
-                f"{cluster} {role} instances", f"{num}", _number(_wanted(goal, role, cluster))
-            )
+        table.add_row(
+            f"t of {cluster}, tokens", f"{tokens:,.0f}", _number(best_tokens.get(cluster))
+        )
+    for plan in found.models:
+        goal, whose = goals.get(plan.model), f" of {plan.model}" if len(found.models) > 1 else ""
+        for role, now, best in (
+            ("prefill", plan.num_prefill, {} if goal is None else goal.num_prefill),
+            ("decode", plan.num_decode, {} if goal is None else goal.num_decode),
+        ):
+            for cluster, num in now.items():
+                name = f"{cluster} {role} instances{whose}"
+                table.add_row(name, f"{num}", _number(best.get(cluster)))
     return table
-
-
-def _wanted(goal: PlanGoal | None, role: str, cluster: str) -> float | None:
-    if goal is None:
-        return None
-    return (goal.num_prefill if role == "prefill" else goal.num_decode).get(cluster)
 
 
 def _clusters_table(clusters: list[ClusterModel]) -> Table:
@@ -127,13 +135,15 @@ def _clusters_table(clusters: list[ClusterModel]) -> Table:
     return table
 
 
-def _decisions_table(decisions: list[PlanDecision]) -> Table:
-    table = new_table("age", "reason", numbers=("best gains",))
+def _decisions_table(decisions: list[PlanDecision], has_several_models: bool) -> Table:
+    names = ("age", "model") if has_several_models else ("age",)
+    table = new_table(*names, "reason", numbers=("best gains",))
     table.add_column("done", overflow="fold")
     for item in decisions:
         gain = item.numbers.get("gain")
         table.add_row(
             format_age(item.age_s),
+            *([item.model] if has_several_models else []),
             item.reason,
             "" if gain is None else f"{gain:.1%}",
             "\n".join(item.done),

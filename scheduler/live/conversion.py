@@ -34,7 +34,8 @@ from typing import Final, Literal
 from scheduler.reports import Role
 
 PdRole = Literal["prefill", "decode"]
-"""What an instance can be converted from and to; `both` is never converted."""
+"""What an instance can be converted from and to. `both` is never converted: the instance serves
+either kind of work already, and an operator chose that for it."""
 
 DWELL_S: Final = 240.0
 MAX_DRAIN_S: Final = 900.0
@@ -74,11 +75,15 @@ def applied(status: RoleStatus, change: RoleChange) -> RoleStatus | None:
 
 @dataclass(frozen=True, slots=True)
 class ConversionWish:
-    """One instance of `cluster` should change its role."""
+    """One instance of `cluster` should change its role; one that serves `model`, if it is given."""
 
     cluster: str
     from_role: PdRole
     to_role: PdRole
+    model: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.cluster} from {self.from_role} to {self.to_role}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +189,12 @@ class Start:
     reason: str
 
 
+def never_converted(names: Sequence[str]) -> str:
+    """Why instances with the role `both` keep it."""
+    have = "has" if len(names) == 1 else "have"
+    return f"{', '.join(names)} {have} the role both, which is never converted"
+
+
 class Converter:
     """The conversions of one PD cluster, one after the other."""
 
@@ -209,8 +220,10 @@ class Converter:
             return Start((), f"{self._current.instance} is {self._current.phase}")
         usable = [view for view in instances if view.role == wish.from_role and view.is_usable]
         if len(usable) < 2:
-            count = f"{len(usable)} usable {wish.from_role} instances"
-            return Start((), f"{wish.cluster} has {count}; one must stay")
+            both = [view.name for view in instances if view.role == "both"]
+            count = f"{len(usable)} usable {wish.from_role} instances; one must stay"
+            why = f", and {never_converted(both)}" if both else ""
+            return Start((), f"{wish.cluster} has {count}{why}")
         asked_for = [view for view in usable if only in ("", view.name)]
         if not asked_for:
             return Start((), f"{only} is no usable {wish.from_role} instance of {wish.cluster}")

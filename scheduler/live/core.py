@@ -3,6 +3,7 @@
     facts      reports of clusters, the state of links          `scheduler.live.events`
     feedback   what each step of a request's life teaches       `scheduler.live.feedback`
     questions  a route with its cache move, admission, t        `scheduler.live.events`
+    plans      every few minutes: t, and who prefills           `scheduler.live.plan_events`
 
 The object reads no clock, calls nobody and waits for nothing: its answer to an event depends on
 the events before it and on nothing else. So the gateway's shell, which hands events over and
@@ -28,8 +29,16 @@ from scheduler.live.cache_moves import CacheMoveLedger
 from scheduler.live.decode_side import is_full
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
+from scheduler.live.model_plan import ModelPlan
+from scheduler.live.running_region import PeriodMeter
 from scheduler.live.settings import LiveSettings
-from scheduler.live.snapshots import NO_LINK_KNOWN, PendingRequest, Reported, SnapshotMaker
+from scheduler.live.snapshots import (
+    NO_LINK_KNOWN,
+    LinkPair,
+    PendingRequest,
+    Reported,
+    SnapshotMaker,
+)
 from scheduler.live.tenants import TenantLedger
 from scheduler.live.thresholds import Thresholds
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
@@ -40,9 +49,6 @@ from scheduler.routing.views import DecodeView, RegionSnapshot
 _NO_KV: Final = KvProfile(0.0, 0.0)
 RETRY_S: Final = 120.0
 """A prefill cluster that nothing was sent to for so long may have become faster."""
-
-LinkPair = tuple[str, str]
-"""The clusters that a link leads from and to."""
 
 R = TypeVar("R")
 
@@ -89,6 +95,8 @@ class LiveScheduler:
         self.reports = {name: Reported(name, None, -math.inf) for name in (settings.pd, *clusters)}
         self.links: dict[LinkPair, LinkView] = {}
         self.moves = CacheMoveLedger()
+        self.period = PeriodMeter()
+        self.plans = {model: ModelPlan(model) for model in settings.models}
         self._knowledge: dict[str, ModelKnowledge] = {}
 
     def take(self, event: Event[R], now_s: float) -> R:

@@ -1,9 +1,9 @@
 """The long timescale: every few minutes, t and the division of instances that the traffic asks for.
 
-State: when each PD cluster last had a conversion, and which way. Measured traffic, the
-region's profiles and links, and the present t and division go in; a `LongTermDecision` comes out:
-t to use now, t to use once conversions are done, the conversions, the plan they lead to, and the
-reason, also for doing nothing. The same calls give the same answers.
+Measured traffic, the region's profiles and links, the present t and division, and when each PD
+cluster had its last conversion are a `LongTermQuestion`. Its answer is a `LongTermDecision`: t to
+use now, t to use once conversions are done, the conversions, the plan they lead to, and the reason,
+also for doing nothing. The same question has the same answer, whoever computes it and when.
 
 Rules:
 
@@ -25,8 +25,9 @@ Rules:
 While an instance drains it is lost to both roles. So t counts on the fewer prefill instances until
 then: at once when one stops to prefill, afterwards when one will begin to.
 
-A step costs tens of milliseconds for one pair of clusters and seconds for several: call it off the
-event loop. No I/O, no clock. How an instance is converted is `scheduler.live.conversion`'s;
+An answer costs tens of milliseconds for one pair of clusters and seconds for several: compute it
+off the event loop. No I/O, no clock. What is kept from one question to the next is
+`scheduler.live.model_plan`'s; how an instance is converted is `scheduler.live.conversion`'s;
 congestion of seconds is `scheduler.routing.threshold`'s.
 """
 
@@ -42,9 +43,8 @@ import numpy as np
 
 from scheduler.live.conversion import DWELL_S, ConversionWish
 from scheduler.live.measured_traffic import MeasuredTraffic
-from scheduler.planning.allocation import UNCORRECTED, Allocation, Corrections, measured_region
+from scheduler.planning.allocation import Allocation, Corrections, measured_region
 from scheduler.planning.division_search import Bounds, Division, best_at, best_within, thresholds_of
-from scheduler.planning.lengths import Lengths
 from scheduler.planning.plan import Plan, is_pair, threshold_plan
 from scheduler.planning.region_model import Region
 from scheduler.planning.route_search import NoRouteError
@@ -132,6 +132,8 @@ class LongTermDecision:
     conversions: tuple[ConversionWish, ...] = ()
     plan: Plan | None = None
     """The best plan, that the loop works towards; None when none was made."""
+    adopted: Plan | None = None
+    """The routing that `thresholds_after` stand for; None: they stay as they are."""
     numbers: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
@@ -142,182 +144,163 @@ class LongTermDecision:
         return f"convert {wishes}{told}"
 
 
-class LongTermLoop:
-    """Re-solves (t, N_p, N_d) of one region."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongTermQuestion:
+    """What is the best t and division of one region for the next period?
 
-    def __init__(self, config: LongTermConfig | None = None) -> None:
-        self._config = config or LongTermConfig()
-        self._asked: dict[str, tuple[float, int]] = {}
-        """When a conversion was last asked of a cluster or ended, and by how much it changed N_p: 0
-        if it failed."""
-        self._adopted: Plan | None = None
-        """The routing that the present thresholds stand for, where one t does not describe it."""
+    `region` is as it is configured and learnt, without `corrections`. `changed` says of each PD
+    cluster when a conversion was last asked of it or ended, and by how much it changed N_p: 0 if it
+    failed. `adopted` is the routing that the present thresholds stand for, where one t does not
+    describe it. `current` has all PD clusters of `region`, and `model` those instances serve.
+    """
 
-    def step(
-        self,
-        region: Region,
-        measured: MeasuredTraffic | None,
-        current: Allocation,
-        now_s: float,
-        *,
-        corrections: Corrections = UNCORRECTED,
-    ) -> LongTermDecision:
-        """Decide for the next period. `region` holds the uncorrected profiles.
+    model: str
+    config: LongTermConfig
+    region: Region
+    measured: MeasuredTraffic | None
+    current: Allocation
+    corrections: Corrections
+    changed: Mapping[str, tuple[float, int]]
+    adopted: Plan | None
+    now_s: float
 
-        Raises KeyError when `current` lacks one of its PD clusters.
-        """
-        num_requests = 0.0 if measured is None else measured.num_requests
-        if measured is None or num_requests < self._config.min_requests:
-            numbers = {"requests": num_requests, "min_requests": self._config.min_requests}
-            return _unchanged(current, StepReason.TOO_FEW_REQUESTS, numbers)
-
-        traffic = _Scaled(region, measured, current, corrections)
+    def answer(self) -> LongTermDecision:
+        """Decide. Takes milliseconds to seconds, and may be called in any thread."""
+        num_requests = 0.0 if self.measured is None else self.measured.num_requests
+        if self.measured is None or num_requests < self.config.min_requests:
+            numbers = {"requests": num_requests, "min_requests": self.config.min_requests}
+            return self._unchanged(StepReason.TOO_FEW_REQUESTS, numbers)
         try:
-            return self._decide(traffic, current, now_s)
+            return self._decide(self.measured)
         except NoRouteError:
-            return _unchanged(current, StepReason.NO_ROUTE, {"requests": num_requests})
+            return self._unchanged(StepReason.NO_ROUTE, {"requests": num_requests})
 
-    def ended(self, wish: ConversionWish, now_s: float, *, is_converted: bool) -> None:
-        """A conversion ended, whoever asked for it: rule 4 counts from now."""
-        way = 1 if wish.to_role == "prefill" else -1
-        self._asked[wish.cluster] = now_s, way if is_converted else 0
-
-    def _decide(self, traffic: _Scaled, current: Allocation, now_s: float) -> LongTermDecision:
-        model = traffic.region()
+    def _decide(self, measured: MeasuredTraffic) -> LongTermDecision:
+        current = self.current
+        model = self._modelled(measured)
         present = best_at(model, [current.num_prefill])
         best = best_within(model, _bounds(current))
-        kept = self._kept(model, current) or present
-        division = self._next(best, current, now_s)
+        kept = self._kept(model) or present
+        division = self._next(best)
         after = best_at(model, [division]) if division != current.num_prefill else present
-        reason = self._reason(traffic, current, (present, after, best))
+        reason = self._reason(measured, (present, after, best))
         numbers = {
-            "requests": traffic.measured.num_requests,
-            "rate_rps": traffic.measured.rate_rps,
+            "requests": measured.num_requests,
+            "rate_rps": measured.rate_rps,
             "kept_rps": _rps(kept),
             "present_rps": _rps(present),
             "next_rps": _rps(after),
             "best_rps": _rps(best),
             "gain": _gain(best, present),
         }
-        if reason is not StepReason.CONVERT:
-            is_worth_it = _gain(present, kept) >= self._config.min_threshold_gain
-            tokens = self._adopt(present, current) if is_worth_it else dict(current.thresholds)
-            return LongTermDecision(reason, tokens, tokens, (), best, MappingProxyType(numbers))
-        fewer = {name: min(n, division[name]) for name, n in current.num_prefill.items()}
-        meanwhile = self._adopt(best_at(model, [fewer]), current)
-        wishes = self._ask(division, current, now_s)
+        tokens = dict(current.thresholds)
+        adopted: Plan | None = None
+        if reason is StepReason.CONVERT:
+            fewer = {name: min(n, division[name]) for name, n in current.num_prefill.items()}
+            tokens, adopted = self._towards(best_at(model, [fewer])), after
+        elif _gain(present, kept) >= self.config.min_threshold_gain:
+            tokens, adopted = self._towards(present), present
         return LongTermDecision(
             reason,
-            meanwhile,
-            self._adopt(after, current),
-            wishes,
+            tokens,
+            tokens if adopted is None else self._towards(adopted),
+            self._wishes(division) if reason is StepReason.CONVERT else (),
             best,
+            adopted,
             MappingProxyType(numbers),
         )
 
-    def _reason(
-        self, traffic: _Scaled, current: Allocation, plans: tuple[Plan, Plan, Plan]
-    ) -> StepReason:
+    def _reason(self, measured: MeasuredTraffic, plans: tuple[Plan, Plan, Plan]) -> StepReason:
         """Of going from the first of the plans to the second, on the way to the third."""
         present, after, best = plans
-        steps = _steps(current.num_prefill, best)
+        steps = _steps(self.current.num_prefill, best)
         gain = _gain(best, present)
         if not any(steps.values()) or gain < _ROUNDING:
             return StepReason.BEST_ALREADY
-        if gain < self._config.min_gain:
+        if gain < self.config.min_gain:
             return StepReason.SMALL_GAIN
         if after is present:
-            running = any(steps[name] for name in current.converting)
+            running = any(steps[name] for name in self.current.converting)
             return StepReason.CONVERTING if running else StepReason.DWELLING
         num_steps = max(map(abs, steps.values()))
-        if _gain(after, present) < self._config.min_gain / num_steps:
+        if _gain(after, present) < self.config.min_gain / num_steps:
             return StepReason.SMALL_GAIN
-        ways = {int(np.sign(n)) for n in _steps(current.num_prefill, after).values() if n}
-        if all(self._holds(traffic, way, present, after) for way in ways):
+        ways = {int(np.sign(n)) for n in _steps(self.current.num_prefill, after).values() if n}
+        if all(self._holds(measured, way, present, after) for way in ways):
             return StepReason.CONVERT
         return StepReason.UNSURE
 
-    def _holds(self, traffic: _Scaled, way: int, present: Plan, after: Plan) -> bool:
+    def _holds(self, measured: MeasuredTraffic, way: int, present: Plan, after: Plan) -> bool:
         """Whether the step is no loss with the means off against it; `way` 1: more prefill."""
         uncached, output = (
-            min(_MAX_ERROR, self._config.num_errors * sample.relative_error)
-            for sample in (traffic.measured.uncached, traffic.measured.output)
+            min(_MAX_ERROR, self.config.num_errors * sample.relative_error)
+            for sample in (measured.uncached, measured.output)
         )
-        unlucky = traffic.region(1 - way * uncached, 1 + way * output)
+        unlucky = self._modelled(measured, 1 - way * uncached, 1 + way * output)
         stay, go = (best_at(unlucky, [_division(plan)]) for plan in (present, after))
         return _rps(go) >= _rps(stay)
 
-    def _next(self, best: Plan, current: Allocation, now_s: float) -> dict[str, int]:
+    def _modelled(
+        self, measured: MeasuredTraffic, uncached_scale: float = 1.0, output_scale: float = 1.0
+    ) -> Region:
+        """The region as it is, or as it would be if the measured means were off."""
+        traffic = measured.traffic(uncached_scale=uncached_scale, output_scale=output_scale)
+        return measured_region(self.region, traffic, self.current, self.corrections)
+
+    def _next(self, best: Plan) -> dict[str, int]:
         """N_p a step further towards the best plan, where a cluster may change now."""
-        division = dict(current.num_prefill)
-        for name, wanted in _steps(current.num_prefill, best).items():
-            if wanted and name not in current.converting:
+        division = dict(self.current.num_prefill)
+        for name, wanted in _steps(self.current.num_prefill, best).items():
+            if wanted and name not in self.current.converting:
                 step = 1 if wanted > 0 else -1
-                asked_s, last = self._asked.get(name, (-math.inf, step))
+                changed_s, last = self.changed.get(name, (-math.inf, step))
                 same = last == step
-                dwell_s = self._config.dwell_s if same else self._config.reverse_dwell_s
-                if now_s - asked_s >= dwell_s:
+                dwell_s = self.config.dwell_s if same else self.config.reverse_dwell_s
+                if self.now_s - changed_s >= dwell_s:
                     division[name] += step
         return division
 
-    def _ask(
-        self, division: Division, current: Allocation, now_s: float
-    ) -> tuple[ConversionWish, ...]:
+    def _wishes(self, division: Division) -> tuple[ConversionWish, ...]:
         wishes = []
         for name, n in division.items():
-            step = n - current.num_prefill[name]
+            step = n - self.current.num_prefill[name]
             if step > 0:
-                wishes.append(ConversionWish(name, "decode", "prefill"))
+                wishes.append(ConversionWish(name, "decode", "prefill", self.model))
             elif step < 0:
-                wishes.append(ConversionWish(name, "prefill", "decode"))
-            if step:
-                self._asked[name] = now_s, step
+                wishes.append(ConversionWish(name, "prefill", "decode", self.model))
         return tuple(wishes)
 
-    def _adopt(self, plan: Plan, current: Allocation) -> dict[str, float]:
+    def _towards(self, plan: Plan) -> dict[str, float]:
         """The plan's thresholds, as far towards them as one step may go."""
-        self._adopted = plan
-        lengths = plan.region.traffic.lengths
-        return {
-            name: self._towards(tokens, current.thresholds.get(name), lengths)
-            for name, tokens in thresholds_of(plan).items()
-        }
+        lengths, most = plan.region.traffic.lengths, self.config.max_moved_share
+        found = thresholds_of(plan)
+        for name, wanted in found.items():
+            present = self.current.thresholds.get(name)
+            if present is None:
+                continue
+            start, end = lengths.moments_to([present, wanted])[0]
+            if abs(end - start) > most:
+                share = start + math.copysign(most, end - start)
+                found[name] = float(lengths.quantile([share])[0])
+        return found
 
-    def _towards(self, wanted: float, present: float | None, lengths: Lengths) -> float:
-        if present is None:
-            return wanted
-        start, end = lengths.moments_to([present, wanted])[0]
-        most = self._config.max_moved_share
-        if abs(end - start) <= most:
-            return wanted
-        return float(lengths.quantile([start + math.copysign(most, end - start)])[0])
-
-    def _kept(self, model: Region, current: Allocation) -> Plan | None:
+    def _kept(self, model: Region) -> Plan | None:
         """The present t and division in this traffic; None: nothing says what they mean."""
+        current = self.current
         if is_pair(model):
             if not model.prefill_clusters or not current.thresholds:
                 return None
             tokens = current.thresholds[model.prefill_clusters[0].name]
             return threshold_plan(model, tokens, current.num_prefill[model.pd_clusters[0].name])
         try:
-            kept = self._adopted and self._adopted.kept_in(model)
+            kept = self.adopted and self.adopted.kept_in(model)
         except ValueError:
             return None
         return kept and replace(kept, num_prefill=dict(current.num_prefill))
 
-
-@dataclass(frozen=True)
-class _Scaled:
-    """The region as it is, and as it would be if the measured means were off."""
-
-    configured: Region
-    measured: MeasuredTraffic
-    current: Allocation
-    corrections: Corrections
-
-    def region(self, uncached_scale: float = 1.0, output_scale: float = 1.0) -> Region:
-        traffic = self.measured.traffic(uncached_scale=uncached_scale, output_scale=output_scale)
-        return measured_region(self.configured, traffic, self.current, self.corrections)
+    def _unchanged(self, reason: StepReason, numbers: Mapping[str, float]) -> LongTermDecision:
+        tokens = dict(self.current.thresholds)
+        return LongTermDecision(reason, tokens, tokens, numbers=MappingProxyType(dict(numbers)))
 
 
 def _bounds(current: Allocation) -> Bounds:
@@ -348,10 +331,3 @@ def _gain(new: Plan, old: Plan) -> float:
     if before > 0:
         return after / before - 1
     return math.inf if after > 0 else 0.0
-
-
-def _unchanged(
-    current: Allocation, reason: StepReason, numbers: Mapping[str, float]
-) -> LongTermDecision:
-    tokens = dict(current.thresholds)
-    return LongTermDecision(reason, tokens, tokens, numbers=MappingProxyType(dict(numbers)))

@@ -7,17 +7,16 @@ instance counts that was healthy for half of it. Pure; does not know the plan, n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.conversion import Conversion
-from scheduler.live.core import LinkPair
+from scheduler.live.conversion import Conversion, never_converted
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
-from scheduler.live.snapshots import Reported
+from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.planning.allocation import Allocation
 from scheduler.planning.curves import Curve
 from scheduler.planning.region_model import (
@@ -52,22 +51,29 @@ class LinkMean:
 
 @dataclass(frozen=True, slots=True)
 class PeriodMeans:
-    """What a period was like. `healthy`: by cluster and instance, the share of it."""
+    """What a period was like. `healthy`: the share of it, by cluster, and instance with model."""
 
     links: Mapping[LinkPair, LinkMean] = field(default_factory=dict)
-    healthy: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    healthy: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
 
-    def lasting(self, cluster: str) -> list[str]:
-        """The instances of a cluster that were healthy for long enough, by name."""
+    def lasting(self, cluster: str, model: str) -> set[str]:
+        """The instances of a cluster that were healthy for long enough, for this model."""
         shares = self.healthy.get(cluster, {})
-        return [name for name, share in shares.items() if share >= HEALTHY_SHARE]
+        return {
+            name
+            for (name, served), share in shares.items()
+            if share >= HEALTHY_SHARE and served in ("", model)
+        }
+
+    def models(self, cluster: str) -> set[str]:
+        """What the instances of a cluster serve; "": an instance named no model."""
+        return {served for _, served in self.healthy.get(cluster, {})}
 
 
 class PeriodMeter:
     """Makes the means of a period out of looks at even intervals."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._once_measured: set[LinkPair] = set()
         self._clear()
 
@@ -77,8 +83,9 @@ class PeriodMeter:
         for source in reports:
             counts = self._healthy.setdefault(source.name, {})
             for item in source.report.instances if source.report is not None else ():
-                if item.healthy and item.model in ("", self._model):
-                    counts[item.name] = counts.get(item.name, 0) + 1
+                if item.healthy:
+                    key = item.name, item.model
+                    counts[key] = counts.get(key, 0) + 1
         for pair, link in links.items():
             self._see_link(pair, link)
 
@@ -86,7 +93,7 @@ class PeriodMeter:
         """The means since the last call."""
         links = {pair: LinkMean(self._rate(pair), rtt_s) for pair, rtt_s in self._rtts.items()}
         healthy = {
-            cluster: {name: num / self._num_looks for name, num in counts.items()}
+            cluster: {key: num / self._num_looks for key, num in counts.items()}
             for cluster, counts in self._healthy.items()
         }
         self._clear()
@@ -125,14 +132,17 @@ class PeriodMeter:
         self._num_looks = 0
         self._floors: dict[LinkPair, list[float]] = {}
         """Also of links that nobody filled and of which no rate is known."""
-        self._healthy: dict[str, dict[str, int]] = {}
+        self._healthy: dict[str, dict[tuple[str, str], int]] = {}
         self._rates: dict[LinkPair, list[float]] = {}
         self._rtts: dict[LinkPair, float] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionFacts:
-    """All that the model is made from. `conversion`: the one that the PD cluster is busy with."""
+    """All that the region is modelled from. `traffic` is None before the first request has ended,
+    `conversion` the one that the PD cluster is busy with.
+    `other_models` are served beside `model`, by instances of their own.
+    """
 
     model: str
     pd: Reported
@@ -140,9 +150,10 @@ class RegionFacts:
     knowledge: ModelKnowledge
     means: PeriodMeans
     thresholds: Mapping[str, float]
-    traffic: Traffic
+    traffic: Traffic | None
     conversion: Conversion | None = None
     converting: frozenset[str] = frozenset()
+    other_models: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +178,11 @@ def model_region(facts: RegionFacts) -> Modelled | NotModelled:
     A prefill cluster that was away for the period is left out. Decode steps are taken as measured:
     those of a full batch may be longer.
     """
+    if facts.traffic is None:
+        return NotModelled("no request has ended yet")
     missing: list[str] = []
     notes: list[str] = []
-    pd = _pd_cluster(facts, missing)
+    pd = _pd_cluster(facts, missing, notes)
     prefill_clusters = list(_prefill_clusters(facts, missing, notes))
     links = list(_links(facts, prefill_clusters, missing))
     kv = facts.knowledge.kv
@@ -177,7 +190,7 @@ def model_region(facts: RegionFacts) -> Modelled | NotModelled:
         missing.append("the size of a prompt's KVCache is not known: none was transferred")
     if pd is None or kv is None or missing:
         return NotModelled("; ".join(missing))
-    num_prefill, num_decode = division(facts.pd, facts.means, facts.conversion)
+    num_prefill, num_decode = division(facts.pd, facts.model, facts.means, facts.conversion)
     region = Region(tuple(prefill_clusters), (pd,), tuple(links), _kv_size(kv), facts.traffic)
     current = Allocation(
         thresholds={c.name: facts.thresholds[c.name] for c in prefill_clusters},
@@ -188,11 +201,14 @@ def model_region(facts: RegionFacts) -> Modelled | NotModelled:
     return Modelled(region, current, tuple(notes))
 
 
-def division(pd: Reported, means: PeriodMeans, conversion: Conversion | None) -> tuple[int, int]:
-    """Instances of the PD cluster that prefill and that decode, now or once the conversion that
-    runs is done. Those that do both count as decode.
+def division(
+    pd: Reported, model: str, means: PeriodMeans, conversion: Conversion | None
+) -> tuple[int, int]:
+    """Instances of the PD cluster that prefill and that decode for the model, now or once the
+    conversion that runs is done. Those that do both count as decode: every request that they serve
+    whole takes a slot there, but the router need not give them prefills of others.
     """
-    roles = [role for _, role in _counted(pd, means, conversion)]
+    roles = [role for _, role in _counted(pd, model, means, conversion)]
     num_prefill = sum(role == "prefill" for role in roles)
     return num_prefill, len(roles) - num_prefill
 
@@ -206,10 +222,10 @@ def pd_profile(knowledge: ModelKnowledge) -> LearnedProfile:
 
 
 def _counted(
-    pd: Reported, means: PeriodMeans, conversion: Conversion | None
+    pd: Reported, model: str, means: PeriodMeans, conversion: Conversion | None
 ) -> Iterator[tuple[InstanceReport, Role]]:
     """The PD cluster's instances that can be had, and the role that each will have."""
-    lasting = set(means.lasting(pd.name))
+    lasting = means.lasting(pd.name, model)
     for item in pd.report.instances if pd.report is not None else ():
         role: Role = item.role
         if item.name not in lasting:
@@ -222,20 +238,27 @@ def _counted(
         yield item, role
 
 
-def _pd_cluster(facts: RegionFacts, missing: list[str]) -> PdClusterModel | None:
+def _pd_cluster(facts: RegionFacts, missing: list[str], notes: list[str]) -> PdClusterModel | None:
     """None, and why in `missing`, where it cannot be divided or not all is known of it."""
     name, known = facts.pd.name, facts.knowledge
     if facts.pd.report is None:
         missing.append(f"{name} has sent no report lately")
         return None
-    counted = list(_counted(facts.pd, facts.means, facts.conversion))
+    if facts.other_models and "" in facts.means.models(name):
+        missing.append(f"{name} has instances that name no model: they count for none of several")
+        return None
+    counted = list(_counted(facts.pd, facts.model, facts.means, facts.conversion))
     num_prefill = sum(role == "prefill" for _, role in counted)
     num_decode = len(counted) - num_prefill
+    both = [item.name for item, role in counted if role == "both"]
+    if both:
+        notes.append(f"{name}: {never_converted(both)} and counts as decode")
     if not (num_prefill and num_decode):
         missing.append(
             f"{name} has {num_prefill} usable instances that prefill and {num_decode} that decode: "
             "without one of each there is nothing to divide"
         )
+        missing += notes
         return None
     learned = pd_profile(known)
     if not learned.is_known:
@@ -257,9 +280,17 @@ def _prefill_clusters(
     facts: RegionFacts, missing: list[str], notes: list[str]
 ) -> Iterator[PrefillClusterModel]:
     for source in facts.prefill_clusters:
-        lasting = set(facts.means.lasting(source.name))
+        lasting = facts.means.lasting(source.name, facts.model)
         if source.report is not None:
             lasting -= {item.name for item in source.report.instances if item.draining}
+        others = _others(facts, source.name)
+        if others and not lasting:
+            continue  # It is there for other models.
+        if others:
+            missing.append(
+                f"{source.name} serves {facts.model} and {', '.join(others)}: it has one threshold "
+                "and one link, which cannot be divided between plans"
+            )
         if not lasting:
             notes.append(f"{source.name} is left out: it had no usable instance")
             continue
@@ -267,6 +298,13 @@ def _prefill_clusters(
         if not learned.is_known:
             missing.append(_unknown_profile(source.name, learned))
         yield PrefillClusterModel(source.name, len(lasting), learned.profile.curve())
+
+
+def _others(facts: RegionFacts, cluster: str) -> list[str]:
+    """The other served models that instances of a cluster are for."""
+    served = facts.means.models(cluster)
+    unnamed = ["any other model"] if facts.other_models and "" in served else []
+    return [*sorted(served & facts.other_models), *unnamed]
 
 
 def _links(

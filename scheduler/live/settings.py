@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from scheduler.live.admission import AdmissionConfig
+from scheduler.live.long_term import LongTermConfig
 from scheduler.live.tenants import TenantLimit
 from scheduler.routing.candidates import RouteLimits
 from scheduler.routing.queue_order import OrderConfig
@@ -36,6 +37,7 @@ class LiveSettings:
     `threshold_tokens` uncached are meant for prefill clusters until a plan says otherwise; those
     up to `hand_off_tokens` are never handed from one engine to another. `order` is that of the
     prefill clusters' queues. `refuses_load` False: only limits of tenants refuse a request.
+    `models` are planned for; with `follows_plans` False, plans are advice and set nothing.
     """
 
     pd: str
@@ -51,3 +53,6 @@ class LiveSettings:
     """Limits of each tenant that `tenants` does not name."""
     tenants: Mapping[str, TenantLimit] = field(default_factory=dict)
     """Limits by tenant: API keys by the name given to them in the file of keys."""
+    models: tuple[str, ...] = ()
+    long_term: LongTermConfig = field(default_factory=LongTermConfig)
+    follows_plans: bool = True

@@ -36,6 +36,8 @@ NO_LINK_KNOWN: Final = LinkView()
 LinkNow = Callable[[str, str], LinkView]
 LinksIn = Callable[[str, float], Mapping[str, LinkView]]
 """To a cluster from each other one, by name, as a moved prefix would find it at a time."""
+LinkPair = tuple[str, str]
+"""The clusters that a link leads from and to."""
 
 
 @dataclass(frozen=True, slots=True)

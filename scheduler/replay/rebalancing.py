@@ -1,6 +1,6 @@
 """The long timescale in a replay: measured traffic in, a new t out, and instances that convert.
 
-Plays the shell of `scheduler.live.long_term` and `scheduler.live.conversion`: it calls the loop
+Plays the shell of `scheduler.live.model_plan` and `scheduler.live.conversion`: it asks the plan
 every period and performs a conversion's effects on the replay's instances. A drain takes until the
 instance's last request is over, the new role `relabel_s` longer. Knows no requests' fates.
 """
@@ -20,10 +20,11 @@ from scheduler.live.conversion import (
     RoleView,
     SetRole,
 )
-from scheduler.live.long_term import LongTermConfig, LongTermLoop
+from scheduler.live.long_term import LongTermConfig
 from scheduler.live.measured_traffic import TrafficMeter
+from scheduler.live.model_plan import ModelPlan, ThresholdPlan
+from scheduler.live.running_region import Modelled
 from scheduler.planning.allocation import Allocation, Corrections
-from scheduler.planning.throughput import Mode
 from scheduler.replay.deciding import Decider
 from scheduler.replay.decode import DecodeInstance, DecodePool
 from scheduler.replay.model import Policy, ReplayModel
@@ -75,11 +76,10 @@ class Rebalancer:
         self._stations = stations
         self._pool = pool
         self._schedule = schedule
-        self._loop = LongTermLoop(config)
+        self._config = config
+        self._plan = ModelPlan()
         self._converter = Converter(policy.conversion)
         self._epochs: dict[str, int] = {}
-        self._after: dict[str, float] | None = None
-        """t once the conversion that runs is done."""
 
     def step(self, now_s: float) -> None:
         """A period is over."""
@@ -94,21 +94,23 @@ class Rebalancer:
             num_decode={name: len(self._pool.instances) + self._coming("decode")},
             converting=frozenset({name} if self._converter.current else ()),
         )
-        measured = self.meter.measured(now_s)
-        decision = self._loop.step(
-            self._model.region, measured, current, now_s, corrections=corrections
+        self.meter.forget_before_change(now_s)
+        self._plan.ask(
+            Modelled(self._model.region, current),
+            self.meter.measured(now_s),
+            self._config,
+            now_s,
+            corrections,
         )
+        decision = self._plan.decide()
+        assert decision is not None
         self.told.append(f"{now_s:.0f} s: {decision}")
-        self._adopt(dict(decision.thresholds))
-        if decision.plan is not None:
-            rps = decision.plan.system_rps(Mode.EXACT)
-            sent = decision.plan.link_bytes_per_s(Mode.EXACT, rps)
-            self._decider.plan_sends(max(sent.values(), default=0.0))
+        self._adopt(self._plan.to_set())
         for wish in decision.conversions:
-            started = self._converter.start(wish, self._roles(), now_s)
-            if started.effects:
-                self._after = dict(decision.thresholds_after)
-            self._perform(started.effects, now_s)
+            effects = self._converter.start(wish, self._roles(), now_s).effects
+            drained = [effect.instance for effect in effects if isinstance(effect, Drain)]
+            self._adopt(self._plan.answered(wish, drained[0] if drained else ""))
+            self._perform(effects, now_s)
 
     def tick(self, now_s: float) -> None:
         """Time passed."""
@@ -147,14 +149,16 @@ class Rebalancer:
                 case Resume(name):
                     self._instance(name).is_usable = True
                     self._pool.recount()
-                case Ended(_, _, outcome, detail):
-                    self.told.append(f"{now_s:.0f} s: {effect.instance} {outcome}: {detail}")
-                    if outcome is ConversionOutcome.CONVERTED and self._after is not None:
-                        self._adopt(self._after)
-                    self._after = None
+                case Ended(name, wish, outcome, detail):
+                    self.told.append(f"{now_s:.0f} s: {name} {outcome}: {detail}")
+                    is_converted = outcome is ConversionOutcome.CONVERTED
+                    planned = self._plan.ended(wish, name, now_s, is_converted=is_converted)
+                    self._adopt(planned)
 
-    def _adopt(self, thresholds: dict[str, float]) -> None:
-        self._decider.thresholds.update(thresholds)
+    def _adopt(self, planned: ThresholdPlan | None) -> None:
+        if planned is not None:
+            self._decider.thresholds.update(planned.tokens)
+            self._decider.plan_sends(max(planned.sends.values(), default=0.0))
 
     def _coming(self, role: str) -> int:
         """How many more of a role there will be when the conversion that runs is done."""

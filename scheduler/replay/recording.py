@@ -28,9 +28,10 @@ import msgspec
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.events import DecisionEvent, FactEvent
 from scheduler.live.feedback import FeedbackEvent
+from scheduler.live.plan_events import PlanDecisionEvent, PlanEvent
 from scheduler.live.settings import LiveSettings
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 1 << 30
 
@@ -59,7 +60,7 @@ class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """An event, when it was taken and what it was answered."""
 
     now_s: float
-    event: DecisionEvent | FactEvent | FeedbackEvent
+    event: DecisionEvent | FactEvent | FeedbackEvent | PlanEvent
     answer: msgspec.Raw
 
 
@@ -172,7 +173,7 @@ def _play_one(live: LiveScheduler, entry: Entry, played: Played) -> None:
     name = type(event).__name__
     answer = _encoder.encode(live.take(event, entry.now_s))
     recorded = bytes(entry.answer)
-    is_decision = isinstance(event, DecisionEvent)
+    is_decision = isinstance(event, DecisionEvent | PlanDecisionEvent)
     if not is_decision and answer == recorded:
         return
     before, now = msgspec.msgpack.decode(recorded), msgspec.msgpack.decode(answer)
@@ -213,7 +214,14 @@ def _in_words(answer: Any) -> str:
         case {"verdict": {"admitted": admitted, "reason": reason}}:
             return f"{'admitted' if admitted else 'refused'} ({reason})"
         case _:
-            return ", ".join(f"{t['cluster']} {t['tokens']:.0f}" for t in answer)
+            return ", ".join(_item_in_words(item) for item in answer) or "nothing"
+
+
+def _item_in_words(item: dict[str, Any]) -> str:
+    """A threshold, or the step of a plan."""
+    if "tokens" in item:
+        return f"{item['cluster']} {item['tokens']:.0f}"
+    return f"{item['model']} ({item['reason']})"
 
 
 def _framed(body: bytes) -> bytes:

@@ -18,10 +18,9 @@ from scheduler.live.conversion import (
     Ended,
     Start,
 )
-from scheduler.live.core import LinkPair
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.settings import LiveSettings
-from scheduler.live.snapshots import Reported
+from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.reports import ClusterReport, InstanceReport, Role
 from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.profiles import PrefillProfile
@@ -97,10 +96,14 @@ class Roles:
 
     def ask(self, wish: ConversionWish) -> Start:
         self.asked.append(wish)
-        if self.refusal:
-            return Start((), self.refusal)
+        if self.refusal or self.current is not None:
+            return Start((), self.refusal or "another one runs")
         assert self._region.pd is not None
-        found = next(item for item in self._region.pd.instances if item.role == wish.from_role)
+        found = next(
+            item
+            for item in self._region.pd.instances
+            if item.role == wish.from_role and item.model == wish.model
+        )
         self.current = Conversion(found.name, wish, 1, ConversionPhase.DRAINING, self._region.now_s)
         self._region.change(found.name, draining=True)
         return Start((Drain(found.name),), "it is the first")
@@ -135,11 +138,16 @@ class LiveRegion:
     now_s: float = 1000.0
     error: Exception | None = None
     """What looking at links ends in."""
+    models: tuple[str, ...] = (MODEL,)
 
     def __post_init__(self) -> None:
         self.roles = Roles(self)
         settings = LiveSettings(
-            pd="near", prefill_clusters=("far",), threshold_tokens=8000, hand_off_tokens=256
+            pd="near",
+            prefill_clusters=("far",),
+            threshold_tokens=8000,
+            hand_off_tokens=256,
+            models=self.models,
         )
         self.scheduler = RegionScheduler(
             settings,

@@ -4,7 +4,7 @@
     scheduler                      hands facts and questions to `scheduler.live.core`
     admission                      who is let in, as answers and series
     feedback                       what each step of a request's life teaches
-    long_term                      minutes: a new plan of what was measured, and its execution
+    long_term                      minutes: new plans of what was measured, and their execution
     roles                          instances that change between prefill and decode
     overview, plan_overview        all of it for operators
     role_pages, collector          roles over HTTP; series for Prometheus

@@ -11,13 +11,11 @@ from collections.abc import Mapping
 import msgspec
 
 from scheduler.live.knowledge import ModelKnowledge
-from scheduler.live.long_term import LongTermDecision
 from scheduler.live.measured_traffic import MeasuredTraffic
+from scheduler.live.model_plan import PlanGoal
+from scheduler.live.plan_events import PlanStep
 from scheduler.live.running_region import pd_profile
-from scheduler.planning.division_search import thresholds_of
-from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Cluster, PdClusterModel, Region
-from scheduler.planning.throughput import Mode
 
 _SHOWN_TOKENS = (1024, 8192, 32_768, 131_072)
 
@@ -72,21 +70,13 @@ class RegionModel(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
 
 
-class PlanGoal(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan that was found, towards which steps are taken. Rates are requests/s."""
-
-    num_prefill: dict[str, int]
-    num_decode: dict[str, int]
-    thresholds: dict[str, float]
-    max_rps: float
-    bottlenecks: list[str]
-
-
 class PlanDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. `at_s` is Unix time, `numbers` what the reason rests on (requests/s for `*_rps`),
-    `done` what was done in so many words, or why nothing was.
+    """One step of one model's plan. `at_s` is Unix time, `numbers` what the reason rests on
+    (requests/s for `*_rps`), `done` what was done in so many words, or why nothing was. `notes` say
+    what the plan leaves out.
     """
 
+    model: str = ""
     at_s: float
     age_s: float
     reason: str
@@ -96,25 +86,34 @@ class PlanDecision(msgspec.Struct, frozen=True, kw_only=True):
     thresholds_after: dict[str, float] = {}
     conversions: list[str] = []
     goal: PlanGoal | None = None
+    notes: list[str] = []
 
 
-class PlanOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """The long-term loop of one gateway. `thresholds` are the plan's: what a link's state adds is
-    the router's. `num_prefill` and `num_decode` count instances of the PD cluster that can be had,
-    as they will be once the conversion that runs is done. `decisions`: newest first.
+class ModelPlanNow(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of one served model. `num_prefill` and `num_decode` count its instances of the PD
+    cluster that can be had, as they will be once the conversion that runs is done. `unknown`: why
+    there is no plan.
     """
 
-    mode: str
     model: str
-    period_s: float
-    next_step_s: float | None
-    thresholds: dict[str, float]
     num_prefill: dict[str, int]
     num_decode: dict[str, int]
-    conversion: str = ""
     traffic: TrafficNow | None = None
     region: RegionModel | None = None
     unknown: str = ""
+
+
+class PlanOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """The long-term loop of one gateway. `thresholds` are the plans': what a link's state adds is
+    the router's. `decisions`: newest first.
+    """
+
+    mode: str
+    period_s: float
+    next_step_s: float | None
+    thresholds: dict[str, float]
+    conversion: str = ""
+    models: list[ModelPlanNow] = []
     decisions: list[PlanDecision] = []
 
 
@@ -152,38 +151,25 @@ def region_now(region: Region, knowledge: ModelKnowledge, notes: tuple[str, ...]
     )
 
 
-def plan_goal(plan: Plan) -> PlanGoal:
-    """What a plan aims at."""
-    num_prefill = {name: round(num) for name, num in plan.num_prefill.items()}
-    return PlanGoal(
-        num_prefill=num_prefill,
-        num_decode={
-            cluster.name: cluster.num_instances - num_prefill[cluster.name]
-            for cluster in plan.region.pd_clusters
-        },
-        thresholds=thresholds_of(plan),
-        max_rps=plan.system_rps(Mode.EXACT),
-        bottlenecks=[f"{part.kind} of {part.name}" for part in plan.bottlenecks(Mode.EXACT)],
-    )
-
-
-def finite(numbers: Mapping[str, float]) -> dict[str, float]:
+def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
     """Those that JSON can say."""
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
-def decision_now(decision: LongTermDecision, done: list[str], at_s: float) -> PlanDecision:
-    """A decision and what became of it, just now."""
+def decision_now(step: PlanStep, done: list[str], at_s: float) -> PlanDecision:
+    """A step and what became of it, just now."""
     return PlanDecision(
+        model=step.model,
         at_s=at_s,
         age_s=0.0,
-        reason=decision.reason.value,
+        reason=step.reason,
         done=done,
-        numbers=finite(decision.numbers),
-        thresholds=finite(decision.thresholds),
-        thresholds_after=finite(decision.thresholds_after),
-        conversions=[f"{w.cluster}: {w.from_role} to {w.to_role}" for w in decision.conversions],
-        goal=None if decision.plan is None else plan_goal(decision.plan),
+        numbers=_finite(step.numbers),
+        thresholds=_finite(step.thresholds),
+        thresholds_after=_finite(step.thresholds_after),
+        conversions=[f"{w.cluster}: {w.from_role} to {w.to_role}" for w in step.conversions],
+        goal=step.goal,
+        notes=list(step.notes),
     )
 
 

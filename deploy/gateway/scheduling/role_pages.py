@@ -148,7 +148,7 @@ class RolePages:
     def _begin(self, report: ClusterReport, instance: InstanceReport, order: RoleOrder) -> None:
         _check_epoch(instance, order)
         assert instance.role != "both"
-        wish = ConversionWish(report.name, instance.role, order.role)
+        wish = ConversionWish(report.name, instance.role, order.role, instance.model)
         start = self._keeper.ask(wish, report, only=order.instance)
         if start.effects:
             return

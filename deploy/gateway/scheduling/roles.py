@@ -150,10 +150,10 @@ class RoleKeeper:
         if left := drained_by_others(report, only):
             return Start((), left)
         start = self._converter.start(
-            wish, _candidates(report, wish.from_role, only), self._clock(), only=only
+            wish, _candidates(report, wish, only), self._clock(), only=only
         )
         if start.effects:
-            logger.info("%s: a %s instance becomes %s: %s", *_words(wish), start.reason)
+            logger.info("an instance of %s: %s", wish, start.reason)
             self._ended = asyncio.get_running_loop().create_future()
             self._effects.extend(start.effects)
             self._wake.set()
@@ -278,8 +278,8 @@ class RoleKeeper:
     def _note(self, ended: Ended) -> None:
         wish, is_converted = ended.wish, ended.outcome is ConversionOutcome.CONVERTED
         level = logging.INFO if is_converted else logging.WARNING
-        words = (ended.instance, wish.from_role, wish.to_role, ended.outcome, ended.detail)
-        logger.log(level, "%s from %s to %s: %s: %s", *words)
+        words = (ended.instance, wish, ended.outcome, ended.detail)
+        logger.log(level, "%s of %s: %s: %s", *words)
         self._changes.labels(wish.cluster, wish.to_role, ended.outcome.value).inc()
         self._last = ended, self._clock()
         if self._ended is not None and not self._ended.done():
@@ -309,16 +309,19 @@ def is_usable(instance: InstanceReport) -> bool:
     return instance.healthy and not instance.draining
 
 
-def _candidates(report: ClusterReport, role: PdRole, only: str) -> Sequence[RoleView]:
-    """The instances of one model: of `only`'s, or of the one with the most usable in `role`."""
+def _candidates(report: ClusterReport, wish: ConversionWish, only: str) -> Sequence[RoleView]:
+    """The instances of one model: of the wish's, else of `only`'s, else of the one with the most
+    that are usable in the role.
+    """
     by_model: dict[str, list[InstanceReport]] = {}
     for item in report.instances:
-        by_model.setdefault(item.model, []).append(item)
-    if only:
-        groups = [g for g in by_model.values() if any(item.name == only for item in g)]
-    else:
-        groups = list(by_model.values())
-    best = max(groups, key=lambda group: _num_usable(group, role), default=[])
+        by_model.setdefault(item.model or wish.model, []).append(item)
+    groups = list(by_model.values())
+    if wish.model:
+        groups = [by_model.get(wish.model, [])]
+    elif only:
+        groups = [g for g in groups if any(item.name == only for item in g)]
+    best = max(groups, key=lambda group: _num_usable(group, wish.from_role), default=[])
     return [_view(report, item) for item in best]
 
 
@@ -345,10 +348,6 @@ def _lost_role(report: ClusterReport, current: Conversion) -> str:
         return f"{report.name} has no instance {current.instance} any more"
     others = [i for i in report.instances if i.model == own.model and i.name != own.name]
     return "" if _num_usable(others, role) else f"no other usable {role} instance is left"
-
-
-def _words(wish: ConversionWish) -> tuple[str, str, str]:
-    return wish.cluster, wish.from_role, wish.to_role
 
 
 def _said(error: BaseException) -> str:

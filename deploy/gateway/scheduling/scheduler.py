@@ -13,18 +13,17 @@ from typing import Protocol, TypeVar
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.scheduling.recorder import Recorder, without_texts
 from netmon.region_link import LinkView
-from scheduler.live.core import Event, LinkPair, LiveScheduler
+from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.events import (
     LinkHeard,
     ReportHeard,
     RouteAsked,
     RouteEarly,
-    ThresholdPlanned,
     ThresholdsAsked,
 )
 from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.settings import LiveSettings
-from scheduler.live.snapshots import Reported
+from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.short_term import RouteDecision
@@ -102,10 +101,6 @@ class RegionScheduler:
         """All thresholds, for links as they are now."""
         return self.ask(ThresholdsAsked())
 
-    def set_threshold(self, cluster: str, tokens: float, bytes_per_s: float) -> None:
-        """From now on the plan is this; see `ThresholdPlanned`."""
-        self.tell(ThresholdPlanned(cluster, tokens, bytes_per_s))
-
     def base_tokens(self) -> Mapping[str, float]:
         """What the plan says of t, by prefill cluster."""
         return self.live.thresholds.base_tokens()
@@ -154,6 +149,7 @@ def live_settings(
 ) -> LiveSettings:
     """What the gateway's configuration sets of the scheduler of these clusters."""
     scheduling, admission = config.scheduling, config.scheduling.admission
+    long_term = scheduling.long_term
     return LiveSettings(
         pd=pd,
         prefill_clusters=prefill_clusters,
@@ -166,4 +162,7 @@ def live_settings(
         admission=admission.admission(),
         default_tenant=admission.default_tenant,
         tenants=admission.tenants,
+        models=tuple(model.name for model in config.models),
+        long_term=long_term.loop(),
+        follows_plans=long_term.mode == "act",
     )

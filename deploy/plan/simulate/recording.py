@@ -76,7 +76,7 @@ def settings_of(region: RegionSpec, path: Path) -> Resettle:
                 f"{path} has {', '.join(sorted(own))}"
             )
         wanted = live_settings(config, recorded.pd, recorded.prefill_clusters)
-        return replace(wanted, hand_off_tokens=recorded.hand_off_tokens)
+        return replace(wanted, hand_off_tokens=recorded.hand_off_tokens, models=recorded.models)
 
     return resettle
 

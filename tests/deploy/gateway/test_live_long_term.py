@@ -1,26 +1,33 @@
 """The long-term loop's shell in fake time: what it does with decisions, and what it says."""
 
 import asyncio
+import logging
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
-from live_plan_cases import LiveRegion, near, teach
+from live_plan_cases import MODEL, LiveRegion, cluster, instance, near, numbered, teach
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.scheduling.config import LongTermSection
-from deploy.gateway.scheduling.long_term import (
-    NUM_DECISIONS,
-    LongTermService,
-    LongTermSources,
-    PlanMetrics,
-)
-from deploy.gateway.scheduling.plan_overview import PlanOverview
+from deploy.gateway.scheduling.long_term import NUM_DECISIONS, LongTermService, PlanMetrics
+from deploy.gateway.scheduling.plan_overview import PlanDecision, PlanOverview
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.live.conversion import ConversionOutcome, ConversionWish
 
-Make = Callable[..., LongTermService]
+
+class Service(LongTermService):
+    """Of one model."""
+
+    async def decide(self) -> PlanDecision:
+        (decision,) = await self.step()
+        return decision
+
+
+Make = Callable[..., Service]
 
 
 @pytest.fixture
@@ -47,15 +54,20 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def make(live: LiveRegion, metrics: Metrics) -> Make:
-    def service(models: tuple[str, ...] = ("tiny",), **section: object) -> LongTermService:
+    def service(region: LiveRegion = live, **section: object) -> Service:
         registry = metrics.registry = CollectorRegistry()
-        sources = LongTermSources(models=models, scheduler=live.scheduler, roles=live.roles)
-        return LongTermService(
-            LongTermSection.model_validate(section),
-            sources,
+        checked = LongTermSection.model_validate(section)
+        settings = region.scheduler.live.settings
+        region.scheduler.live.settings = replace(
+            settings, long_term=checked.loop(), follows_plans=checked.mode == "act"
+        )
+        roles: Any = region.roles
+        return Service(
+            checked,
+            region.scheduler,
+            roles,
             PlanMetrics(registry),
-            clock=live.clock,
-            wall_clock=lambda: 1e9 + live.now_s,
+            wall_clock=lambda: 1e9 + region.now_s,
         )
 
     return service
@@ -65,9 +77,9 @@ async def test_it_sets_t_and_converts_and_sets_t_again(
     live: LiveRegion, make: Make, metrics: Metrics
 ) -> None:
     service = make()
-    decision = await service.step()
+    decision = await service.decide()
     assert decision.reason == "convert"
-    assert live.roles.asked == [ConversionWish("near", "decode", "prefill")]
+    assert live.roles.asked == [ConversionWish("near", "decode", "prefill", MODEL)]
     assert decision.done[0] == (
         "began to convert d-0 of near from decode to prefill: it is the first"
     )
@@ -82,9 +94,9 @@ async def test_it_sets_t_and_converts_and_sets_t_again(
     assert decision.thresholds_after["far"] > meanwhile  # more of them prefill at home now
     assert metrics.value("threshold_tokens", cluster="far") == decision.thresholds_after["far"]
     wanted = decision.goal.num_prefill["near"]
-    assert metrics.value("instances", cluster="near", role="prefill") == wanted
-    assert metrics.value("steps_total", reason="convert") == 1
-    assert metrics.value("gain_ratio") == pytest.approx(decision.numbers["gain"])
+    assert metrics.value("instances", model=MODEL, cluster="near", role="prefill") == wanted
+    assert metrics.value("steps_total", model=MODEL, reason="convert") == 1
+    assert metrics.value("gain_ratio", model=MODEL) == pytest.approx(decision.numbers["gain"])
 
 
 async def test_it_goes_on_until_the_best_division_and_then_rests(
@@ -93,7 +105,7 @@ async def test_it_goes_on_until_the_best_division_and_then_rests(
     service = make()
     reasons = []
     for _ in range(8):
-        decision = await service.step()
+        decision = await service.decide()
         reasons.append(decision.reason)
         if live.roles.current:
             live.roles.end()
@@ -104,28 +116,29 @@ async def test_it_goes_on_until_the_best_division_and_then_rests(
     assert reasons[-1] in ("best_already", "small_gain")
     found = service.overview()
     assert found.decisions[0].goal is not None
-    assert found.num_prefill == found.decisions[0].goal.num_prefill
-    assert found.num_decode["near"] >= 1
-    assert (await service.step()).done[0].startswith("did nothing because ")
+    assert found.models[0].num_prefill == found.decisions[0].goal.num_prefill
+    assert found.models[0].num_decode["near"] >= 1
+    assert (await service.decide()).done[0].startswith("did nothing because ")
 
 
 async def test_the_model_is_that_of_the_time_when_the_conversion_is_done(
     live: LiveRegion, make: Make
 ) -> None:
     service = make()
-    await service.step()
+    await service.decide()
     live.now_s += 300.0
-    decision = await service.step()
+    decision = await service.decide()
     assert decision.reason in ("converting", "best_already", "small_gain")
-    assert live.roles.asked == [ConversionWish("near", "decode", "prefill")]
+    assert live.roles.asked == [ConversionWish("near", "decode", "prefill", MODEL)]
     found = service.overview()
-    assert (found.num_prefill, found.num_decode) == ({"near": 5}, {"near": 3})
+    (plan,) = found.models
+    assert (plan.num_prefill, plan.num_decode) == ({"near": 5}, {"near": 3})
     assert found.conversion == "d-0 of near from decode to prefill: draining"
 
 
 async def test_a_conversion_that_fails_leaves_t_as_it_is(live: LiveRegion, make: Make) -> None:
     service = make()
-    decision = await service.step()
+    decision = await service.decide()
     live.roles.end(ConversionOutcome.TOO_SLOW)
     assert live.thresholds.base_tokens() == {"far": decision.thresholds["far"]}
 
@@ -134,21 +147,21 @@ async def test_a_conversion_that_failed_is_not_tried_again_soon(
     live: LiveRegion, make: Make
 ) -> None:
     service = make()
-    await service.step()
+    await service.decide()
     live.now_s += 600.0
     live.roles.end(ConversionOutcome.TOO_SLOW)
     live.now_s += 1700.0
-    decision = await service.step()
+    decision = await service.decide()
     assert (decision.reason, len(live.roles.asked)) == ("dwelling", 1)
     live.now_s += 100.0
-    assert (await service.step()).reason == "convert"
+    assert (await service.decide()).reason == "convert"
 
 
 async def test_a_conversion_that_is_refused_is_said_and_t_is_that_of_the_present_division(
     live: LiveRegion, make: Make
 ) -> None:
     live.roles.refusal = "near has 1 usable decode instances; one must stay"
-    decision = await make().step()
+    decision = await make().decide()
     assert decision.done[0] == (
         f"did not convert an instance of near from decode to prefill: {live.roles.refusal}"
     )
@@ -162,14 +175,14 @@ async def test_t_for_fewer_prefill_instances_is_not_set_when_all_of_them_stay(
     live.pd = near(6, 2)
     teach(live.knowledge, 600, now_s=live.now_s, output_tokens=8192)
     live.roles.refusal = "busy"
-    decision = await make().step()
-    assert live.roles.asked == [ConversionWish("near", "prefill", "decode")]
+    decision = await make().decide()
+    assert live.roles.asked == [ConversionWish("near", "prefill", "decode", MODEL)]
     assert decision.done == ["did not convert an instance of near from prefill to decode: busy"]
     assert live.thresholds.base_tokens() == {"far": 8000}
 
 
 async def test_advice_changes_nothing(live: LiveRegion, make: Make) -> None:
-    decision = await make(mode="advise").step()
+    decision = await make(mode="advise").decide()
     assert decision.done[0] == "advice: convert an instance of near from decode to prefill"
     assert decision.done[1].startswith("advice: t of far from 8000 to ")
     assert live.roles.asked == []
@@ -179,13 +192,13 @@ async def test_advice_changes_nothing(live: LiveRegion, make: Make) -> None:
 async def test_advice_is_given_at_every_step(live: LiveRegion, make: Make) -> None:
     """Nothing was converted, so there is nothing that the next advice has to wait for."""
     service = make(mode="advise")
-    decisions = [await service.step() for _ in range(2)]
+    decisions = [await service.decide() for _ in range(2)]
     assert [decision.reason for decision in decisions] == ["convert", "convert"]
 
 
 async def test_the_router_is_told_what_the_plan_sends(live: LiveRegion, make: Make) -> None:
     live.link = LinkView(available_bytes_per_s=1e8)
-    await make().step()
+    await make().decide()
     clear = live.thresholds.update("far", LinkView(available_bytes_per_s=1e8), live.now_s)
     assert clear == pytest.approx(live.thresholds.base_tokens()["far"], rel=0.02)
     scarce = live.thresholds.update("far", LinkView(available_bytes_per_s=1e7), live.now_s)
@@ -203,8 +216,8 @@ async def test_it_says_why_it_did_nothing(
     make: Make, live: LiveRegion, section: dict[str, object], told: str
 ) -> None:
     service = make(**section)
-    await service.step()  # t alone may change
-    (done,) = (await service.step()).done
+    await service.decide()  # t alone may change
+    (done,) = (await service.decide()).done
     assert done.startswith("did nothing because ")
     assert told in done
     assert live.roles.asked == []
@@ -215,16 +228,16 @@ async def test_a_conversion_that_runs_or_was_not_long_ago_is_why(
 ) -> None:
     live.pd = near(2, 6)
     service = make()
-    assert (await service.step()).reason == "convert"
+    assert (await service.decide()).reason == "convert"
     meanwhile = live.thresholds.base_tokens()
-    later = await service.step()
+    later = await service.decide()
     assert later.done[0].startswith("once d-0 has its new role: t of far from ")
     assert live.thresholds.base_tokens() == meanwhile
     live.roles.end()
     assert live.thresholds.base_tokens() == later.thresholds
-    assert (await service.step()).done == ["did nothing because a conversion runs already"]
+    assert (await service.decide()).done == ["did nothing because a conversion runs already"]
     live.roles.dwelt()
-    decision = await service.step()
+    decision = await service.decide()
     assert decision.done == [
         "did nothing because the last conversion, or an attempt at one, was not long ago"
     ]
@@ -233,40 +246,102 @@ async def test_a_conversion_that_runs_or_was_not_long_ago_is_why(
 async def test_what_is_not_known_is_said(live: LiveRegion, make: Make) -> None:
     live.link = LinkView()
     service = make()
-    decision = await service.step()
+    decision = await service.decide()
     assert decision.reason == "not_known"
     assert "the rate of the link far to near is not known" in decision.done[0]
-    found = service.overview()
+    (found,) = service.overview().models
     assert found.region is None
     assert found.unknown in decision.done[0]
     assert found.traffic is not None
-    several = await make(models=("one", "two")).step()
-    assert several.done[0].startswith("did nothing because 2 models are served")
-    assert make(models=("one", "two")).overview().traffic is None
+
+
+async def test_instances_with_the_role_both_are_named_wherever_a_plan_is_shown(
+    live: LiveRegion, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    live.pd = cluster("near", *near(4, 3).instances, instance("b", "both"))
+    service = make()
+    decision = await service.decide()
+    note = "near: b has the role both, which is never converted and counts as decode"
+    assert decision.notes == [note]
+    region = service.overview().models[0].region
+    assert region is not None
+    assert region.notes == [note]
+    await service.decide()
+    assert caplog.text.count(note) == 1  # not at every step
+    assert live.roles.asked == [ConversionWish("near", "decode", "prefill", MODEL)]
+    live.pd = cluster("near", *numbered("b", "both", 2))
+    decision = await service.decide()
+    assert "b-0, b-1 have the role both, which is never converted" in decision.done[0]
+    unknown = service.overview().models[0].unknown
+    assert decision.done == [f"did nothing because {unknown}"]
+
+
+def two_models() -> LiveRegion:
+    """One with too many that decode and a prefill cluster of its own, and one without."""
+    live = LiveRegion(models=(MODEL, "other"))
+    others = [
+        msgspec.structs.replace(item, name=f"o-{item.name}", model="other")
+        for item in near(3, 5).instances
+    ]
+    assert live.pd is not None
+    live.pd = cluster("near", *live.pd.instances, *others)
+    teach(live.knowledge, 600, now_s=live.now_s, output_tokens=128)
+    teach(live.scheduler.knowledge("other"), 600, now_s=live.now_s, output_tokens=128)
+    return live
+
+
+async def test_several_models_are_planned_apart_and_converted_one_by_one(make: Make) -> None:
+    live = two_models()
+    service = make(live)
+    first, second = await service.step()
+    assert {first.model, second.model} == {MODEL, "other"}
+    assert first.numbers["gain"] >= second.numbers["gain"]
+    assert [wish.model for wish in live.roles.asked] == [first.model, second.model]
+    assert first.done[0].startswith("began to convert ")
+    assert second.done[0].startswith("did not convert an instance of near")
+    plans = {item.model: item for item in (first, second)}
+    assert plans[MODEL].thresholds.keys() == {"far"}
+    assert plans["other"].thresholds == {}  # no prefill cluster serves it
+    counts = {plan.model: plan.num_decode["near"] for plan in service.overview().models}
+    assert counts == {MODEL: 4 - (first.model == MODEL), "other": 5 - (first.model == "other")}
+    live.roles.end()
+    live.roles.dwelt()
+    live.now_s += 300.0
+    assert {item.reason for item in await service.step()} == {"convert"}
+
+
+async def test_a_prefill_cluster_of_two_models_is_in_no_plan(make: Make) -> None:
+    live = two_models()
+    assert live.far is not None
+    live.far = cluster("far", *live.far.instances, instance("x", "prefill", model="other"))
+    service = make(live)
+    for decision in await service.step():
+        assert decision.reason == "not_known"
+        assert "far serves " in decision.done[0]
+        assert "which cannot be divided between plans" in decision.done[0]
+    assert live.thresholds.base_tokens() == {"far": 8000}
 
 
 async def test_a_region_without_traffic(make: Make) -> None:
-    idle = LiveRegion()
-    sources = LongTermSources(models=("tiny",), scheduler=idle.scheduler, roles=idle.roles)
-    service = LongTermService(
-        LongTermSection(), sources, PlanMetrics(CollectorRegistry()), clock=idle.clock
-    )
+    service = make(LiveRegion())
     found = service.overview()
     assert (found.thresholds, found.decisions, found.next_step_s) == ({"far": 8000}, [], None)
-    assert (found.num_prefill, found.num_decode) == ({"near": 4}, {"near": 4})
-    assert "no request has ended yet" in (await service.step()).done[0]
+    (plan,) = found.models
+    assert (plan.num_prefill, plan.num_decode) == ({"near": 4}, {"near": 4})
+    assert "no request has ended yet" in (await service.decide()).done[0]
 
 
 async def test_the_overview_is_json_and_keeps_the_last_decisions(
     live: LiveRegion, make: Make
 ) -> None:
     service = make(mode="advise")
-    await service.step()
+    await service.decide()
     live.link = LinkView(state=LinkCondition.CONGESTED)
     live.now_s += 10.0
     for _ in range(NUM_DECISIONS):
         live.now_s += 1.0
-        await service.step()
+        await service.decide()
     live.now_s += 5.0
     found = msgspec.json.decode(msgspec.json.encode(service.overview()), type=PlanOverview)
     assert len(found.decisions) == NUM_DECISIONS
@@ -276,8 +351,8 @@ async def test_the_overview_is_json_and_keeps_the_last_decisions(
 
 async def test_the_region_is_shown_as_it_is_planned_with(live: LiveRegion, make: Make) -> None:
     service = make(mode="advise")
-    await service.step()
-    region = service.overview().region
+    await service.decide()
+    region = service.overview().models[0].region
     assert region is not None
     far, pd = region.clusters
     assert (far.name, far.num_instances, far.decode_slots, far.num_seen) == ("far", 4, 0, 30)
@@ -325,7 +400,7 @@ async def test_looks_that_fail_leave_the_decisions_alone(
         return {}
 
     live.links = links  # type: ignore[method-assign,assignment]
-    decision = await service.step()
+    decision = await service.decide()
     service = make(mode="advise")
     service._remember(decision)
     service.start()

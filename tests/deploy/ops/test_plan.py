@@ -2,6 +2,7 @@
 
 import io
 
+import msgspec
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -9,23 +10,27 @@ from deploy.cli import app
 from deploy.gateway.scheduling.plan_overview import (
     ClusterModel,
     LinkModel,
+    ModelPlanNow,
     PlanDecision,
-    PlanGoal,
     PlanOverview,
     RegionModel,
     TrafficNow,
 )
 from deploy.ops.plan import print_plan
+from scheduler.live.model_plan import PlanGoal
 
-NOTHING_YET = PlanOverview(
-    mode="act",
+UNKNOWN = ModelPlanNow(
     model="tiny",
-    period_s=300.0,
-    next_step_s=120.0,
-    thresholds={"far": 8000.0},
     num_prefill={"near": 3},
     num_decode={"near": 5},
     unknown="no request has ended yet",
+)
+NOTHING_YET = PlanOverview(
+    mode="act",
+    period_s=300.0,
+    next_step_s=120.0,
+    thresholds={"far": 8000.0},
+    models=[UNKNOWN],
 )
 GOAL = PlanGoal(
     num_prefill={"near": 4},
@@ -34,15 +39,10 @@ GOAL = PlanGoal(
     max_rps=3.2,
     bottlenecks=["decode of near"],
 )
-PLANNED = PlanOverview(
-    mode="act",
+TINY = ModelPlanNow(
     model="tiny",
-    period_s=300.0,
-    next_step_s=12.0,
-    thresholds={"far": 19_000.0},
     num_prefill={"near": 4},
     num_decode={"near": 4},
-    conversion="d-0 of near from decode to prefill: draining",
     traffic=TrafficNow(
         num_requests=900.0,
         rate_rps=2.5,
@@ -78,16 +78,28 @@ PLANNED = PlanOverview(
         kv_token_bytes=17_280.0,
         notes=["other is left out: it had no usable instance"],
     ),
+)
+BEGAN = PlanDecision(
+    model="tiny",
+    at_s=1e9,
+    age_s=20.0,
+    reason="convert",
+    done=["began to convert d-0 of near from decode to prefill: it is the first"],
+    numbers={"gain": 0.08},
+    goal=GOAL,
+)
+PLANNED = PlanOverview(
+    mode="act",
+    period_s=300.0,
+    next_step_s=12.0,
+    thresholds={"far": 19_000.0},
+    conversion="d-0 of near from decode to prefill: draining",
+    models=[TINY],
     decisions=[
+        BEGAN,
         PlanDecision(
-            at_s=1e9,
-            age_s=20.0,
-            reason="convert",
-            done=["began to convert d-0 of near from decode to prefill: it is the first"],
-            numbers={"gain": 0.08},
-            goal=GOAL,
+            model="tiny", at_s=1e9 - 300, age_s=320.0, reason="not_known", done=["did nothing"]
         ),
-        PlanDecision(at_s=1e9 - 300, age_s=320.0, reason="not_known", done=["did nothing"]),
     ],
 )
 
@@ -121,18 +133,31 @@ def test_a_plan_is_shown_with_what_it_rests_on() -> None:
     assert "not_known" not in printed(PLANNED, num_decisions=1)
 
 
+def test_several_models_are_shown_apart() -> None:
+    other = ModelPlanNow(
+        model="other", num_prefill={"near": 1}, num_decode={"near": 2}, unknown="no report"
+    )
+    text = printed(msgspec.structs.replace(PLANNED, models=[TINY, other]))
+    for part in (
+        "model tiny",
+        "model other",
+        "no plan: no report",
+        "near prefill instances of tiny",
+        "near decode instances of other",
+    ):
+        assert part in text, part
+    assert "of tiny" not in printed(PLANNED)
+
+
 def test_without_a_plan_it_says_why() -> None:
     text = printed(NOTHING_YET)
     assert "no plan: no request has ended yet" in text
     assert "8,000" in text
     off = PlanOverview(
         mode="off",
-        model="tiny",
         period_s=300.0,
         next_step_s=None,
         thresholds={},
-        num_prefill={"near": 0},
-        num_decode={"near": 0},
     )
     assert "mode off: nothing is re-planned" in printed(off)
 

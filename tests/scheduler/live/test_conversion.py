@@ -82,6 +82,11 @@ def test_one_instance_may_be_asked_for() -> None:
 def test_the_last_usable_instance_of_a_role_stays() -> None:
     start = Converter().start(ConversionWish("near", "decode", "prefill"), VIEWS, 0)
     assert start.effects == ()
+    assert start.reason == (
+        "near has 1 usable decode instances; one must stay, and b0 has the role both, which is "
+        "never converted"
+    )
+    start = Converter().start(ConversionWish("near", "decode", "prefill"), VIEWS[:-1], 0)
     assert start.reason == "near has 1 usable decode instances; one must stay"
 
 

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.live.conversion import ConversionWish, PdRole
-from scheduler.live.long_term import LongTermConfig, LongTermDecision, LongTermLoop, StepReason
+from scheduler.live.long_term import LongTermConfig, LongTermDecision, StepReason
 from scheduler.live.measured_traffic import LengthSample, MeasuredTraffic, TrafficMeter
-from scheduler.planning.allocation import Allocation, Corrections, measured_region
+from scheduler.live.model_plan import ModelPlan
+from scheduler.live.running_region import Modelled
+from scheduler.planning.allocation import UNCORRECTED, Allocation, Corrections, measured_region
 from scheduler.planning.curves import Curve
 from scheduler.planning.division_search import best_at, best_within, thresholds_of
 from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
@@ -76,6 +78,27 @@ def exactly(region: Region, num: float = 1e6) -> MeasuredTraffic:
 
 
 @dataclass
+class Loop:
+    """One plan, asked and answered at once."""
+
+    config: LongTermConfig = field(default_factory=LongTermConfig)
+    plan: ModelPlan = field(default_factory=ModelPlan)
+
+    def step(
+        self,
+        region: Region,
+        measured: MeasuredTraffic | None,
+        current: Allocation,
+        now_s: float,
+        corrections: Corrections = UNCORRECTED,
+    ) -> LongTermDecision:
+        self.plan.ask(Modelled(region, current), measured, self.config, now_s, corrections)
+        decision = self.plan.decide()
+        assert decision is not None
+        return decision
+
+
+@dataclass
 class World:
     """A pair of clusters under Poisson load; conversions are done before the next step."""
 
@@ -84,7 +107,7 @@ class World:
     seed: int = 1
     load: float = 0.8
     period_s: float = PERIOD_S
-    loop: LongTermLoop = field(default_factory=LongTermLoop)
+    loop: Loop = field(default_factory=Loop)
     meter: TrafficMeter = field(default_factory=TrafficMeter)
     now_s: float = 0.0
     conversions: list[ConversionWish] = field(default_factory=list)
@@ -111,6 +134,7 @@ class World:
             self.meter.arrived(int(tokens) + 1, 0, at_s)
             self.meter.finished(int(region.traffic.output_tokens), at_s)
         self.now_s += self.period_s
+        self.meter.forget_before_change(self.now_s)
         decision = self.loop.step(
             self.region, self.meter.measured(self.now_s), self.current, self.now_s
         )
@@ -229,7 +253,7 @@ def test_a_day_of_noise_at_a_tie_converts_nothing() -> None:
 
 
 def test_few_requests_decide_nothing() -> None:
-    loop = LongTermLoop()
+    loop = Loop()
     current = allocation(20_000, 3, 5)
     few = loop.step(pair(), exactly(pair(), 199), current, 0)
     assert few.reason is StepReason.TOO_FEW_REQUESTS
@@ -242,19 +266,19 @@ def test_few_requests_decide_nothing() -> None:
 def test_a_gain_that_noise_may_explain_is_unsure() -> None:
     region = pair(output=0.85)
     current = allocation(20_000, 3, 5)
-    sure = LongTermLoop().step(region, exactly(region), current, 0)
+    sure = Loop().step(region, exactly(region), current, 0)
     assert sure.reason is StepReason.CONVERT
     assert sure.conversions == (ConversionWish("near", "decode", "prefill"),)
     assert str(sure).startswith("convert near: decode to prefill; requests=")
-    unsure = LongTermLoop().step(region, exactly(region, 300), current, 0)
+    unsure = Loop().step(region, exactly(region, 300), current, 0)
     assert unsure.reason is StepReason.UNSURE
     assert unsure.numbers["gain"] >= 0.03
 
 
 def test_the_best_division_stays_and_a_small_gain_is_left() -> None:
-    best = LongTermLoop().step(pair(), exactly(pair()), allocation(20_000, 3, 5), 0)
+    best = Loop().step(pair(), exactly(pair()), allocation(20_000, 3, 5), 0)
     assert best.reason is StepReason.BEST_ALREADY
-    small = LongTermLoop().step(pair(), exactly(pair()), allocation(25_000, 4, 4), 0)
+    small = Loop().step(pair(), exactly(pair()), allocation(25_000, 4, 4), 0)
     assert small.reason is StepReason.SMALL_GAIN
 
 
@@ -266,14 +290,14 @@ def test_no_role_loses_its_last_instance() -> None:
             world.apply(decision)
             world.now_s += PERIOD_S
         assert world.num_prefill in (1, 7)
-    lone = LongTermLoop().step(pair(1), exactly(pair()), allocation(0, 0, 1), 0)
+    lone = Loop().step(pair(1), exactly(pair()), allocation(0, 0, 1), 0)
     assert lone.reason is StepReason.BEST_ALREADY
 
 
 def test_while_a_conversion_runs_none_is_asked() -> None:
     region = pair(scale=3)
     current = replace(allocation(20_000, 3, 5), converting=frozenset({"near"}))
-    decision = LongTermLoop().step(region, exactly(region), current, 0)
+    decision = Loop().step(region, exactly(region), current, 0)
     assert decision.reason is StepReason.CONVERTING
     assert decision.conversions == ()
     assert decision.thresholds["far"] > 20_000
@@ -288,8 +312,9 @@ def test_after_a_conversion_however_it_ended_and_whoever_asked_for_it(
 ) -> None:
     region, current = pair(scale=3), allocation(20_000, 3, 5)
     from_role: PdRole = "decode" if to_role == "prefill" else "prefill"
-    loop = LongTermLoop()
-    loop.ended(ConversionWish("near", from_role, to_role), 1000, is_converted=is_converted)
+    loop = Loop()
+    wish = ConversionWish("near", from_role, to_role)
+    loop.plan.ended(wish, "n0", 1000, is_converted=is_converted)
     early = loop.step(region, exactly(region), current, 1000 + wait_s - 1)
     assert early.reason is StepReason.DWELLING
     late = loop.step(region, exactly(region), current, 1000 + wait_s)
@@ -298,11 +323,11 @@ def test_after_a_conversion_however_it_ended_and_whoever_asked_for_it(
 
 def test_t_counts_on_the_fewer_prefill_instances_while_one_drains() -> None:
     region = pair(scale=2)
-    up = LongTermLoop().step(region, exactly(region), allocation(40_000, 3, 5), 0)
+    up = Loop().step(region, exactly(region), allocation(40_000, 3, 5), 0)
     assert up.conversions[0].to_role == "prefill"
     assert up.thresholds["far"] < up.thresholds_after["far"]
     region = pair(scale=0.5, output=2)
-    down = LongTermLoop().step(region, exactly(region), allocation(10_000, 3, 5), 0)
+    down = Loop().step(region, exactly(region), allocation(10_000, 3, 5), 0)
     assert down.conversions[0].to_role == "decode"
     assert down.thresholds == down.thresholds_after
 
@@ -313,14 +338,14 @@ def test_t_moves_a_limited_share_of_requests_a_step() -> None:
     config = LongTermConfig(max_moved_share=0.3)
     shares = []
     for _ in range(4):
-        decision = LongTermLoop(config).step(region, exactly(region), current, 0)
+        decision = Loop(config).step(region, exactly(region), current, 0)
         current = replace(current, thresholds=decision.thresholds)
         shares.append(float(LENGTHS.moments_to([decision.thresholds["far"]])[0, 0]))
     assert shares == pytest.approx([0.3, 0.6, 0.9, 1.0], abs=0.01)
 
 
 def test_a_region_without_instances_decides_nothing() -> None:
-    decision = LongTermLoop().step(pair(), exactly(pair()), allocation(100, 0, 0), 0)
+    decision = Loop().step(pair(), exactly(pair()), allocation(100, 0, 0), 0)
     assert decision.reason is StepReason.NO_ROUTE
     assert decision.thresholds == {"far": 100}
 
@@ -344,9 +369,7 @@ def test_corrections_and_usable_instances_make_the_model() -> None:
 
 def test_slower_prefill_than_the_profile_says_asks_for_more_instances() -> None:
     slower = Corrections(prefill_factors={"near": 1.6, "far": 1.6})
-    decision = LongTermLoop().step(
-        pair(), exactly(pair()), allocation(20_000, 3, 5), 0, corrections=slower
-    )
+    decision = Loop().step(pair(), exactly(pair()), allocation(20_000, 3, 5), 0, corrections=slower)
     assert decision.conversions == (ConversionWish("near", "decode", "prefill"),)
 
 
@@ -357,7 +380,7 @@ def test_several_clusters_step_together_towards_their_best() -> None:
         num_prefill={"near": 1, "other": 5},
         num_decode={"near": 7, "other": 1},
     )
-    loop = LongTermLoop()
+    loop = Loop()
     before = best_at(region, [current.num_prefill]).system_rps(Mode.EXACT)
     decision = loop.step(region, exactly(region), current, 0)
     assert decision.reason is StepReason.CONVERT
@@ -393,7 +416,7 @@ def test_dwell_and_floors_hold_whatever_the_traffic_does(
     steps: list[tuple[float, float, float]],
 ) -> None:
     config = LongTermConfig(dwell_s=400, reverse_dwell_s=1200)
-    world = World.planned_for(pair(), loop=LongTermLoop(config))  # type: ignore[arg-type]
+    world = World.planned_for(pair(), loop=Loop(config))  # type: ignore[arg-type]
     asked: list[tuple[float, str]] = []
     for scale, output, wait_s in steps:
         world.now_s += wait_s

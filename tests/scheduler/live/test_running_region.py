@@ -45,10 +45,13 @@ def live() -> LiveRegion:
 
 
 def modelled(
-    live: LiveRegion, meter: PeriodMeter | None = None, conversion: Conversion | None = None
+    live: LiveRegion,
+    meter: PeriodMeter | None = None,
+    conversion: Conversion | None = None,
+    other_models: frozenset[str] = frozenset(),
 ) -> Modelled | NotModelled:
     if meter is None:
-        meter = PeriodMeter("tiny")
+        meter = PeriodMeter()
         look(live, meter)
     facts = RegionFacts(
         model="tiny",
@@ -60,6 +63,7 @@ def modelled(
         traffic=TRAFFIC,
         conversion=conversion,
         converting=frozenset({"near"} if conversion else ()),
+        other_models=other_models,
     )
     return model_region(facts)
 
@@ -102,8 +106,46 @@ def test_everything_that_was_learnt_is_in_it(live: LiveRegion) -> None:
     assert found.notes == ()
 
 
-def test_instances_that_do_both_decode(live: LiveRegion) -> None:
-    live.pd = cluster("near", *numbered("p", "prefill", 2), *numbered("b", "both", 3))
+def test_instances_that_do_both_decode_and_it_is_said(live: LiveRegion) -> None:
+    live.pd = cluster("near", *numbered("p", "prefill", 2), *numbered("b", "both", 2))
+    found = modelled(live)
+    assert division_of(found) == (2, 2)
+    told = "near: b-0, b-1 have the role both, which is never converted and counts as decode"
+    assert region_of(found).notes == (told,)
+    live.pd = cluster("near", *numbered("b", "both", 1))
+    assert "b-0 has the role both, which is never converted" in reason_of(modelled(live))
+
+
+def test_each_model_has_the_instances_that_serve_it(live: LiveRegion) -> None:
+    mine, others = near(2, 3).instances, near(4, 4).instances
+    renamed = [msgspec.structs.replace(i, name=f"o{i.name}", model="other") for i in others]
+    live.pd = cluster("near", *mine, *renamed)
+    assert division_of(modelled(live, other_models=frozenset({"other"}))) == (2, 3)
+
+
+def test_a_prefill_cluster_of_another_model_is_in_no_plan_of_this_one(live: LiveRegion) -> None:
+    assert live.far is not None
+    instances = [msgspec.structs.replace(i, model="other") for i in live.far.instances]
+    live.far = cluster("far", *instances)
+    found = region_of(modelled(live, other_models=frozenset({"other"})))
+    assert (found.region.prefill_clusters, found.notes) == ((), ())
+
+
+@pytest.mark.parametrize(("model", "told"), [("other", "other"), ("", "any other model")])
+def test_a_prefill_cluster_of_several_models_cannot_be_planned(
+    live: LiveRegion, model: str, told: str
+) -> None:
+    assert live.far is not None
+    live.far = cluster("far", *live.far.instances, instance("x", "prefill", model=model))
+    reason = reason_of(modelled(live, other_models=frozenset({"other"})))
+    assert f"far serves tiny and {told}: it has one threshold and one link" in reason
+    assert region_of(modelled(live)).region.prefill_clusters
+
+
+def test_an_instance_that_names_no_model_counts_for_none_of_several(live: LiveRegion) -> None:
+    live.pd = cluster("near", *near(2, 2).instances, instance("x", "decode", model=""))
+    reason = reason_of(modelled(live, other_models=frozenset({"other"})))
+    assert "near has instances that name no model" in reason
     assert division_of(modelled(live)) == (2, 3)
 
 
@@ -133,7 +175,7 @@ def test_an_instance_that_converts_counts_as_what_it_will_be(
 
 
 def test_what_lasts_for_seconds_changes_nothing(live: LiveRegion) -> None:
-    meter, pd, far = PeriodMeter("tiny"), live.pd, live.far
+    meter, pd, far = PeriodMeter(), live.pd, live.far
     for rate in (1e9, 2e9, 3e9):
         live.link = LinkView(available_bytes_per_s=rate)
         look(live, meter)
@@ -150,7 +192,7 @@ def test_what_lasts_for_seconds_changes_nothing(live: LiveRegion) -> None:
 def test_seconds_of_congestion_do_not_stand_for_a_period_with_little_to_carry(
     live: LiveRegion,
 ) -> None:
-    meter = PeriodMeter("tiny")
+    meter = PeriodMeter()
     for rate, is_floor in ((1e9, False), (5e7, False), (2e7, True), (3e9, True)):
         live.link = LinkView(available_bytes_per_s=rate, is_floor=is_floor)
         look(live, meter)
@@ -159,7 +201,7 @@ def test_seconds_of_congestion_do_not_stand_for_a_period_with_little_to_carry(
 
 
 def test_a_link_of_which_the_rate_is_too_old_to_be_known_limits_nothing(live: LiveRegion) -> None:
-    meter = PeriodMeter("tiny")
+    meter = PeriodMeter()
     live.link = LinkView()
     look(live, meter)
     assert "rate of the link far to near is not known" in reason_of(modelled(live, meter))
@@ -175,7 +217,7 @@ def test_a_link_of_which_the_rate_is_too_old_to_be_known_limits_nothing(live: Li
 
 
 def test_what_was_there_for_moments_does_not_count(live: LiveRegion) -> None:
-    meter, pd = PeriodMeter("tiny"), live.pd
+    meter, pd = PeriodMeter(), live.pd
     live.pd = near(4, 2)
     for _ in range(3):
         look(live, meter)

@@ -12,6 +12,7 @@ import pytest
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
+from scheduler.live.conversion import Conversion, ConversionPhase, ConversionWish
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.events import (
     AdmissionOver,
@@ -41,6 +42,13 @@ from scheduler.live.feedback import (
     PromptCounted,
     RequestArrived,
 )
+from scheduler.live.plan_events import (
+    ConversionAnswered,
+    ConversionEnded,
+    PeriodLook,
+    PeriodOver,
+    PlansAsked,
+)
 from scheduler.live.prompt_length import Media, PromptContent
 from scheduler.live.settings import LiveSettings, RoutingPolicy
 from scheduler.live.tenants import TenantLimit
@@ -66,6 +74,7 @@ SETTINGS = LiveSettings(
     threshold_tokens=1000,
     hand_off_tokens=256,
     default_tenant=TenantLimit(max_requests=2),
+    models=(MODEL,),
 )
 
 
@@ -96,6 +105,7 @@ def asked(num_tokens: int, **fields: Any) -> RouteAsked:
 def a_day() -> list[Event[Any]]:
     """Every kind of event, in an order that can be."""
     content = PromptContent(4000, 3, {Media.IMAGE: 2})
+    wish = ConversionWish("home", "decode", "prefill", MODEL)
     events: list[Event[Any]] = [
         ReportHeard("home", HOME, 99.0),
         ReportHeard("far", FAR, 99.0),
@@ -137,6 +147,11 @@ def a_day() -> list[Event[Any]]:
         ReportHeard("far", None, 99.0),
         ThresholdsAsked(),
         asked(9000),
+        PeriodLook(),
+        PeriodOver(Conversion("d0", wish, 1, ConversionPhase.DRAINING, 99.0), True),
+        PlansAsked(),
+        ConversionAnswered(wish, "d0"),
+        ConversionEnded(wish, "d0", True),
     ]
 
 
@@ -164,7 +179,8 @@ def test_every_kind_of_event_is_decided_the_same_again() -> None:
     found = played(recorded(LiveScheduler(SETTINGS), events))
     assert found.differences == []
     assert found.num_events == len(events)
-    assert found.num_decisions == 31
+    assert found.num_decisions == 34
+    assert found.outcomes["PlansAsked"] == {("tiny (not_known)", "tiny (not_known)"): 1}
 
 
 def test_a_file_that_begins_in_the_middle_holds_what_was_learnt() -> None:
