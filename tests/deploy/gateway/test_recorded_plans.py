@@ -70,6 +70,7 @@ class Flight:
 async def flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flight:
     """Periods with conversions that end well and badly, in files that begin at any moment of it."""
     monkeypatch.setattr(module, "NUM_FILES", 20_000)
+    monkeypatch.setattr(module, "MAX_WAITING_BYTES", 1 << 30)  # every file begins with the state
     flight = Flight(tmp_path)
     roles = flight.region.roles
     reasons = [await flight.period(128) for _ in range(2)]
