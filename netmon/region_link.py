@@ -83,6 +83,11 @@ class LinkView:
     is_floor: bool = False
 
     def __post_init__(self) -> None:
+        rates = self.available_bytes_per_s or 0.0, self.inflow_bytes_per_s
+        values = (*rates, self.rtt_s, self.backlog_bytes, self.age_s)
+        # One look at all of them, since every route makes some. A sum keeps nan and inf.
+        if min(values) >= 0 and sum(values) < math.inf:
+            return
         for name in ("rtt_s", "backlog_bytes", "inflow_bytes_per_s", "age_s"):
             _check(name, getattr(self, name))
         _check("available_bytes_per_s", self.available_bytes_per_s or 0.0)

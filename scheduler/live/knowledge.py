@@ -49,26 +49,38 @@ class KvMeter:
     """Fixed and per-token bytes of a prompt's KVCache, as the line through what landings took."""
 
     def __init__(self) -> None:
-        self._sizes: deque[tuple[float, float]] = deque(maxlen=NUM_SIZES)
+        self._sizes: deque[tuple[int, int]] = deque()
+        # Of what is in there: x, y, x squared and x times y. Sums of integers do not drift.
+        self._sums = (0, 0, 0, 0)
         self.profile: KvProfile | None = None
         """None before a landing was reserved. Of one length only it is all per token."""
 
     def observe(self, sent_tokens: int, nbytes: int) -> None:
         """A landing of `nbytes` for so many tokens, those it builds on left out."""
-        if sent_tokens > 0 and nbytes > 0:
-            self._sizes.append((float(sent_tokens), float(nbytes)))
-            self.profile = self._line()
+        if sent_tokens <= 0 or nbytes <= 0:
+            return
+        self._sizes.append((sent_tokens, nbytes))
+        self._count(sent_tokens, nbytes, 1)
+        if len(self._sizes) > NUM_SIZES:
+            self._count(*self._sizes.popleft(), -1)
+        self.profile = self._line()
+
+    def _count(self, tokens: int, nbytes: int, times: int) -> None:
+        x, y, xx, xy = self._sums
+        self._sums = (
+            x + times * tokens,
+            y + times * nbytes,
+            xx + times * tokens * tokens,
+            xy + times * tokens * nbytes,
+        )
 
     def _line(self) -> KvProfile:
-        num = len(self._sizes)
-        mean_x = sum(x for x, _ in self._sizes) / num
-        mean_y = sum(y for _, y in self._sizes) / num
-        spread = sum((x - mean_x) ** 2 for x, _ in self._sizes)
+        num, (x, y, xx, xy) = len(self._sizes), self._sums
+        spread = num * xx - x * x
         if not spread:
-            return KvProfile(0.0, mean_y / mean_x)
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in self._sizes) / spread
-        slope = min(max(slope, 0.0), mean_y / mean_x)
-        return KvProfile(max(0.0, mean_y - slope * mean_x), slope)
+            return KvProfile(0.0, y / x)
+        slope = min(max((num * xy - x * y) / spread, 0.0), y / x)
+        return KvProfile(max(0.0, (y - slope * x) / num), slope)
 
 
 @dataclass(slots=True)

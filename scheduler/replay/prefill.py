@@ -10,7 +10,6 @@ from collections import deque
 from scheduler.replay.jobs import Job
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
-from scheduler.routing.views import InstanceView
 
 
 class PrefillInstance:
@@ -103,16 +102,15 @@ class PrefillStation:
         ahead = self._order.ahead_of(new, now_s)
         return sum([waiting[job.key].believed_s for job in ahead])
 
-    def instances_at(self, now_s: float) -> tuple[InstanceView, ...]:
-        """All of them as routing sees them."""
-        return tuple(
-            InstanceView(
-                name=instance.name,
-                is_usable=instance.is_usable,
-                running_s=instance.until_s - now_s if instance.until_s > now_s else 0.0,
-            )
+    def free_s(self, now_s: float) -> tuple[float, ...]:
+        """From now until each usable instance should be free, ascending."""
+        found = [
+            instance.until_s - now_s if instance.until_s > now_s else 0.0
             for instance in self.instances
-        )
+            if instance.is_usable
+        ]
+        found.sort()
+        return tuple(found)
 
     @property
     def num_usable(self) -> int:

@@ -56,7 +56,7 @@ class StationViews:
             cluster = ClusterView(
                 name=name,
                 prefill=known.prefill(name),
-                instances=station.instances_at(now_s),
+                free_s=station.free_s(now_s),
                 queued_s=station.queued_s(request.shape.prefill_uncached_tokens(name), now_s),
                 link=link,
                 threshold_tokens=live.thresholds.update(name, link, now_s),
@@ -66,7 +66,7 @@ class StationViews:
         local = ClusterView(
             name=home.name,
             prefill=known.prefill(HAND_OFF),
-            instances=home.instances_at(now_s),
+            free_s=home.free_s(now_s),
             queued_s=home.queued_s(request.shape.local_uncached_tokens, now_s),
             links_in={} if self._parts.caches is None else live.links_in(home.name, now_s),
         )

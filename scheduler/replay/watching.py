@@ -11,7 +11,6 @@ Knows no requests and no decisions.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final, Protocol
 
 from netmon.estimate import LinkCondition, LinkEstimate
@@ -87,7 +86,12 @@ class StillLink:
         link.advance(now_s)
         backlog, inflow = link.backlog_bytes, link.expected_inflow
         if (seen.backlog_bytes, seen.inflow_bytes_per_s) != (backlog, inflow):
-            seen = self._seen = replace(seen, backlog_bytes=backlog, inflow_bytes_per_s=inflow)
+            seen = self._seen = LinkView(
+                available_bytes_per_s=seen.available_bytes_per_s,
+                rtt_s=seen.rtt_s,
+                backlog_bytes=backlog,
+                inflow_bytes_per_s=inflow,
+            )
         return seen
 
 

@@ -116,10 +116,11 @@ class ThresholdController:
         available = link.available_bytes_per_s
         if link.state is LinkCondition.DOWN or available == 0:
             return config.max_factor, ThresholdReason.LINK_DOWN
-        by_state = {
-            LinkCondition.RISING: config.rising_factor,
-            LinkCondition.CONGESTED: config.congested_factor,
-        }.get(link.state, 1.0)
+        by_state = 1.0
+        if link.state is LinkCondition.RISING:
+            by_state = config.rising_factor
+        elif link.state is LinkCondition.CONGESTED:
+            by_state = config.congested_factor
         # A floor says what was asked of the link, which is little just when t is high.
         by_rate = 1.0
         if available and not link.is_floor:

@@ -58,11 +58,14 @@ class DecodeView:
     landing_kv_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("slots_total", "slots_used", "num_waiting", "step_s"):
-            _check(name, getattr(self, name))
-        _check("decode_s", self.decode_s or 0.0)
-        for name in ("kv_bytes", "landing_kv_bytes"):
-            _check(name, getattr(self, name))
+        counts = self.slots_total, self.slots_used, self.num_waiting
+        values = (*counts, self.step_s, self.decode_s or 0.0, self.kv_bytes, self.landing_kv_bytes)
+        if not (min(values) >= 0 and sum(values) < math.inf):
+            for name in ("slots_total", "slots_used", "num_waiting", "step_s"):
+                _check(name, getattr(self, name))
+            _check("decode_s", self.decode_s or 0.0)
+            for name in ("kv_bytes", "landing_kv_bytes"):
+                _check(name, getattr(self, name))
         if self.left_s is not None and len(self.left_s) != self.slots_used:
             raise ValueError(
                 f"left_s has {len(self.left_s)} times for {self.slots_used} used slots; "
@@ -79,6 +82,7 @@ class DecodeView:
 class ClusterView:
     """A prefill cluster, or the prefill side of the PD cluster.
 
+    `instances` may be left out where `free_s` is given.
     `queued_s` of work wait in the common queue, ahead of a new request. `link` leads to the PD
     cluster, None inside of it. `links_in` lead here from the clusters whose cached prefixes
     can be received, by their names. `threshold_tokens`: prompts with more uncached are meant for
@@ -88,7 +92,7 @@ class ClusterView:
 
     name: str
     prefill: PrefillProfile
-    instances: tuple[InstanceView, ...]
+    instances: tuple[InstanceView, ...] = ()
     is_healthy: bool = True
     num_queued: int = 0
     max_queued: int | None = None
@@ -97,15 +101,18 @@ class ClusterView:
     links_in: Mapping[str, LinkView] = field(default_factory=lambda: MappingProxyType({}))
     threshold_tokens: float = 0.0
     plan_threshold_tokens: float | None = None
-    free_s: tuple[float, ...] = field(init=False, repr=False)
-    """From now until each usable instance is done with what it has, ascending. Worked out once,
-    because every route asks for it."""
+    free_s: tuple[float, ...] = field(default=(), repr=False)
+    """From now until each usable instance is done with what it has, ascending. That of `instances`
+    where there are any, worked out once, because every route asks for it."""
 
     def __post_init__(self) -> None:
-        for name in ("num_queued", "queued_s", "threshold_tokens"):
-            _check(name, getattr(self, name))
-        free_s = sorted(instance.running_s for instance in self.instances if instance.is_usable)
-        object.__setattr__(self, "free_s", tuple(free_s))
+        values = self.num_queued, self.queued_s, self.threshold_tokens
+        if not (min(values) >= 0 and sum(values) < math.inf):
+            for name in ("num_queued", "queued_s", "threshold_tokens"):
+                _check(name, getattr(self, name))
+        if self.instances:
+            found = sorted(item.running_s for item in self.instances if item.is_usable)
+            object.__setattr__(self, "free_s", tuple(found))
 
     @property
     def takes_jobs(self) -> bool:

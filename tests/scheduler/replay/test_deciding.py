@@ -29,7 +29,6 @@ from scheduler.replay.station_views import Parts, StationViews
 from scheduler.replay.workload import Phase, drawn
 from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.views import InstanceView
 
 GBIT = 1e9 / 8
 POLICY = Policy(admission=AdmissionConfig(ttft_slo_s=20))
@@ -96,7 +95,7 @@ def recorded() -> Recorded:
         patch.setattr(LiveScheduler, "take", taking)
         patch.setattr(StationViews, "decode_side", looking)
         patch.setattr(PrefillStation, "queued_s", keeping(PrefillStation.queued_s))
-        patch.setattr(PrefillStation, "instances_at", keeping(PrefillStation.instances_at))
+        patch.setattr(PrefillStation, "free_s", keeping(PrefillStation.free_s))
         outcome = replay(model, drawn([phase], 1), POLICY)
     return Recorded(outcome, b"".join(frames), tuple(seen))
 
@@ -112,8 +111,8 @@ class SeenAgain:
         found: float = self._seen.popleft()
         return found
 
-    def instances_at(self, now_s: float) -> tuple[InstanceView, ...]:
-        found: tuple[InstanceView, ...] = self._seen.popleft()
+    def free_s(self, now_s: float) -> tuple[float, ...]:
+        found: tuple[float, ...] = self._seen.popleft()
         return found
 
     @property

@@ -262,7 +262,7 @@ def test_a_station_serves_by_arrival_or_by_length() -> None:
         assert station.start_at_once(jobs[1], 0.0) is None
         station.push(jobs[1])
         station.push(jobs[2])
-        assert [view.running_s for view in station.instances_at(0.05)] == pytest.approx([0.05])
+        assert station.free_s(0.05) == pytest.approx((0.05,))
         assert station.queued_s(10**9, 0.2) == pytest.approx(50.01)
         begun = []
         while station.num_queued:
