@@ -221,16 +221,17 @@ class LiveScheduler:
     def _config(self, model: str, now_s: float) -> RouteConfig:
         routing, known = self.settings.routing, self.knowledge(model)
         # What nobody has measured is no reason to leave the side that t gives.
-        by_prediction = routing.policy == "predicted" and known.is_known
+        kv, is_known = known.kv, known.is_known
+        by_prediction = routing.policy == "predicted" and is_known
         return RouteConfig(
-            kv=known.kv or _NO_KV,
+            kv=kv or _NO_KV,
             margin_s=routing.margin_s if by_prediction else math.inf,
             margin_share=routing.margin_share,
             hand_off_tokens=self.settings.hand_off_tokens,
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,
             overhead_s=known.overheads(now_s),
-            is_known=known.is_known and known.kv is not None,
+            is_known=is_known and kv is not None,
         )
 
 

@@ -84,6 +84,10 @@ class RouteConfig(RouteLimits):
     overhead_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
+        least = min(self.margin_s, self.margin_share, self.hand_off_tokens, self.min_move_saving_s)
+        # One look at all of them, since every route makes one.
+        if least >= 0 and min(self.max_link_age_s, self.max_tail_s, self.abundance) > 0:
+            return
         for name in ("margin_s", "margin_share", "hand_off_tokens", "min_move_saving_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be negative")

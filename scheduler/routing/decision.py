@@ -208,18 +208,23 @@ def one_engine(shape: RequestShape, reason: Reason) -> Decision:
 
 def one_engine_reason(shape: RequestShape) -> Reason | None:
     """Why one engine must serve the request whole, or None when it need not."""
-    checks: tuple[tuple[bool, Reason], ...] = (
-        (shape.has_prompt_embeds, Reason.PROMPT_EMBEDS),
-        (shape.is_multimodal, Reason.MULTIMODAL),
-        (shape.num_prompts != 1, Reason.SEVERAL_PROMPTS),
-        (shape.num_choices != 1, Reason.SEVERAL_CHOICES),
-        (shape.has_beam_search, Reason.BEAM_SEARCH),
-        (shape.has_prompt_logprobs, Reason.PROMPT_LOGPROBS),
-        (shape.has_echo, Reason.ECHO),
-        (shape.is_unusual, Reason.UNUSUAL_BODY),
-        (shape.at_most_tokens < MIN_HAND_OFF_TOKENS, Reason.NOTHING_TO_HAND_OVER),
-    )
-    return next((reason for applies, reason in checks if applies), None)
+    if shape.has_prompt_embeds:
+        return Reason.PROMPT_EMBEDS
+    if shape.is_multimodal:
+        return Reason.MULTIMODAL
+    if shape.num_prompts != 1:
+        return Reason.SEVERAL_PROMPTS
+    if shape.num_choices != 1:
+        return Reason.SEVERAL_CHOICES
+    if shape.has_beam_search:
+        return Reason.BEAM_SEARCH
+    if shape.has_prompt_logprobs:
+        return Reason.PROMPT_LOGPROBS
+    if shape.has_echo:
+        return Reason.ECHO
+    if shape.is_unusual:
+        return Reason.UNUSUAL_BODY
+    return Reason.NOTHING_TO_HAND_OVER if shape.at_most_tokens < MIN_HAND_OFF_TOKENS else None
 
 
 def _prompt_numbers(shape: RequestShape) -> dict[str, Number]:

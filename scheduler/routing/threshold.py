@@ -139,11 +139,11 @@ class ThresholdController:
         planned_bytes_per_s: float | None = None,
     ) -> Threshold:
         numbers: dict[str, int | float] = {"plan_tokens": base_tokens, "factor": self._factor}
-        seen = (
-            ("target_factor", target),
-            ("planned_bytes_per_s", planned_bytes_per_s),
-            ("available_bytes_per_s", link.available_bytes_per_s),
-            ("link_age_s", link.age_s),
-        )
-        numbers |= {name: value for name, value in seen if value is not None}
+        if target is not None:
+            numbers["target_factor"] = target
+        if planned_bytes_per_s is not None:
+            numbers["planned_bytes_per_s"] = planned_bytes_per_s
+        if link.available_bytes_per_s is not None:
+            numbers["available_bytes_per_s"] = link.available_bytes_per_s
+        numbers["link_age_s"] = link.age_s
         return Threshold(base_tokens * self._factor, reason, MappingProxyType(numbers))

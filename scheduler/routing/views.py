@@ -141,6 +141,8 @@ class RegionSnapshot:
     failed_moves: Set[tuple[str, str]] = frozenset()
 
     def __post_init__(self) -> None:
+        if len(self.prefill_clusters) < 2:
+            return
         names = [cluster.name for cluster in self.prefill_clusters]
         if len(set(names)) != len(names):
             raise ValueError(f"two prefill clusters have one name: {', '.join(names)}")
