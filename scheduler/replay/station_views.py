@@ -80,13 +80,12 @@ class StationViews:
     def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
         """The decode pool; nobody knows how long an answer will be."""
         pool, known = self._parts.pool, live.knowledge(model)
-        landing_s = [max(0.0, leg.lands_at_s - now_s) for leg in live.ledger.landing(model)]
-        landing_s.sort()
+        lands_at_s = sorted(leg.lands_at_s for leg in live.ledger.landing(model))
         return DecodeView(
             slots_total=pool.slots_total,
             slots_used=pool.num_running,
             num_waiting=len(pool.waiting),
             decode_s=known.decode_s,
             step_s=known.step_s or 0.0,
-            landing_s=tuple(landing_s),
+            landing_s=tuple([at_s - now_s if at_s > now_s else 0.0 for at_s in lands_at_s]),
         )
