@@ -89,11 +89,16 @@ class AgentProcess:
         self.ready: dict[str, Any] = {}
         self.transfer_ids: set[str] = set()
 
-    def start(self) -> Self:
-        """Returns when the agent says that it is ready."""
+    def write_settings(self) -> Path:
+        """The file that the agent is started with."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / "agent.yaml"
         path.write_text(yaml.safe_dump(self.settings))
+        return path
+
+    def start(self) -> Self:
+        """Returns when the agent says that it is ready."""
+        path = self.write_settings()
         with (self.directory / "agent.log").open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvmanager.agent", "--config", str(path)],
