@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from agent_process import AgentProcess, wait_until
 from certificates import make_authority, openssl
+from typer.testing import CliRunner
 
+from deploy.cli import app
 from deploy.lab.emulator import RelayProcess
 from kvmanager.agent.probe_messages import (
     ProbeEnd,
@@ -42,20 +44,23 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AgentProc
         yield sender, receiver
 
 
+def words(sender: AgentProcess, receiver: AgentProcess, *options: str) -> list[str]:
+    """What is typed behind `prfaas`."""
+    return ["doctor", "link", sender.ready["control"], receiver.ready["control"], *options]
+
+
 def command(sender: AgentProcess, receiver: AgentProcess, *options: str) -> list[str]:
-    ends = [sender.ready["control"], receiver.ready["control"]]
-    return [sys.executable, "-m", "deploy.cli", "doctor", "link", *ends, *options]
+    """The same as a process of its own, which a test may interrupt or outlive."""
+    return [sys.executable, "-m", "deploy.cli", *words(sender, receiver, *options)]
 
 
 def doctor(
     sender: AgentProcess, receiver: AgentProcess, *options: str
 ) -> tuple[int, dict[str, Any], str]:
     """(exit status, JSON, stderr)."""
-    done = subprocess.run(
-        command(sender, receiver, "--json", *options), capture_output=True, text=True, timeout=60
-    )
+    done = CliRunner().invoke(app, words(sender, receiver, "--json", *options))
     assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout), done.stderr
+    return done.exit_code, json.loads(done.stdout), done.stderr
 
 
 def begin(sender: AgentProcess, receiver: AgentProcess, *, lease_s: float, via: str) -> str:
@@ -128,12 +133,10 @@ def test_an_emulated_link(agents: tuple[AgentProcess, AgentProcess]) -> None:
 
 
 def test_tables_and_the_cap(agents: tuple[AgentProcess, AgentProcess]) -> None:
-    done = subprocess.run(
-        command(*agents, "--seconds", "1"), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode in (0, 1)
-    for words in ("congestion control", "net.ipv4.tcp_wmem max", "achieved", "the limit is the"):
-        assert words in done.stdout
+    done = CliRunner().invoke(app, words(*agents, "--seconds", "1"))
+    assert done.exit_code in (0, 1)
+    for told in ("congestion control", "net.ipv4.tcp_wmem max", "achieved", "the limit is the"):
+        assert told in done.stdout
     status, found, errors = doctor(*agents, "--mib", "1")
     assert (status, found["healthy"]) == (1, False)
     assert "larger --mib" in found["error"]
@@ -217,7 +220,7 @@ def test_ctrl_c_ends_both_ends(agents: tuple[AgentProcess, AgentProcess]) -> Non
             stderr=subprocess.PIPE,
             text=True,
         )
-        wait_until(lambda: link.report().forward.out_bytes > 1_000_000)
+        wait_until(lambda: link.report().forward.out_bytes > 1_000_000, 30)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=10)
         assert process.returncode == 128 + signal.SIGINT

@@ -13,7 +13,9 @@ import pytest
 import yaml
 from front_doubles import FakeAgent, FakeEngine, eventually, prefill_job
 from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
 
+from deploy.cli import app
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import EngineStartFailed
@@ -158,18 +160,12 @@ async def test_what_a_killed_gateway_left_drained_is_given_work_again(
     await agent.stop()
 
 
-async def test_a_bad_configuration_ends_the_process_with_a_message(tmp_path: Path) -> None:
+def test_a_bad_configuration_ends_the_command_with_a_message(tmp_path: Path) -> None:
     path = tmp_path / "front.yaml"
     path.write_text("name: c\n")
-    code = "import typer; from prfaas.cli import prefill_command; typer.run(prefill_command)"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, "--config", str(path),
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"},
-    )  # fmt: skip
-    _, stderr = await process.communicate()
-    assert process.returncode == 2
-    assert b"instances: is required and missing" in stderr
+    result = CliRunner().invoke(app, ["prefill", "--config", str(path)])
+    assert result.exit_code == 2
+    assert "instances: is required and missing" in result.stderr
 
 
 def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> EmbeddedPrefillCluster:

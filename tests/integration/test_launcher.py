@@ -19,7 +19,9 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner, Result
 
+from deploy.cli import app
 from deploy.region.launch.launcher import (
     LaunchConfig,
     ProcessProgress,
@@ -418,7 +420,12 @@ class TestCommandLine:
                 process.kill()
             process.communicate()
 
+    def told(self, *words: str) -> Result:
+        """A command that ends by itself, in this process."""
+        return CliRunner().invoke(app, words)
+
     def prfaas(self, *words: str) -> subprocess.Popen[str]:
+        """A command that runs until it is stopped."""
         process = subprocess.Popen(
             [sys.executable, "-m", "deploy.cli", *words],
             stdout=subprocess.PIPE,
@@ -445,23 +452,22 @@ class TestCommandLine:
         ready = self.ready(up)
         assert ready["pid"] == up.pid
 
-        shown = self.prfaas("status", "--run-dir", str(run_dir), "--json")
-        status = json.loads(self.finish(shown)[0])
-        assert shown.returncode == 0
+        shown = self.told("status", "--run-dir", str(run_dir), "--json")
+        status = json.loads(shown.stdout)
+        assert shown.exit_code == 0
         assert status["state"]["gateway_url"] == ready["gateway"]
         assert set(status["agents"]) == {"a1", "b1"}
         assert status["agents"]["b1"]["landing_bytes"] == 0
         assert status["links"]["link.prefill-a-to-pd-b.b1"]["rtt_s"] == 0.02
-        table = self.prfaas("status", "--run-dir", str(run_dir))
-        assert "b1-decode" in self.finish(table)[0]
+        assert "b1-decode" in self.told("status", "--run-dir", str(run_dir)).stdout
 
-        down = self.prfaas("down", "--run-dir", str(run_dir))
-        assert self.finish(down) == ("region test is down\n", "")
+        down = self.told("down", "--run-dir", str(run_dir))
+        assert (down.stdout, down.stderr) == ("region test is down\n", "")
         assert up.wait(10.0) == 0
         self.finish(up)
-        nothing = self.prfaas("status", "--run-dir", str(run_dir))
-        assert "no region runs" in self.finish(nothing)[1]
-        assert nothing.returncode == 1
+        nothing = self.told("status", "--run-dir", str(run_dir))
+        assert "no region runs" in nothing.stderr
+        assert nothing.exit_code == 1
 
     def test_a_killed_launcher_takes_everything_with_it(self, file: Path, run_dir: Path) -> None:
         up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
@@ -472,10 +478,8 @@ class TestCommandLine:
         self.finish(up)
         wait_for(lambda: not [pid for pid in pids if lives(pid)], 15.0)
 
-        shown = self.prfaas("status", "--run-dir", str(run_dir))
-        assert "dead" in self.finish(shown)[0]
-        down = self.prfaas("down", "--run-dir", str(run_dir))
-        assert "is down" in self.finish(down)[0]
+        assert "dead" in self.told("status", "--run-dir", str(run_dir)).stdout
+        assert "is down" in self.told("down", "--run-dir", str(run_dir)).stdout
         assert {path.name for path in run_dir.iterdir()} <= {"logs", "lock"}
 
     def test_ctrl_c_while_starting(self, file: Path, run_dir: Path) -> None:
@@ -491,7 +495,6 @@ class TestCommandLine:
 
     def test_a_wrong_file(self, file: Path, run_dir: Path) -> None:
         file.write_text(file.read_text().replace("links", "lnks"))
-        up = self.prfaas("up", str(file), "--run-dir", str(run_dir))
-        _, errors = self.finish(up)
-        assert up.returncode == 2
-        assert "lnks (line 1): unknown key; did you mean 'links'?" in errors
+        up = self.told("up", str(file), "--run-dir", str(run_dir))
+        assert up.exit_code == 2
+        assert "lnks (line 1): unknown key; did you mean 'links'?" in up.stderr

@@ -12,6 +12,7 @@ FILE = ROOT / "transport/wire/ranges.py"
 TESTS = "tests/transport/wire/test_ranges.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mutants_of_a_tested_line_are_killed_and_the_file_stays_as_it_is(tmp_path: Path) -> None:
     text = FILE.read_text()

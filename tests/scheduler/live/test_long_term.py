@@ -230,6 +230,7 @@ def test_a_shift_that_needs_more_instances_gets_one_a_period(
     assert len(world.conversions) <= distance
 
 
+@pytest.mark.slow
 def test_constant_load_converts_nothing_in_a_day() -> None:
     region = pair()
     world = World.planned_for(region, load=0.4, period_s=600)
@@ -241,6 +242,7 @@ def test_constant_load_converts_nothing_in_a_day() -> None:
     assert worst > 0.9
 
 
+@pytest.mark.slow
 def test_a_day_of_noise_at_a_tie_converts_nothing() -> None:
     """Few requests, and an output length at which 3 and 4 prefill instances sustain the same."""
     region = pair(output=0.98)

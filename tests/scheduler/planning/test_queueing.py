@@ -25,6 +25,8 @@ from scheduler.planning.load.queueing import (
 )
 
 MANY = 1_000_000
+whole_study = pytest.mark.slow
+"""A million requests, some seconds, to come within 2% of a closed form."""
 
 
 def service_times(shape: str, num: int, rng: np.random.Generator) -> Floats:
@@ -54,8 +56,15 @@ def erlang_c_wait_s(num_servers: int, rate_rps: float) -> float:
 # ---- closed forms
 
 
-@pytest.mark.parametrize("load", [0.5, 0.7])
-@pytest.mark.parametrize("shape", ["exponential", "deterministic", "log-normal"])
+@pytest.mark.parametrize("load", [0.5, pytest.param(0.7, marks=whole_study)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "exponential",
+        pytest.param("deterministic", marks=whole_study),
+        pytest.param("log-normal", marks=whole_study),
+    ],
+)
 def test_one_server_waits_as_pollaczek_and_khinchine_say(shape: str, load: float) -> None:
     rng = np.random.default_rng(1)
     result = simulate(
@@ -67,6 +76,7 @@ def test_one_server_waits_as_pollaczek_and_khinchine_say(shape: str, load: float
     assert np.mean(result.queue_s) == pytest.approx(mean_wait_s, rel=0.02)
 
 
+@whole_study
 @pytest.mark.parametrize(("num_servers", "rate_rps"), [(2, 1.0), (4, 2.4)])
 def test_several_servers_wait_as_erlang_says(num_servers: int, rate_rps: float) -> None:
     rng = np.random.default_rng(2)
@@ -80,6 +90,7 @@ def test_several_servers_wait_as_erlang_says(num_servers: int, rate_rps: float) 
     )
 
 
+@whole_study
 def test_decode_slots_wait_as_erlang_says() -> None:
     rng = np.random.default_rng(3)
     system = System(stations=(Station(10**9),), pools=(SlotPool(num_slots=5, step_s=0.025),))
@@ -102,6 +113,7 @@ def test_an_overloaded_server_lets_the_queue_grow() -> None:
     np.testing.assert_allclose(result.queue_s, 0.5 * np.arange(1000))
 
 
+@whole_study
 @pytest.mark.parametrize("shape", ["exponential", "deterministic"])
 def test_bursts_on_a_link_wait_as_pollaczek_and_khinchine_say(shape: str) -> None:
     """Prefills of equal length that never queue end as a Poisson process: the link is M/G/1."""
