@@ -67,7 +67,7 @@ class RemotePdCluster:
 
     @property
     def has_prefill_instances(self) -> bool:
-        """As configured until the first report."""
+        """As reported last; as configured until the first report."""
         return self._has_prefill_instances
 
     async def start(self) -> None:
@@ -166,7 +166,7 @@ class RemotePdCluster:
         return report
 
     async def drain(self, instance: str) -> None:
-        """As `PdCluster.drain`; raises FrontUnreachable as well, also after `drain_timeout_s`."""
+        """As `PdCluster.drain`; raises FrontUnreachable as well, also after `DRAIN_TIMEOUT_S`."""
         await self._about("Drain", instance, DRAIN_TIMEOUT_S)
 
     async def resume(self, instance: str) -> None:

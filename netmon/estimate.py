@@ -13,7 +13,7 @@ MAX_BACKLOG_S: Final = 3600.0
 
 
 class LinkCondition(StrEnum):
-    """In the order of getting worse. Values are stable: metric labels, and they cross the wire."""
+    """From good to bad. Values are stable: they are metric labels and cross the wire."""
 
     CLEAR = "clear"
     RISING = "rising"

@@ -43,7 +43,7 @@ class Interval:
 
     @property
     def bytes_per_s(self) -> float:
-        """On the wire."""
+        """Bytes acknowledged on the wire, a second."""
         return self.carried.acked_bytes / self.duration_s
 
 

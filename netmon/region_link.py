@@ -125,12 +125,10 @@ class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[LinkStep] = []
 
     def view(self) -> LinkView:
-        """For routing. A link of which nobody was heard is as old as can be. What a clear link
-        carried long ago is not known any more: were it believed for ever, a link that was slow once
-        would never be tried again.
-        """
+        """The link as routing sees it. One of which nobody was heard is as old as can be."""
         rate, age_s = self.available_bytes_per_s, self.rate_age_s
         is_clear = self.condition is LinkCondition.CLEAR
+        # Were an old rate believed for ever, a link that was slow once would never be tried again.
         if is_clear and age_s is not None and age_s > RATE_KEPT_S:
             rate = None
         return LinkView(

@@ -87,7 +87,7 @@ def together(infos: Collection[TcpInfo], rtt_s: float = 0.0) -> TcpInfo:
 
 
 def parse(raw: bytes) -> TcpInfo | None:
-    """None when the kernel gave less than struct tcp_info has had since Linux 4.10."""
+    """The struct's fields; None when it is shorter than it has been since Linux 4.10."""
     if len(raw) < _MIN.size + 88:
         return None
     fields = _MIN.unpack_from(raw)

@@ -51,7 +51,7 @@ class QueueSection(Section):
     patience_s: Seconds
 
     def order(self) -> OrderConfig:
-        """For the queue."""
+        """What the queue is told."""
         buckets = tuple(
             LengthBucket(math.inf if b.up_to_tokens is None else b.up_to_tokens, b.share)
             for b in self.buckets
@@ -72,7 +72,7 @@ class QueueBounds(Section):
     max_wait_s: Seconds
 
     def queue_config(self, order: OrderConfig) -> QueueConfig:
-        """For the queue, whose jobs start in this order."""
+        """What the queue is told whose jobs start in this order."""
         return settings_of(self, QueueConfig, order=order)
 
 

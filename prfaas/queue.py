@@ -210,7 +210,7 @@ class PrefillQueue:
         return self._advance(now_s)
 
     def check_invariants(self) -> None:
-        """For tests: what must hold between any two calls."""
+        """Assert what must hold between any two calls. Tests use it."""
         self._order.check_invariants()
         assert self._by_age == sorted(self._by_age, key=_age_key)
         assert self.depth == len(self._by_age) <= self._config.max_queued

@@ -67,7 +67,7 @@ class QueuedJob:
 
     @property
     def uncached_tokens(self) -> int:
-        """On the instance that has most of it cached."""
+        """Tokens to compute on the instance that has most of the prompt cached."""
         return self.num_tokens - min(self.num_tokens, max(self.cached_tokens.values(), default=0))
 
 

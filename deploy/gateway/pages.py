@@ -267,7 +267,7 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def program_version() -> str:
-    """Of the installed package; "unknown" for a source tree that is not installed."""
+    """The version of the installed package; "unknown" for a source tree that is not installed."""
     try:
         return version("prfaas")
     except PackageNotFoundError:

@@ -40,7 +40,7 @@ class FrontConfig(Section):
     """Mutual TLS with agents and gateways; left out: none."""
 
     def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:
-        """For the instances; with `poll_load` the engines' metrics are read."""
+        """What the instances are told; with `poll_load` the engines' metrics are read."""
         return InstancesConfig(
             log_dir=self.log_dir,
             tls=tls_files(self.tls),

@@ -163,7 +163,7 @@ class Instance:
         return PrefillPlace(self.name, self.http, self.agent, self.gone, self.spec.served_name)
 
     def report(self, running: int) -> InstanceReport:
-        """For a cluster report; `running` is the front's own count."""
+        """The instance in a cluster report; `running` is the front's own count."""
         load = self.engine_load
         return InstanceReport(
             name=self.name,

@@ -257,7 +257,7 @@ def _decode_verdict(
 
 
 def _num_ended(decode: DecodeView, at_s: float) -> int:
-    """Of the requests that decode or wait now, those that are over at a later moment.
+    """How many requests that decode or wait now are over at a later moment.
 
     What waits begins when a slot falls free, so nothing of it ends within one decode time, and all
     together end at most as fast as full batches allow. While nobody knows how long a decode takes,

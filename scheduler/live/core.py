@@ -76,11 +76,11 @@ class Views(Protocol):
         """The region as a request for `model` finds it; as `request` does, if it is given."""
 
     def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
-        """Those of the PD cluster that decode for `model`."""
+        """The PD cluster's instances that decode for `model`."""
 
 
 class LiveScheduler:
-    """See the module text. Single-threaded; `now_s` must not go back."""
+    """Takes events and gives decisions. Single-threaded; `now_s` must not go back."""
 
     def __init__(self, settings: LiveSettings, views: Views | None = None) -> None:
         """`views` None: the region is what reports say of it."""
@@ -139,7 +139,7 @@ class LiveScheduler:
         return self._views.snapshot(self, model, now_s, request)
 
     def decode_side(self, model: str, now_s: float) -> DecodeView:
-        """Those of the PD cluster that decode for `model`."""
+        """The PD cluster's instances that decode for `model`."""
         return self._views.decode_side(self, model, now_s)
 
     def route(

@@ -36,7 +36,7 @@ def decode_view(
     known: ModelKnowledge,
     ledger: Ledger,
 ) -> DecodeView:
-    """Those that decode for a model, reported at `at_s`, as one pool."""
+    """The instances that decode for a model, reported at `at_s`, as one pool."""
     landing = ledger.landing(model)
     slots = sum(_num_slots(item) for item in instances)
     num_requests = sum(item.running for item in instances)

@@ -79,7 +79,7 @@ class RouteEarly(Event[RouteDecision | None], frozen=True):
     priority: int = 0
 
     def apply(self, live: LiveScheduler, now_s: float) -> RouteDecision | None:
-        """See `LiveScheduler.route_early`."""
+        """Answers as `LiveScheduler.route_early`."""
         return live.route_early(self.model, PendingRequest(self.shape, self.priority), now_s)
 
 
@@ -92,7 +92,7 @@ class RouteAsked(Event[RouteDecision], frozen=True):
     excluded: Set[str] = frozenset()
 
     def apply(self, live: LiveScheduler, now_s: float) -> RouteDecision:
-        """See `LiveScheduler.route`."""
+        """Answers as `LiveScheduler.route`."""
         request = PendingRequest(self.shape, self.priority)
         return live.route(self.model, request, now_s, excluded=self.excluded)
 

@@ -92,7 +92,7 @@ class _Overhead:
 
 
 class ModelKnowledge:
-    """See the module text. One for each served model."""
+    """What was learnt of one served model."""
 
     def __init__(self) -> None:
         self.traffic = TrafficMeter()
@@ -163,12 +163,12 @@ class ModelKnowledge:
 
     @property
     def decode_s(self) -> float | None:
-        """From first to last token."""
+        """Time from the first to the last token of an answer."""
         return self._decode.value
 
     @property
     def step_s(self) -> float | None:
-        """From token to token."""
+        """Time from one token to the next."""
         return self._step.value
 
     def overhead_s(self, place: str, now_s: float) -> float:

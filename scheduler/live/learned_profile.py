@@ -191,7 +191,7 @@ class LearnedProfile:
         return float(np.abs(rows @ self._found / predicted - 1).max())
 
     def _ridge(self, variance: float) -> Floats:
-        """Of each coefficient, as a share of its own weight in one prefill."""
+        """The ridge of each coefficient, as a share of its own weight in one prefill."""
         bend = max(_LEAST_RIDGE, variance / _BEND**2)
         scale = _LEAST_RIDGE if self._prior is None else variance / _PRIOR_ERROR**2
         return np.array([scale, bend, bend, bend])

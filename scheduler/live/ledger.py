@@ -50,7 +50,7 @@ class DirectPrompt:
 
 
 class Ledger:
-    """Of one gateway; single-threaded."""
+    """What one gateway has under way. Single-threaded."""
 
     def __init__(self) -> None:
         self._legs: dict[str, PrefillLeg] = {}  # under way

@@ -93,7 +93,7 @@ class MeasuredTraffic:
         return min(self.uncached.num, self.output.num)
 
     def traffic(self, *, uncached_scale: float = 1.0, output_scale: float = 1.0) -> Traffic:
-        """For the planner; scales say what if the means were off by a factor."""
+        """The traffic as a plan takes it; the scales ask what if a mean were off by that factor."""
         lengths = self.uncached.lengths
         return Traffic(
             lengths if uncached_scale == 1 else lengths.scaled(uncached_scale),

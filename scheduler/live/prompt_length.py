@@ -71,8 +71,9 @@ class LengthEstimator:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of text, over all that was counted lately: long prompts weigh more, as their lengths
-        matter more, and what a chat template adds to a short one says little about text.
+        """Bytes of text a token, over all that was counted lately: long prompts weigh more, as
+        their lengths matter more, and what a chat template adds to a short one says little about
+        text.
         """
         return self._text_bytes / self._text_tokens if self.is_known else BYTES_PER_TOKEN
 

@@ -45,7 +45,7 @@ class Thresholds:
         }
 
     def set_base(self, cluster: str, tokens: float, planned_bytes_per_s: float = 0.0) -> None:
-        """From now on the plan is this. `planned_bytes_per_s`: what it sends over the link, 0 when
+        """Set the plan's threshold. `planned_bytes_per_s`: what it sends over the link, 0 when
         it does not say. KeyError for an unknown cluster.
         """
         kept = self._kept[cluster]

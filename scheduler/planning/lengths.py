@@ -143,7 +143,7 @@ class EmpiricalLengths:
 
     @classmethod
     def of(cls, tokens: ArrayLike, weights: ArrayLike | None = None) -> EmpiricalLengths:
-        """From lengths in any order; lengths of 0 (all of the prompt is cached) are left out."""
+        """Lengths in any order. Those of 0 (all of the prompt is cached) are left out."""
         values = np.atleast_1d(np.asarray(tokens, np.float64))
         each = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
         kept = (values > 0) & (each > 0)

@@ -24,7 +24,7 @@ class TracePrompt:
 def cached_tokens(
     prompts: Iterable[TracePrompt], block_tokens: int, cache_blocks: int | None
 ) -> list[int]:
-    """For each prompt in order, the tokens at its start that are cached when it arrives.
+    """Tokens at the start of each prompt, in order, that are cached when it arrives.
 
     Whole leading blocks only, and never the last token of a prompt, which has to be computed for
     an answer. `cache_blocks` None: nothing is ever evicted; 0: no cache.

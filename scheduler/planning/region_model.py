@@ -44,7 +44,7 @@ Cluster = PrefillClusterModel | PdClusterModel
 
 @dataclass(frozen=True)
 class Link:
-    """From a prefill cluster to a PD cluster."""
+    """A link from a prefill cluster to a PD cluster."""
 
     source: str
     target: str

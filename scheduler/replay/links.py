@@ -170,7 +170,7 @@ class ReplayLink:
         self._flow(now_s, rates[self._piece])
 
     def change(self, now_s: float, inflow_change: float, burst_bytes: float = 0.0) -> None:
-        """From now on so much more or less is emitted; and so much at once."""
+        """Change the rate at which KVCache is emitted from now on, and emit so much at once."""
         self.advance(now_s)
         self.inflow = max(0.0, self.inflow + inflow_change)
         self.backlog_bytes += burst_bytes

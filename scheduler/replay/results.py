@@ -73,7 +73,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of a time in seconds; nan where there is nothing."""
+    """Percentiles of a time in seconds; nan where there is nothing."""
 
     mean_s: float
     p50_s: float
@@ -111,7 +111,7 @@ class Summary:
 
     @property
     def good_share(self) -> float:
-        """Of all that arrived."""
+        """Share of all requests that kept the objectives."""
         return self.num_good / self.num_requests if self.num_requests else math.nan
 
 
@@ -154,7 +154,7 @@ class Outcome:
 
     @property
     def wasted_share(self) -> float:
-        """Of all prefill time."""
+        """Share of all prefill time that was in vain."""
         return self.wasted_prefill_s / self.prefill_busy_s if self.prefill_busy_s else 0.0
 
     def summary(self, from_s: float = 0.0, until_s: float = math.inf) -> Summary:

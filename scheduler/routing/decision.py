@@ -232,5 +232,5 @@ def _prompt_numbers(shape: RequestShape) -> dict[str, Number]:
 
 
 def length_name(shape: RequestShape) -> str:
-    """Under which a decision's numbers give the length of the prompt."""
+    """The key under which a decision's numbers give the length of the prompt."""
     return "prompt_tokens" if shape.is_exact else "prompt_tokens_about"

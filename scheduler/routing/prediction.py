@@ -63,17 +63,17 @@ class Prediction(NamedTuple):
 
     @property
     def prefill_end_s(self) -> float:
-        """From now until the prompt is computed."""
+        """Time from now until the prompt is computed."""
         return self.queue_s + self.move_s + self.prefill_s
 
     @property
     def landed_s(self) -> float:
-        """From now until the KVCache is where decoding happens."""
+        """Time from now until the KVCache is where decoding happens."""
         return self.queue_s + self.move_s + self.prefill_s + self.tail_s
 
     @property
     def ttft_s(self) -> float:
-        """From now until the first token."""
+        """Time from now until the first token."""
         queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s = self
         return queue_s + move_s + prefill_s + tail_s + slot_s + step_s + overhead_s
 
@@ -111,7 +111,7 @@ def queue_wait_s(queued_s: float, free_s: Sequence[float]) -> float:
 
 
 def transfer_tail_s(link: LinkView, begin_s: float, prefill_s: float, task: PrefillTask) -> float:
-    """From the end of a prefill that lasts from `begin_s` on until its KVCache has landed.
+    """Time from the end of a prefill that begins at `begin_s` until its KVCache has landed.
 
     A rate that nobody has measured counts as fast enough: only the propagation is left. So does one
     that is only a floor on a clear link where nothing waits: believed, it would keep away what
@@ -148,7 +148,7 @@ def slot_wait_s(decode: DecodeView, landed_s: float) -> float:
 
 
 def release_s(decode: DecodeView, num_releases: int) -> float:
-    """From now until so many decodes have ended, when every slot that falls free is taken again.
+    """Time until so many decodes have ended, when every slot that falls free is taken again.
     Where nobody knows how long a decode takes, 0 stands for "any time from now on".
     """
     if num_releases <= 0:

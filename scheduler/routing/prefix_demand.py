@@ -62,7 +62,7 @@ class _Counter:
 
 
 class DemandTracker:
-    """See the module text. Single-threaded; time is an argument and must not go back."""
+    """Counts which prefixes requests resume from. Single-threaded; time must not go back."""
 
     def __init__(self, capacity: int = 256, half_life_s: float = 300.0) -> None:
         if capacity < 1 or half_life_s <= 0:

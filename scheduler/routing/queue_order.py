@@ -165,7 +165,7 @@ class QueueOrder(Generic[KeyT]):
 
     @property
     def uncached_tokens(self) -> int:
-        """Of all that wait."""
+        """Uncached tokens of all jobs that wait."""
         return sum(place.job.uncached_tokens for place in self._places.values())
 
     def rank_s(self, job: WaitingJob[KeyT]) -> float:
@@ -255,7 +255,7 @@ class QueueOrder(Generic[KeyT]):
                 yield place.job
 
     def check_invariants(self) -> None:
-        """For tests: what must hold between any two calls."""
+        """Assert what must hold between any two calls. Tests use it."""
         inside = [place for lane in self._lanes.values() for place in lane.places]
         assert len(inside) == len(self._places)
         for (priority, bucket), lane in self._lanes.items():

@@ -89,7 +89,7 @@ class RouteDecision(Decision):
 
     @property
     def predicted(self) -> Prediction | None:
-        """Of the side that was taken."""
+        """The prediction of the side that was taken."""
         return self.remote if self.route == "prefill_cluster" else self.local
 
 

@@ -134,7 +134,7 @@ class RegionLinks:
         return found
 
     async def wait_heard(self, timeout_s: float) -> None:
-        """Until every agent that is followed has said something, or cannot; at most so long."""
+        """Wait until every followed agent has answered or failed to, but at most so long."""
         waited = [agent.heard.wait() for agent in self._agents.values()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

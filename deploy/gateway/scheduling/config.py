@@ -49,7 +49,7 @@ class RoutingSection(Section):
     return_s: Seconds
 
     def routing(self) -> RoutingPolicy:
-        """For the router."""
+        """What the router is told."""
         return settings_of(self, RoutingPolicy)
 
     def threshold(self) -> ThresholdConfig:
@@ -79,7 +79,7 @@ class AdmissionSection(Section):
     tenants: dict[str, Annotated[TenantLimit, CoreFields(TenantLimit)]]
 
     def admission(self) -> AdmissionConfig:
-        """For the core. Policy "off" asks only for its bounds of a wait."""
+        """What the core is told. With policy "off" only its bounds of a wait are used."""
         policy = AdmissionPolicy.PREDICTED if self.policy == "off" else AdmissionPolicy(self.policy)
         return settings_of(self, AdmissionConfig, policy=policy)
 
@@ -103,13 +103,13 @@ class LongTermSection(Section):
     drain_limit_s: Seconds
 
     def loop(self) -> LongTermConfig:
-        """For the core that decides. Advice is not carried out, so that the next need not dwell."""
+        """What the core is told. Nobody carries advice out, so the next needs no dwell time."""
         if self.mode == "act":
             return settings_of(self, LongTermConfig)
         return settings_of(self, LongTermConfig, dwell_s=0.0, reverse_dwell_s=0.0)
 
     def conversion(self) -> ConversionConfig:
-        """For the core that converts."""
+        """What the converting core is told."""
         return settings_of(self, ConversionConfig)
 
     @model_validator(mode="after")

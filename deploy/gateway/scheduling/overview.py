@@ -62,7 +62,7 @@ class SchedulingOverview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scheduling_overview(scheduler: RegionScheduler) -> SchedulingOverview:
-    """As of now."""
+    """What scheduling rests on now."""
     now_s = scheduler.clock()
     return SchedulingOverview(
         models=[_model(name, known, now_s) for name, known in sorted(scheduler.models().items())],

@@ -118,7 +118,7 @@ class PlanOverview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def traffic_now(measured: MeasuredTraffic) -> TrafficNow:
-    """As people want to see it."""
+    """The traffic in numbers that people want to see."""
     uncached = measured.uncached
     return TrafficNow(
         num_requests=measured.num_requests,
@@ -133,7 +133,7 @@ def traffic_now(measured: MeasuredTraffic) -> TrafficNow:
 
 
 def region_now(region: Region, knowledge: ModelKnowledge, notes: tuple[str, ...]) -> RegionModel:
-    """As people want to see it. Learnt curves have one piece."""
+    """The region in numbers that people want to see. Learnt curves have one piece."""
     return RegionModel(
         clusters=[_cluster_model(cluster, knowledge) for cluster in region.clusters],
         links=[
@@ -152,7 +152,7 @@ def region_now(region: Region, knowledge: ModelKnowledge, notes: tuple[str, ...]
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Those that JSON can say."""
+    """The numbers without infinities and nan, which JSON does not have."""
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 

@@ -87,7 +87,7 @@ class Recorder:
         self._thread.start()
 
     def hide(self, tenant: str) -> str:
-        """By what a tenant is written."""
+        """What a tenant is written as."""
         if not tenant or tenant in self._named:
             return tenant
         return hashlib.blake2b(tenant.encode(), key=self._key, digest_size=8).hexdigest()

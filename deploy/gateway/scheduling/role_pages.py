@@ -187,7 +187,7 @@ class RolePages:
         return _role(_named(await self._report(), name), self._keeper.current)
 
     async def _report(self) -> ClusterReport:
-        """As it is now: the watcher's may not know of the last change yet."""
+        """A report made now: the watcher's may not know of the last change yet."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 report = await self._pd.report()

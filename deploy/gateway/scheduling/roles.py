@@ -64,7 +64,7 @@ _FAILURES: Final = (PdError, UnknownInstance, RpcError, OSError, TimeoutError)
 
 
 class RoleKeeper:
-    """See the module text. Use it on one event loop."""
+    """Carries out a PD cluster's conversions, one after the other. Use it on one event loop."""
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ class RegionScheduler:
         return [self._reports.reported_pd(), *self._reports.reported_prefill()]
 
     def links(self) -> dict[LinkPair, LinkView]:
-        """Between the PD cluster and each prefill cluster, both ways, as routing sees them."""
+        """Links of the PD cluster with each prefill cluster, both ways, as routing sees them."""
         self._hear(self.clock())
         return {pair: self.live.link(*pair) for pair in self._pairs}
 

@@ -42,7 +42,7 @@ class Verification:
         return not self.reason and not self.differences
 
     def words(self) -> str:
-        """For people."""
+        """The result as a sentence."""
         if self.reason:
             return f"not verified: {self.reason}"
         if self.differences:
@@ -50,7 +50,7 @@ class Verification:
         return f"verified at 1 rank: vLLM has the same bytes for each of {self.num_layers} layers"
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The result as `--json` prints it."""
         return {
             "ok": self.ok,
             "tp_size": 1,

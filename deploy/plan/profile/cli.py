@@ -179,7 +179,7 @@ class _Ends:
     as_json: bool
 
     def check_target(self, force: bool) -> None:
-        """Before anything is measured: could the result be written?"""
+        """Fail before anything is measured if the result could not be written."""
         if self.out.is_dir() or not self.out.absolute().parent.is_dir():
             self.fail(f"{self.out} cannot be written: give --out a file in an existing folder", 2)
         if self.out.exists() and not force:

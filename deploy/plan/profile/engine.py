@@ -75,7 +75,7 @@ class Counters:
         return int(self.values.get(WAITING, 0))
 
     def since(self, before: Counters, name: str) -> float | None:
-        """By how much `name` has grown; None if the engine has no such counter."""
+        """How much the counter `name` has grown; None if the engine has no such counter."""
         if name not in self.values or name not in before.values:
             return None
         return self.values[name] - before.values[name]

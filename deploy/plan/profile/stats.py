@@ -65,7 +65,7 @@ class DecodeSample:
 
     @property
     def client_mean_s(self) -> float | None:
-        """As `engine_mean_s`, but as the tokens arrived."""
+        """Like `engine_mean_s`, but by when the tokens arrived here."""
         taken_s = sum(stream.at_s[-1] - stream.at_s[0] for stream in self.streams)
         gaps = sum(stream.num_tokens[-1] - stream.num_tokens[0] for stream in self.streams)
         return taken_s / gaps if gaps else None

@@ -266,7 +266,7 @@ def _ttft_advice(plan: Plan, goals: Goals, load: float) -> str:
 
 
 def search_table(region: Region) -> list[dict[str, float]]:
-    """For each division of a pair's PD cluster, its best threshold and throughput (exact)."""
+    """The best threshold and throughput of each division of a pair's PD cluster (exact)."""
     grid = threshold_grid(region)
     found = search_pair(region, Mode.EXACT, grid, np.arange(region.pd_clusters[0].num_instances))
     best = found.system_rps.argmax(axis=0)

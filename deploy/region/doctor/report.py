@@ -17,7 +17,7 @@ from transport.config import NEAR_RTT_S
 
 
 def as_json(names: tuple[str, str], endpoint: str, m: Measurement, d: Diagnosis) -> dict[str, Any]:
-    """For scripts: the same numbers in SI units, plus `healthy`, the exit status in a word."""
+    """The numbers for scripts, in SI units, plus `healthy`, which is the exit status in a word."""
     return {
         "from": names[0],
         "to": names[1],
@@ -36,7 +36,7 @@ def as_json(names: tuple[str, str], endpoint: str, m: Measurement, d: Diagnosis)
 
 
 def render(names: tuple[str, str], endpoint: str, m: Measurement, d: Diagnosis) -> RenderableType:
-    """For a terminal: the path, the kernel, the verdict."""
+    """The path, the kernel and the verdict for a terminal."""
     title = Text.assemble((f"{names[0]} → {names[1]}", "bold"), ("  data port ", "dim"), endpoint)
     parts: list[RenderableType] = [title, Text(), _path_table(m), _kernel_table(d)]
     parts.append(_rate_line(d))

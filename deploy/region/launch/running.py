@@ -87,7 +87,7 @@ class RunningProcess:
         await self._supervisor.wait_healthy(timeout_s, progress)
 
     async def wait_restarted(self, timeout_s: float = 600.0) -> None:
-        """After `kill`: wait until it is healthy again. EngineStartFailed when time is over."""
+        """Wait until it is healthy again after `kill`. EngineStartFailed when time is over."""
         await self._supervisor.wait_healthy(timeout_s, patient=True)
 
     async def stop(self) -> None:

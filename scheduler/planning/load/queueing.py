@@ -73,7 +73,7 @@ class Spread:
 
     @classmethod
     def of(cls, times_s: Floats) -> Spread:
-        """Over all of `times_s`, with linear interpolation between order statistics."""
+        """Percentiles of all `times_s`, with linear interpolation between order statistics."""
         p50_s, p90_s, p99_s = np.quantile(times_s, (0.5, 0.9, 0.99)).tolist()
         return cls(float(np.mean(times_s)), p50_s, p90_s, p99_s)
 
