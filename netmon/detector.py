@@ -134,11 +134,13 @@ class CongestionDetector:
         if now_s - self._seen_s > self._config.silent_s:
             self._calm_since_s = None  # nobody knows whether it was calm
         self._seen_s = now_s
+        # Old numbers are no sign of congestion, and no sign of calm either.
         if _is_silent(estimate, self._config.silent_s):
             self._calm_since_s = None
             return None
         self._backlogs_s.append(estimate.backlog_s)
         self._refer(estimate, now_s)
+        # Believed at once: a link without connections needs no second sample to confirm it.
         if (why := self._why_down(estimate)) is not None:
             return self._become(LinkCondition.DOWN, why, now_s)
         return self._weigh(list(self._signs(estimate)), now_s)
@@ -147,6 +149,7 @@ class CongestionDetector:
         self._levels.append(_judge(signs))
         self._note_calm(signs, now_s)
         is_sure = len(self._levels) == self._config.num_confirming
+        # Worse must show in several samples in a row: one burst of losses is no congestion.
         least = min(self._levels, key=_severity) if is_sure else LinkCondition.CLEAR
         if _judge(signs) is self.condition is not LinkCondition.CLEAR:
             self.reason = _why(signs, 1.0)  # the present numbers
@@ -159,8 +162,10 @@ class CongestionDetector:
         config, calm_s = self._config, self._calm_since_s
         if calm_s is None or self.since_s is None:
             return None
+        # Both must have passed, so that a link on the edge does not flap.
         if now_s - self.since_s < config.dwell_s or now_s - calm_s < config.calm_s:
             return None
+        # One step at a time: from congested to clear a link has to be calm twice.
         below = _CONDITIONS[self.condition.severity - 1]
         why = f"calm for {now_s - calm_s:.1f} s"
         left = _why(signs, config.calm_margin)
@@ -197,6 +202,7 @@ class CongestionDetector:
         self._referred_s = now_s
         if rate >= self.reference_bytes_per_s:
             self.reference_bytes_per_s = rate
+        # Only a full link tells that it became slower: an idle one carries what it is asked to.
         elif self._is_evidence(estimate):
             share = math.exp(-passed_s / self._config.reference_s)
             self.reference_bytes_per_s = rate + share * (self.reference_bytes_per_s - rate)
@@ -220,6 +226,7 @@ class CongestionDetector:
         yield Sign("delay", estimate.queueing_delay_s / base_s, config.delay_ratio, text)
         yield Sign("loss", estimate.loss, config.loss, f"{estimate.loss:.1%} retransmitted")
         low, high = config.stalled_s
+        # Acknowledgements come a round trip later at best, however long that is.
         bounds = (max(low, 4 * estimate.base_rtt_s), max(high, 8 * estimate.base_rtt_s))
         text = f"nothing acknowledged for {estimate.stalled_s:.1f} s"
         yield Sign("stall", estimate.stalled_s, bounds, text)
@@ -234,6 +241,7 @@ class CongestionDetector:
 
 def _judge(signs: list[Sign], margin: float = 1.0) -> LinkCondition:
     levels = [sign.level(margin) for sign in signs]
+    # Two weak signs of different kinds weigh as much as a strong one.
     if LinkCondition.CONGESTED in levels or levels.count(LinkCondition.RISING) >= 2:
         return LinkCondition.CONGESTED
     return LinkCondition.RISING if LinkCondition.RISING in levels else LinkCondition.CLEAR

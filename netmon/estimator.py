@@ -188,10 +188,13 @@ class LinkEstimator:
         """Whether the interval measures the link; otherwise it is a floor."""
         if not (before.backlog_bytes and sample.backlog_bytes and before.is_up and sample.is_up):
             return False
+        # Bytes of connections that were not seen are missing, or there were pauses that nobody saw.
         if interval.is_partial or interval.duration_s > self._config.longest_interval_s:
             return False
+        # The sender paused: what was carried is what was asked for, not what the link can do.
         if interval.busy_s < _LEAST_BUSY * interval.duration_s:
             return False
+        # Losses or a queue in the network show that the connections have found the link's limit.
         if interval.carried.retransmitted_bytes or self._is_queueing(now_s):
             return True
         began_s = self._backlogged_s
@@ -221,6 +224,7 @@ class LinkEstimator:
         if not sample.is_up:
             return 0.0
         rate = self._rate.bytes_per_s
+        # The network card bounds bytes on the wire; what coding gains comes on top.
         if sample.interface is not None and sample.interface.bytes_per_s is not None:
             rate = min(rate, sample.interface.bytes_per_s)
         return rate * self._gain

@@ -73,13 +73,16 @@ class ProbePlanner:
         `known_bytes_per_s`: what the link carried when it was best, lately.
         """
         self._fill(known_bytes_per_s, now_s)
+        # Traffic measures the link by itself: a probe would only be in its way.
         if estimate.backlog_bytes or estimate.achieved_bytes_per_s >= self._quiet(estimate):
             self._used_s = now_s
         if not estimate.is_up or not self._is_idle(now_s) or not self._is_old(estimate, condition):
             return None
+        # Whatever became of the last probe, the next one waits.
         if self._probed_s is not None and now_s - self._probed_s < self._config.recheck_s:
             return None
         size = self._size(estimate)
+        # The budget is saved up: a smaller probe would be over before it has measured anything.
         if size > self._budget_bytes:
             return None
         self._budget_bytes -= size
@@ -110,6 +113,7 @@ class ProbePlanner:
     def _size(self, estimate: LinkEstimate) -> int:
         config = self._config
         if estimate.age_s is None:
+            # No rate is known by which a duration could be turned into bytes.
             return config.first_bytes
         duration_s = max(config.duration_s, config.round_trips * estimate.base_rtt_s)
         wanted = int(duration_s * estimate.available_bytes_per_s)

@@ -85,6 +85,7 @@ def predict(
     queue_s = queue_wait_s(cluster.queued_s, cluster.free_s)
     prefill_s = cluster.prefill.prefill_s(task.num_tokens, task.cached_tokens)
     begin_s = max(queue_s, task.move_s)
+    # No instance is usable. Below, infinities would be subtracted and give nan.
     if begin_s == math.inf:
         return Prediction(begin_s, 0.0, prefill_s, 0.0, 0.0, decode.step_s, overhead_s)
     tail_s = 0.0
@@ -123,8 +124,10 @@ def transfer_tail_s(link: LinkView, begin_s: float, prefill_s: float, task: Pref
         return link.rtt_s / 2
     if rate <= 0:
         return math.inf
+    # While this prompt waits and computes, KVCache of others flows in and the link drains it.
     gain = link.inflow_bytes_per_s - rate
     backlog = max(0.0, link.backlog_bytes + gain * begin_s)
+    # Layers are sent while the prompt is computed; recurrent states follow when it is.
     backlog = max(0.0, backlog + gain * prefill_s + task.token_bytes)
     return (backlog + task.fixed_bytes) / rate + link.rtt_s / 2
 
@@ -138,6 +141,7 @@ def slot_wait_s(decode: DecodeView, landed_s: float) -> float:
     if decode.slots_total <= 0 or landed_s == math.inf:
         return math.inf
     most = decode.slots_used + decode.num_waiting + len(decode.landing_s)
+    # A slot is left even if all that is under way lands first.
     if most < decode.slots_total:
         return 0.0
     ahead = decode.num_waiting + bisect_right(decode.landing_s, landed_s)
@@ -200,6 +204,7 @@ class ProfileCorrection:
         self._num_seen += 1
         gain = max(self._gain, 1 / self._num_seen)
         error = math.log(measured_s / predicted_s) - self._log_factor
+        # The first one is all there is to believe: it may be anywhere.
         if self._num_seen > 1:
             error = min(max(error, -self.MAX_STEP), self.MAX_STEP)
         low, high = self._bounds

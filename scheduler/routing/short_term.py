@@ -119,6 +119,7 @@ def route(
         direct = one_engine(request, whole)
         return RouteDecision(direct.route, direct.target, direct.reason, direct.numbers)
     chosen = choose(request, snapshot, config, now_s, excluded=excluded)
+    # The plan's t may have sent it away: then what raised t is the reason, not its length.
     if chosen.reason is Reason.BELOW_THRESHOLD:
         uncached = request.num_prompt_tokens - chosen.local.cached_tokens
         meant = [c for c in snapshot.prefill_clusters if _is_above_plan(c, uncached)]
@@ -152,6 +153,7 @@ def choose(
     remotes: list[Candidate] = []
     for cluster in usable:
         remote = remote_candidate(request, cluster, snapshot, config, excluded)
+        # A transfer that goes on for longer is given up in the end, and its prefill was in vain.
         if remote.prediction.tail_s <= config.max_tail_s:
             remotes.append(remote)
         else:
@@ -160,6 +162,7 @@ def choose(
     meant = [remote for remote in remotes if uncached > remote.cluster.threshold_tokens]
     if meant:
         return _from_remote(local, _soonest(meant), config)
+    # An obstacle is a reason only for prompts that its cluster would have taken.
     kept_by = [reason for cluster, reason in obstacles if uncached > cluster.threshold_tokens]
     reason = next((r for r in OBSTACLES if r in kept_by), None)
     if reason is None and _lacks_room_for_hand_off(request, snapshot, config):

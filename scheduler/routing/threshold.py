@@ -98,11 +98,14 @@ class ThresholdController:
         """
         elapsed_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
         self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)
+        # What is not seen can neither raise t nor let it fall.
         if link.age_s > self._config.max_age_s:
             return self._threshold(base_tokens, ThresholdReason.LINK_STALE, link)
         target, reason = self._target(link, planned_bytes_per_s)
+        # In the logarithm: half the way back from 16 is 4, not 8.
         left = math.exp(-elapsed_s / self._config.return_s)
         returning = target * (self._factor / target) ** left if self._factor > target else target
+        # The exponential never arrives: a thousandth is near enough.
         if returning > target * 1.001:
             reason = ThresholdReason.RETURNING
         else:

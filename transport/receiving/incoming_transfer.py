@@ -108,12 +108,14 @@ class IncomingTransfer:
                 "protocol", f"DATA up to byte {end} of a transfer that has {self.nbytes}"
             )
         with self._changed:
+            # The sender has not heard of the end yet: its frame is read to keep the stream in step.
             if self.state is not TransferState.OPEN or self._space is None:
                 return ClaimAnswer(Destination.DISCARD)
             missing = self._verified.gaps(start, end)
             rivals = self._rivals(connection, missing)
             if rivals:
                 return ClaimAnswer(Destination.CONFLICT, rivals=rivals)
+            # Verified bytes may be in use already: only gaps are written, from a copy of the frame.
             if missing != [(start, end)]:
                 self._claims[connection] = missing
                 return ClaimAnswer(Destination.SCRATCH)
@@ -161,6 +163,7 @@ class IncomingTransfer:
         """Compare the digest, if one was promised, and complete the transfer; False when it differs
         (the transfer is still open: the caller ends it) or when it had ended in between.
         """
+        # Read without the lock: a digest of gigabytes takes seconds, and acknowledgements wait.
         space = self._space
         agrees = True
         try:
@@ -188,6 +191,7 @@ class IncomingTransfer:
     def _may_judge(self) -> bool:
         if self.state is not TransferState.OPEN or self._is_judged:
             return False
+        # The digest may arrive before the last bytes, on another connection.
         if self._verified.total < self.nbytes or (self.wants_digest and self._digest is None):
             return False
         self._is_judged = self._is_being_judged = True

@@ -84,6 +84,7 @@ class IncomingTransfers:
             if transfer is None:
                 self._pending[request.transfer_id] = False
                 return None
+        # In constant time: how long a refusal takes must not tell how much of a guess was right.
         if not hmac.compare_digest(transfer.token, request.token):
             raise Refused("bad_token", "wrong token for this transfer")
         if transfer.fingerprint != request.fingerprint or transfer.nbytes != request.nbytes:
@@ -113,6 +114,7 @@ class IncomingTransfers:
             self._transfers[request.transfer_id] = transfer
             self._times[request.transfer_id] = _Times(now_s, orphaned_s=now_s)
             self._changed.notify_all()
+        # Kept as a tombstone, so that another OPEN of it is refused and not admitted anew.
         if dropped:
             transfer.end(TransferState.FAILED, "dropped", "dropped by the receiver")
             transfer.settle()

@@ -74,6 +74,7 @@ class Reception:
             if transfer.wait_claimable(rivals, self._config.drop_grace_s):
                 continue
             message = "superseded: its data arrived again elsewhere"
+            # It neither finishes its frame nor fails: a dead connection holds the range.
             self._connections.abort(rivals, LinkError("lost", message))
             if not transfer.wait_claimable(rivals, self._config.handshake_timeout_s):
                 raise PeerError("busy", "the range is still being written by another connection")
@@ -97,6 +98,7 @@ class Reception:
         self.transfers.ended(transfer.transfer_id, now_s)
         try:
             self._registry.on_complete(transfer.transfer_id)
+        # The bytes are there, whatever the registry makes of it: the sender is told so.
         except Exception:
             logger.exception("registry.on_complete raised for %s", transfer.transfer_id.hex())
         transfer.settle()
@@ -121,6 +123,7 @@ class Reception:
             return
         ended_here = transfer.end(TransferState.FAILED, "dropped", reason)
         self._quiesce(transfer)
+        # Otherwise whoever ended it first settles it and tells the sender.
         if ended_here:
             transfer.settle()
         self.transfers.ended(transfer_id, now_s)

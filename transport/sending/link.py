@@ -98,6 +98,7 @@ class LinkCore:
         """
         if transfer.state is not TransferState.OPEN:
             return
+        # The receiver never heard of it: there is nothing to cancel there.
         if not transfer.announced and not transfer.opened:
             self._end(transfer, TransferState.CANCELLED, error, now_s)
             return
@@ -112,8 +113,10 @@ class LinkCore:
         self.trouble = ""
         for transfer in list(self._transfers.values()):
             known = transfer.receiver_instance
+            # Another instance is another process: what the first one had received is gone.
             if known is None or known == peer.instance:
                 continue
+            # OPEN was on its way and is not answered: it may as well be meant for the new one.
             if not transfer.opened:
                 transfer.receiver_instance = None
             else:
@@ -160,12 +163,14 @@ class LinkCore:
     def _take_control(self, connection: int, now_s: float) -> Work | None:
         for transfer in self.dispatch.with_control():
             if transfer.needs_cancel:
+                # CANCEL must not come before the end of a frame that a lane still sends.
                 if not transfer.pinned:
                     transfer.needs_cancel = False
                     self.dispatch.note(transfer)
                     return Work(transfer, self._announce(transfer, connection), cancels=True)
             elif transfer.needs_open:
                 opens = self._announce(transfer, connection)
+                # The first frame goes out with OPEN, in one write, unless another transfer is due.
                 data = None
                 turn = next(self.dispatch.in_turn(now_s), None)
                 if turn is transfer and self.carries_data(connection):
@@ -191,6 +196,7 @@ class LinkCore:
         state = self._connections[connection]
         data = self.dispatch.take(transfer, connection, state.peer.max_frame_bytes, now_s)
         if data is not None:
+            # An idle connection owes no acknowledgement: its silence counts from here on.
             if not state.in_flight:
                 state.progress_s = now_s
             state.in_flight.add(transfer.spec.transfer_id)
@@ -200,6 +206,7 @@ class LinkCore:
         """Whether it is one of the `width` oldest connections."""
         if len(self._connections) <= self.dispatch.width:
             return True
+        # Connections are numbered as they are made, so the oldest ones come first.
         return connection in sorted(self._connections)[: self.dispatch.width]
 
     def sent(
@@ -208,6 +215,7 @@ class LinkCore:
         """The connection has let go of `work`; `whole` when the kernel took all of it."""
         if work.data is not None:
             work.transfer.sent(connection, work.data, whole=whole, coded=coded)
+            # Pacing and budgets count what crosses the link: coding gives back what it has saved.
             if whole and coded.codec is not Codec.RAW:
                 self.dispatch.refund(work.data[1] - work.data[0] - coded.wire_bytes, now_s)
         if work.digests:
@@ -223,6 +231,7 @@ class LinkCore:
             return
         for start, end in ranges:
             if not transfer.was_taken(start, end):
+                # Otherwise a receiver could complete a transfer whose bytes nobody has sent.
                 raise PeerError("protocol", f"ACK of [{start}, {end}), which was never sent")
         if self._is_scattered(transfer, ranges, now_s):
             return
@@ -272,6 +281,7 @@ class LinkCore:
         transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None or transfer.ended:
             return
+        # It fails there while it is being cancelled here: that is as good as an answer.
         if transfer.state is TransferState.CANCELLING:
             self.cancel_acked(connection, transfer_id, now_s)
         else:

@@ -140,6 +140,7 @@ class SenderLink:
                 if lane.deadline_s is not None and now_s >= lane.deadline_s:
                     lane.abort(LinkError("handshake_timeout", "no answer to HELLO"))
             self._core.expire(now_s)
+            # A warm link stays open without transfers, as if it had some.
             if self._core.has_transfers or now_s < self._warm_until_s:
                 self.idle_since_s = now_s
             effects = self._pop_effects()
@@ -151,6 +152,7 @@ class SenderLink:
             streams = self._streams()
             is_backlogged = self._core.dispatch.is_backlogged
         self._meter.tell_coder(is_backlogged=is_backlogged, now_s=now_s)
+        # A system call for each connection: not with the lock that lanes and acknowledgements need.
         read = {number: stream.tcp_info() for number, stream in streams.items()}
         infos = {number: info for number, info in read.items() if info is not None}
         with self._lock:
@@ -328,6 +330,8 @@ class SenderLink:
         with self._lock:
             lane = self._lanes.pop(connection, None)
             self._core.disconnected(connection, error)
+            # Such a refusal does not mend by itself. It ends what was open when the connection was
+            # begun: what came later may be meant for a receiver that was set right.
             if lane is not None and in_handshake and error.code in _HOPELESS:
                 self._core.broken(error, time.monotonic(), since_s=lane.began_s)
                 self._warm_until_s = 0.0
@@ -397,5 +401,6 @@ class SenderLink:
                 listener.on_complete(transfer_id)
             else:
                 listener.on_failed(transfer_id, transfer.error)
+        # A listener's mistake must not end this lane, which serves other transfers.
         except Exception:
             logger.exception("listener raised for transfer %s", transfer_id.hex())
