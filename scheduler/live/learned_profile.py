@@ -113,6 +113,7 @@ class LearnedProfile:
             return
         if not _POSSIBLE_S[0] <= seconds <= _POSSIBLE_S[1]:
             return
+        # Engines compute at least the last token, to sample from it.
         cached = min(cached_tokens, num_tokens - 1)
         error = math.inf
         if self.is_known:
@@ -150,6 +151,7 @@ class LearnedProfile:
         return shape_s, 1.0, float(num_uncached), float(num_uncached * (num_tokens + cached))
 
     def _remember(self, row: tuple[float, ...], seconds: float) -> None:
+        # Room for twice the memory: rows stay contiguous and are moved once in `memory` prefills.
         if self._end == len(self._seconds):
             self._rows[: self._memory] = self._rows[self._memory :]
             self._seconds[: self._memory] = self._seconds[self._memory :]
@@ -176,6 +178,7 @@ class LearnedProfile:
     def _pass(self, rows: Floats, seconds: Floats, weights: Floats) -> float:
         """One Gauss-Newton step. Returns how far the predictions have moved at most."""
         predicted = rows @ self._found
+        # A stall is bounded: it may pull as much as an error of this size and no more.
         errors = np.log(seconds / predicted).clip(-_MOST_ERROR, _MOST_ERROR)
         relative = rows / predicted[:, None]
         weighted = relative.T * weights

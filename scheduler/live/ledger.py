@@ -73,6 +73,7 @@ class Ledger:
     def ended(self, instance: str, now_s: float) -> None:
         """One is over; to be said once for each that began."""
         self._changes.append((now_s, instance, -1))
+        # No report that still counts is older.
         while now_s - self._changes[0][0] > KEEP_ENDED_S:
             self._changes.popleft()
 
@@ -80,6 +81,7 @@ class Ledger:
         """How many requests more these instances have than then: what a report of then misses."""
         total = 0
         for at_s, name, num_requests in reversed(self._changes):
+            # Changes are in order of time: all before this one are in the report.
             if at_s < since_s:
                 break
             total += num_requests if name in instances else 0
@@ -185,6 +187,7 @@ class Ledger:
 
     def prefill_ended(self, place: str, instance: str, at_s: float) -> None:
         """A prefill ended on an instance."""
+        # Results may be heard in another order than their prefills ended.
         known = self._last_end_s.get((place, instance), at_s)
         self._last_end_s[place, instance] = max(known, at_s)
 

@@ -186,6 +186,7 @@ class QueueOrder(Generic[KeyT]):
         self._places[job.key] = place
         lane = self._lane(job)
         if not lane.places:
+            # An empty lane has saved up nothing: it would hold up the others to catch up.
             lane.served = max(lane.served, self._level.get(job.priority, 0.0))
         insort(lane.places, place)
 

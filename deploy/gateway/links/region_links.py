@@ -111,6 +111,7 @@ class RegionLinks:
         if not found:
             return
         for name, agent in list(self._agents.items()):
+            # The node's agent is gone or listens elsewhere: what it said counts no more.
             if name.cluster == report.name and found.get(name) != agent.target:
                 del self._agents[name]
                 self._nodes_at = {at: node for at, node in self._nodes_at.items() if node != name}
@@ -244,6 +245,7 @@ class RegionLinks:
         for report in feed.links:
             node = self._node_at(name.cluster, report.endpoint)
             receiver = None if node is None else self._agents.get(node)
+            # The receiver has its part in a probe, so it must be an agent that is followed.
             if not report.probe_bytes or receiver is None:
                 continue
             if self._probing is None or self._probing.done():

@@ -113,6 +113,7 @@ class Offload:
             return await self._compute_there(slot, self._decode(slot, self._inbound.body))
         body = with_kv_transfer_params(self._inbound.body, slot.kv_transfer_params)
         decoding = self._decode(slot, body)
+        # A landing that is complete cannot fail any more: the leg need not be watched.
         if landing.state == "landed":
             answer = await decoding
         else:
@@ -195,6 +196,7 @@ class Offload:
             return self._prefill_failed(error)
         except (PdError, RpcError, OSError) as error:
             return self._prefill_failed(PrefillFailed("unreachable", str(error)))
+        # The decode engine can still compute the prompt: no mistake here may fail the request.
         except Exception as error:
             logger.exception("%s: the prefill leg broke", self._exchange.request_id)
             return self._prefill_failed(PrefillFailed("engine_failed", repr(error)))
@@ -224,6 +226,7 @@ class Offload:
             asking.cancel()
             self._exchange.waited_for_landing(self._exchange.elapsed_s() - started_s)
         landing = asking.result() if asking.done() else None
+        # The end of the leg is news of the landing, too, and may come first.
         if leg.done() and (landing is None or landing.state != "landed"):
             result = leg.result()
             if isinstance(result, PrefillFailed):
@@ -235,6 +238,7 @@ class Offload:
 
     async def _landing_ended(self, slot: DecodeSlot) -> LandingReport:
         while True:
+            # One long question for each period, so that a front that has died is noticed.
             report = await self._services.pd.await_landing(slot, self._timeouts.cluster_s)
             if report.state != "open":
                 return report
@@ -251,6 +255,7 @@ class Offload:
         self, slot: DecodeSlot, error: PrefillFailed, try_elsewhere: Callable[[], bool]
     ) -> None:
         """Give the landing back and fall back; raises `PrefillLost` to go elsewhere instead."""
+        # Prefill instances of the same cluster are no other place: the decode engine computes.
         if self._routed.target != HAND_OFF and try_elsewhere():
             raise PrefillLost(self._routed.target, error)
         self.decision = fall_back(self.decision, Reason.PREFILL_FAILED)
@@ -278,6 +283,7 @@ class Offload:
         )
         try:
             await asyncio.wait((opening, leg), return_when=asyncio.FIRST_COMPLETED)
+            # Once the answer has begun, the KVCache was there and a late failure means nothing.
             if not opening.done() and isinstance(result := leg.result(), PrefillFailed):
                 self._lost(slot, result, try_elsewhere)
                 return await self._compute_there(slot, opening)

@@ -270,6 +270,7 @@ class LinkWatch:
 
     def _report(self, watched: _Watched, request: WatchLinks, now_s: float) -> PathReport:
         report = watched.monitor.report(now_s)
+        # Whoever sends no probes must not take the order for one away.
         if request.sends_probes:
             report = msgspec.structs.replace(report, probe_bytes=watched.probe_bytes)
             watched.probe_bytes = 0  # one caller sends it
