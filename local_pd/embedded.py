@@ -143,7 +143,7 @@ class EmbeddedPdCluster:
                 (full if error.code == "NO_ROOM" else broken).append(f"{name}: {error.message}")
                 continue
             self._metrics.reservations.labels(self._name, "ok").inc()
-            return slot
+            return structs.replace(slot, reason=candidates.reason)
         self._metrics.reservations.labels(self._name, "no_room" if full else "failed").inc()
         if full:
             raise NoLandingRoom(
@@ -210,6 +210,7 @@ class EmbeddedPdCluster:
             choice = choose_direct(views, model, affinity)
         if choice.name is None:
             raise NoInstance(f"{self._name}: {choice.reason}")
+        logger.debug("%s: %s serves %s: %s", self._name, choice.name, request_id, choice.reason)
         instance = self._instances.by_name[choice.name]
         instance.load.given()
         return DirectTarget(

@@ -18,7 +18,7 @@ class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
     `kv_transfer_params` go into the decode request's body as they are. The engine then takes the
     landing over; should nothing have landed yet it waits by itself, stepping all the while.
     The slot lives until `PdCluster.release`, or until its lease of `lease_s` seconds runs out
-    unrenewed.
+    unrenewed. `reason` says in which order instances were asked.
     """
 
     landing: ReservedLanding
@@ -26,6 +26,7 @@ class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
     engine_url: str
     kv_transfer_params: dict[str, Any]
     lease_s: float
+    reason: str = ""
 
 
 class LandingReport(msgspec.Struct, frozen=True, kw_only=True):

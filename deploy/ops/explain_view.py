@@ -236,7 +236,8 @@ def _places(record: RequestRecord) -> Iterator[tuple[str, str]]:
         yield "prefilled by", record.prefill_instance + nth + why
     if record.decode_instance:
         is_apart = record.route == "prefill_cluster" or record.target == HAND_OFF
-        yield "decoded by" if is_apart else "served by", record.decode_instance
+        why = f": {record.decode_reason}" if record.decode_reason else ""
+        yield "decoded by" if is_apart else "served by", record.decode_instance + why
 
 
 def _parts_table(record: RequestRecord) -> Table:

@@ -128,9 +128,9 @@ class Exchange:
         """Note how long the request waited for a cached prefix of another cluster."""
         self.record.parts.move_s = move_s
 
-    def given(self, instance: str, *, was_full: bool) -> None:
-        """Note the instance that will decode."""
-        self.record.decode_instance = instance
+    def given(self, instance: str, reason: str, *, was_full: bool) -> None:
+        """Note the instance that will decode, and why the PD cluster chose it."""
+        self.record.decode_instance, self.record.decode_reason = instance, reason
         self.was_full = was_full
 
     def reserved(self, slot: DecodeSlot, reserve_s: float, saved_bytes: int) -> None:

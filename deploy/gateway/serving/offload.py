@@ -154,7 +154,8 @@ class Offload:
             logger.info("%s: no landing: %s", self._exchange.request_id, error)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         reserve_s = self._exchange.elapsed_s() - started_s
-        self._exchange.given(slot.instance, was_full=self._feedback.given(slot.instance))
+        was_full = self._feedback.given(slot.instance)
+        self._exchange.given(slot.instance, slot.reason, was_full=was_full)
         self._exchange.reserved(slot, reserve_s, self._saved_bytes(slot))
         return slot
 

@@ -72,7 +72,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     was known to be cached when the route was chosen, None and empty without a look-up. The last one
     becomes what the landing really built on; because of it `saved_bytes` were not sent.
     `cached_tokens` is what the prefill engine found cached, and `num_prefill_attempts` how many
-    instances of its cluster were tried.
+    instances of its cluster were tried. `decode_reason` is why the PD cluster chose the instance.
 
     `landing_wait_s` runs from the start of the prefill leg until the decode request is posted or
     the wait is given up. It covers queue, prefill and transfer, so it is no part of the TTFT beside
@@ -104,6 +104,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     prefill_instance: str = ""
     num_prefill_attempts: int = 0
     decode_instance: str = ""
+    decode_reason: str = ""
     prefill_error: str = ""
     landing_wait_s: float | None = None
     transfer_bytes: int | None = None

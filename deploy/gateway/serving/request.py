@@ -164,7 +164,8 @@ class Serving:
         target = await direct_target(services, exchange, self._lost_instances, nodes)
         begun_s = services.scheduler.clock()
         key = feedback.direct_begun(target.instance, plan.shape)
-        exchange.given(target.instance, was_full=feedback.given(target.instance))
+        was_full = feedback.given(target.instance)
+        exchange.given(target.instance, target.reason, was_full=was_full)
         try:
             answer = await services.engines.open(
                 target.instance,

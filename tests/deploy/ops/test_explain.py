@@ -107,6 +107,8 @@ def test_a_record_says_where_why_and_with_what_numbers() -> None:
     ):
         assert part in text, part
     assert row(text, "decoded by") == ["d0"]
+    apart = record(decode_reason="2 usable, least loaded first")
+    assert row(shown(apart), "decoded by") == ["d0:", "2", "usable,", "least", "loaded", "first"]
     assert "cache move" not in text
 
 

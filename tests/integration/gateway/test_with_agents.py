@@ -173,7 +173,7 @@ async def test_kvcache_moves_and_the_numbers_are_known(whole: Whole, stream: boo
     assert record.outcome == "ok"
     assert record.transfer_bytes == whole.nbytes
     assert record.prefill_instance == "p0"
-    assert record.decode_instance == "d0"
+    assert (record.decode_instance, record.decode_reason) == ("d0", "1 usable, least loaded first")
     assert record.landing_wait_s is not None
     assert record.landing_wait_s <= record.ttft_s
     assert {"queue_s", "prefill_s", "transfer_tail_s"} <= {
@@ -226,6 +226,7 @@ async def test_a_killed_receiving_agent_means_local(whole: Whole) -> None:
     assert status == 200
     assert headers["x-prfaas-route"] == "local"
     assert headers["x-prfaas-reason"].startswith("reserve_failed")
+    assert (await whole.record()).decode_reason == "0 requests, fewest of 1"
 
 
 async def test_a_full_arena_means_local_before_any_reservation_fails(whole: Whole) -> None:

@@ -23,6 +23,7 @@ async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig:
     slot = await rig.reserve()
     assert slot.instance == "d0"
     assert slot.engine_url == rig.engines["d0"].url
+    assert slot.reason == "2 usable, least loaded first"
     assert slot.landing.nbytes == 8 * BYTES_PER_TOKEN
     assert slot.kv_transfer_params == {
         "prfaas": {
