@@ -23,7 +23,7 @@ from prfaas.engines.front_config import EXPECTED, FrontConfig
 from transport import Endpoint
 from transport.rpc import RpcError, RpcServer
 
-logger = logging.getLogger("prfaas.kvmanager.engines")
+logger = logging.getLogger("prfaas.engines")
 
 ConfigT = TypeVar("ConfigT", bound=FrontConfig)
 

@@ -34,7 +34,7 @@ from scheduler.reports import InstanceReport, Role
 from transport import TlsFiles
 from transport.rpc import RpcError
 
-logger = logging.getLogger("prfaas.kvmanager.engines")
+logger = logging.getLogger("prfaas.engines")
 
 
 DEFAULT_MAX_CONCURRENT: Final = 4

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-logger = logging.getLogger("prfaas.kvmanager.engines")
+logger = logging.getLogger("prfaas.engines")
 
 T = TypeVar("T")
 

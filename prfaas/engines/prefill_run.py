@@ -28,7 +28,7 @@ from prfaas.engines.service_time import Turn, Turns
 from prfaas.jobs import PrefillJob, PrefillResult
 from transport.rpc import RpcError
 
-logger = logging.getLogger("prfaas.kvmanager.engines")
+logger = logging.getLogger("prfaas.engines")
 
 
 class AttemptFailed(PrefillFailed):

@@ -21,7 +21,7 @@ from prfaas.engines.guard import live_session_members
 from prfaas.engines.ownership import finished
 from prfaas.engines.spawn import spawn
 
-logger = logging.getLogger("prfaas.kvmanager.engines")
+logger = logging.getLogger("prfaas.engines")
 
 _GUARD: Final = str(Path(__file__).with_name("guard.py"))
 _TAIL_BYTES: Final = 64 << 10

@@ -20,7 +20,7 @@ from prfaas.engines.ownership import finished
 from prfaas.engines.process import ChildProcess, ProcessSpec
 from prfaas.engines.restart import RestartConfig, RestartPolicy
 
-logger = logging.getLogger("prfaas.kvmanager.engines")
+logger = logging.getLogger("prfaas.engines")
 
 Probe = Callable[[], Awaitable[bool]]
 """True when the process serves. May raise; that counts as False."""
