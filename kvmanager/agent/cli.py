@@ -106,7 +106,7 @@ async def serve(config: AgentConfig) -> None:
         control_host = Endpoint.parse(config.control).host
         ready = {
             "event": "ready",
-            "data": str(agent.data_endpoint),
+            "data": str(agent.transfers.data_endpoint),
             "control": str(Endpoint(control_host, await rpc.start())),
             "socket": str(config.socket),
             "pid": os.getpid(),

@@ -28,7 +28,7 @@ from kvmanager.config_files.fields import (
 )
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
-from kvmanager.transfers.table import TableLimits
+from kvmanager.transfers.shared import TableLimits
 from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
 from transport import Endpoint, TlsFiles, TransportConfig

@@ -116,14 +116,14 @@ class ControlService:
             tenant=request.tenant,
             cached_tokens=cached_tokens,
         )
-        await agent.make_room(spec, base)
-        landing = agent.reserve(spec, base)
+        await agent.transfers.make_room(spec, base)
+        landing = agent.transfers.reserve(spec, base)
         return ReserveReply(
             transfer_id=spec.transfer_id.hex(),
             token=spec.token.hex(),
             nbytes=spec.nbytes,
-            host=agent.advertised.host,
-            port=agent.advertised.port,
+            host=agent.transfers.advertised.host,
+            port=agent.transfers.advertised.port,
             arena_epoch=agent.arena.epoch,
             runs=[(first, length) for first, length in landing.runs],
             layout_fingerprint=fingerprint.hex(),
@@ -172,7 +172,7 @@ class ControlService:
             elements=Elements(layout.elements),
             digest=agent.config.digest,
         )
-        outbox = agent.open_outbox(spec, wire)
+        outbox = agent.transfers.open_outbox(spec, wire)
         return OpenOutboxReply(
             arena_epoch=agent.arena.epoch,
             runs=[(first, length) for first, length in outbox.runs],
@@ -182,20 +182,20 @@ class ControlService:
 
     async def renew(self, request: Renew) -> RenewReply:
         transfer_id = transfer_id_of(request.transfer_id)
-        return RenewReply(self._agent.table.renew(transfer_id, request.lease_s, now_s()))
+        return RenewReply(self._agent.transfers.table.renew(transfer_id, request.lease_s, now_s()))
 
     async def cancel(self, request: Cancel) -> CancelReply:
         transfer_id = transfer_id_of(request.transfer_id)
         reason = request.reason[:MAX_REASON_CHARS] or "cancelled by the control plane"
-        cancelled = self._agent.cancel(transfer_id, reason)
+        cancelled = self._agent.transfers.cancel(transfer_id, reason)
         return CancelReply(cancelled, self._agent.landing_room_bytes)
 
     async def wait(self, request: Await) -> TransferReport:
         _check_timeout(request.timeout_s)
         transfer_id = transfer_id_of(request.transfer_id)
         key = self._find(transfer_id, request.kind)
-        await self._agent.wait_ended(key, request.timeout_s)
-        return self._agent.report(key)
+        await self._agent.transfers.wait_ended(key, request.timeout_s)
+        return self._agent.transfers.report(key)
 
     async def status(self, _: Status) -> StatusReply:
         return self._agent.status()
@@ -213,10 +213,10 @@ class ControlService:
         return self._agent.cache
 
     async def probe_landing(self, request: ProbeLanding) -> ProbeLandingReply:
-        return self._agent.prober.open_landing(request, now_s())
+        return self._agent.transfers.prober.open_landing(request, now_s())
 
     async def probe_send(self, request: ProbeSend) -> ProbeSendReply:
-        return await self._agent.prober.open_send(
+        return await self._agent.transfers.prober.open_send(
             transfer_id_of(request.transfer_id),
             keys=(
                 hex_bytes(request.token, KEY_BYTES, "token"),
@@ -230,18 +230,20 @@ class ControlService:
 
     async def probe_status(self, request: ProbeStatus) -> ProbeStatusReply:
         transfer_id = transfer_id_of(request.transfer_id)
-        return self._agent.prober.status(transfer_id, request.role, request.lease_s, now_s())
+        return self._agent.transfers.prober.status(
+            transfer_id, request.role, request.lease_s, now_s()
+        )
 
     async def probe_end(self, request: ProbeEnd) -> ProbeEndReply:
         transfer_id = transfer_id_of(request.transfer_id)
         reason = request.reason[:MAX_REASON_CHARS] or "ended by its caller"
-        return ProbeEndReply(self._agent.prober.end(transfer_id, reason, now_s()))
+        return ProbeEndReply(self._agent.transfers.prober.end(transfer_id, reason, now_s()))
 
     def _find(self, transfer_id: bytes, kind: str) -> Key:
-        table = self._agent.table
-        if kind != "landing" and transfer_id in table.outboxes:
+        table = self._agent.transfers.table
+        if kind != "landing" and transfer_id in table.outboxes.records:
             return Kind.OUTBOX, transfer_id
-        if kind != "outbox" and transfer_id in table.landings:
+        if kind != "outbox" and transfer_id in table.landings.records:
             return Kind.LANDING, transfer_id
         raise UnknownTransfer(f"no {kind or 'transfer'} {transfer_id.hex()} here")
 

@@ -80,7 +80,7 @@ class Node:
         return b"".join(self.agent.arena.view(runs, nbytes).views(0, nbytes))
 
     def holds_nothing_for_moves(self) -> bool:
-        mover = self.agent.mover
+        mover = self.agent.transfers.mover
         assert mover is not None
         self.pool.check_invariants()
         return not mover.num_open("landing") and not mover.num_open("send")

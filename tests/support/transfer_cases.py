@@ -5,7 +5,8 @@ import pytest
 from kvmanager.transfers.blocks import BlockAllocator
 from kvmanager.transfers.holds import Kind
 from kvmanager.transfers.records import EnginePeer, LandingSpec, OutboxSpec
-from kvmanager.transfers.table import TableLimits, TransferTable
+from kvmanager.transfers.shared import TableLimits
+from kvmanager.transfers.table import TransferTable
 
 BLOCK = 10
 FP = b"f" * 32

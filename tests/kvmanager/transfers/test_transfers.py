@@ -33,7 +33,8 @@ from kvmanager.transfers.records import (
     TellFailed,
     TellLanded,
 )
-from kvmanager.transfers.table import TableLimits, TransferTable
+from kvmanager.transfers.shared import TableLimits
+from kvmanager.transfers.table import TransferTable
 
 
 class TestSharedArena:
@@ -49,9 +50,9 @@ class TestSharedArena:
             allocator.free([cached.pop()])
 
         table = TransferTable(allocator, BLOCK, make_room=make_room)
-        table.reserve(landing_spec(IDS[0], nbytes=20), 0)
+        table.landings.reserve(landing_spec(IDS[0], nbytes=20), 0)
         assert asked == []
-        table.open_outbox(outbox_spec(IDS[1], nbytes=60), 0)
+        table.outboxes.open(outbox_spec(IDS[1], nbytes=60), 0)
         assert asked == [6]
 
     def test_without_enough_room_nothing_is_taken(self) -> None:
@@ -59,7 +60,7 @@ class TestSharedArena:
         others = allocator.allocate(6)
         table = TransferTable(allocator, BLOCK, make_room=lambda _: False)
         with pytest.raises(NoArenaRoom):
-            table.reserve(landing_spec(nbytes=30), 0)
+            table.landings.reserve(landing_spec(nbytes=30), 0)
         table.holds.check_invariants([], others)
         assert allocator.num_free == 2
 
@@ -67,12 +68,12 @@ class TestSharedArena:
         freed: list[object] = []
         table = TransferTable(BlockAllocator(8), BLOCK, on_freed=freed.append)
         table.connect(peer(1))
-        landing = table.reserve(landing_spec(), 0)
-        table.watch(1, TID)
-        table.landing_complete(TID, 1)
+        landing = table.landings.reserve(landing_spec(), 0)
+        table.landings.watch(1, TID)
+        table.landings.complete(TID, 1)
         table.holds.hold(landing.key, PROMOTION)
-        table.release_landing(1, TID, 2)
-        table.landing_dropped(TID)
+        table.landings.release(1, TID, 2)
+        table.landings.dropped(TID)
         table.expire(10_000)
         assert used(table) == 3
         assert freed == []
@@ -83,109 +84,109 @@ class TestSharedArena:
 
 class TestRoom:
     def test_arena_full(self, table: TransferTable) -> None:
-        table.reserve(landing_spec(nbytes=71), 0)
+        table.landings.reserve(landing_spec(nbytes=71), 0)
         with pytest.raises(NoArenaRoom):
-            table.open_outbox(outbox_spec(nbytes=1), 0)
+            table.outboxes.open(outbox_spec(nbytes=1), 0)
 
     def test_landing_cap_leaves_room_for_outboxes(self) -> None:
         table = TransferTable(BlockAllocator(8), BLOCK, TableLimits(landing_bytes=40))
-        table.reserve(landing_spec(), 0)
+        table.landings.reserve(landing_spec(), 0)
         with pytest.raises(NoArenaRoom, match="30 of 40"):
-            table.reserve(landing_spec(IDS[1], nbytes=11), 0)
-        table.reserve(landing_spec(IDS[1], nbytes=10), 0)
-        table.open_outbox(outbox_spec(nbytes=40), 0)
+            table.landings.reserve(landing_spec(IDS[1], nbytes=11), 0)
+        table.landings.reserve(landing_spec(IDS[1], nbytes=10), 0)
+        table.outboxes.open(outbox_spec(nbytes=40), 0)
 
     def test_room_is_what_is_free_within_the_cap(self) -> None:
         allocator = BlockAllocator(8)
         table = TransferTable(allocator, BLOCK, TableLimits(landing_bytes=45))
-        rooms = [table.landing_room_blocks(allocator.num_free)]
+        rooms = [table.landings.room_blocks(allocator.num_free)]
         for number, nbytes in enumerate((1, 20)):
             table.reserve(landing_spec(IDS[number], nbytes=nbytes), 0)
-            rooms.append(table.landing_room_blocks(allocator.num_free))
+            rooms.append(table.landings.room_blocks(allocator.num_free))
         assert rooms == [4, 3, 1]
-        assert table.landing_room_blocks(0) == 0
+        assert table.landings.room_blocks(0) == 0
         uncapped = TransferTable(allocator, BLOCK)
         assert uncapped.landing_room_blocks(allocator.num_free) == 5
 
     def test_tenant_cap_counts_memory_until_it_is_free(self) -> None:
         table = TransferTable(BlockAllocator(8), BLOCK, TableLimits(tenant_landing_bytes=30))
         blue = dataclasses.replace(landing_spec(), tenant="blue")
-        table.reserve(blue, 0)
+        table.landings.reserve(blue, 0)
         table.cancel(TID, "x", 0)
         again = dataclasses.replace(blue, transfer_id=IDS[1])
         with pytest.raises(NoArenaRoom, match="blue"):
-            table.reserve(again, 0)
-        table.reserve(landing_spec(IDS[2]), 0)
-        table.landing_dropped(TID)
-        table.reserve(again, 0)
+            table.landings.reserve(again, 0)
+        table.landings.reserve(landing_spec(IDS[2]), 0)
+        table.landings.dropped(TID)
+        table.landings.reserve(again, 0)
 
     def test_tenant_cap_is_in_bytes_of_whole_blocks(self) -> None:
         blue = dataclasses.replace(landing_spec(), tenant="blue")
         again = dataclasses.replace(blue, transfer_id=IDS[1])
         for cap, fits in ((59, False), (60, True)):
             table = TransferTable(BlockAllocator(8), BLOCK, TableLimits(tenant_landing_bytes=cap))
-            table.reserve(blue, 0)
+            table.landings.reserve(blue, 0)
             with (
                 contextlib.nullcontext()
                 if fits
                 else pytest.raises(NoArenaRoom, match="holds 30 of")
             ):
-                table.reserve(again, 0)
+                table.landings.reserve(again, 0)
 
     def test_a_transfer_has_at_least_one_byte(self, table: TransferTable) -> None:
         with pytest.raises(BadRequest, match="of 0 bytes"):
-            table.reserve(landing_spec(nbytes=0), 0)
+            table.landings.reserve(landing_spec(nbytes=0), 0)
         with pytest.raises(BadRequest, match="of 0 bytes"):
-            table.open_outbox(outbox_spec(nbytes=0), 0)
-        assert table.reserve(landing_spec(nbytes=1), 0).runs
+            table.outboxes.open(outbox_spec(nbytes=0), 0)
+        assert table.landings.reserve(landing_spec(nbytes=1), 0).runs
 
     def test_a_lease_may_be_shorter_than_a_second(self, table: TransferTable) -> None:
-        assert table.reserve(landing_spec(lease_s=0.5), 2).lease_until_s == 2.5
+        assert table.landings.reserve(landing_spec(lease_s=0.5), 2).lease_until_s == 2.5
 
     @pytest.mark.parametrize("lease_s", [0, -1, float("nan")])
     def test_impossible_leases(self, table: TransferTable, lease_s: float) -> None:
         with pytest.raises(BadRequest):
-            table.reserve(landing_spec(lease_s=lease_s), 0)
+            table.landings.reserve(landing_spec(lease_s=lease_s), 0)
         assert used(table) == 0
 
     def test_endless_lease_is_shortened(self, table: TransferTable) -> None:
-        landing = table.reserve(landing_spec(lease_s=float("inf")), 0)
+        landing = table.landings.reserve(landing_spec(lease_s=float("inf")), 0)
         assert landing.lease_until_s == 3600
 
     def test_same_id_twice(self, table: TransferTable) -> None:
-        table.reserve(landing_spec(), 0)
+        table.landings.reserve(landing_spec(), 0)
         with pytest.raises(BadRequest):
-            table.reserve(landing_spec(), 0)
+            table.landings.reserve(landing_spec(), 0)
 
     def test_outbox_is_opened_again_only_when_its_memory_is_back(
         self, table: TransferTable
     ) -> None:
-        table.open_outbox(outbox_spec(), 0)
-        table.attach(1, TID, 1)
+        table.outboxes.open(outbox_spec(), 0)
+        table.outboxes.attach(1, TID, 1)
         with pytest.raises(BadRequest):
-            table.open_outbox(outbox_spec(), 0)
+            table.outboxes.open(outbox_spec(), 0)
         table.cancel(TID, "x", 0)
-        table.outbox_ended(TID, "cancelled", 0)
+        table.outboxes.ended(TID, "cancelled", 0)
         with pytest.raises(BadRequest):
-            table.open_outbox(outbox_spec(), 0)
-        table.release_outbox(1, TID, 1)
-        table.release_outbox(2, TID, 1)
-        assert table.open_outbox(outbox_spec(), 1).state is State.OPEN
+            table.outboxes.open(outbox_spec(), 0)
+        table.outboxes.release(1, TID, 1)
+        table.outboxes.release(2, TID, 1)
+        assert table.outboxes.open(outbox_spec(), 1).state is State.OPEN
 
 
 class TestForgotten:
     """News of transfers and connections that the table does not know, or not any more."""
 
     def test_changes_nothing(self, table: TransferTable) -> None:
-        table.landing_accepted(TID)
-        table.landing_dropped(TID)
-        assert table.landing_complete(TID, 1) == []
-        assert table.landing_failed(TID, "link", 1) == []
-        assert table.outbox_ended(TID, None, 1) == []
+        table.landings.accepted(TID)
+        table.landings.dropped(TID)
+        assert table.landings.complete(TID, 1) == []
+        assert table.landings.failed(TID, "link", 1) == []
+        assert table.outboxes.ended(TID, None, 1) == []
         assert table.cancel(TID, "x", 1) == []
-        assert table.release_landing(1, TID, 1) == []
-        assert table.abort(1, TID, 1, "x", 1) == []
-        assert table.prefill_end(1, TID, 1, 0, 1) == []
+        assert table.landings.release(1, TID, 1) == []
+        assert table.outboxes.abort(1, TID, 1, "x", 1) == []
+        assert table.outboxes.prefill_end(1, TID, 1, 0, 1) == []
         assert table.disconnected(99, 1) == []
         table.process_gone(99)
         table.check_invariants()
@@ -195,17 +196,17 @@ class TestInvariants:
     """They are what the random test relies on: each must notice that it is broken."""
 
     def test_a_live_transfer_without_memory(self, table: TransferTable) -> None:
-        landing = table.reserve(landing_spec(), 0)
+        landing = table.landings.reserve(landing_spec(), 0)
         table.holds.end_transfer(landing.key, 0)
         table.holds.release(landing.key, TRANSPORT)
         with pytest.raises(AssertionError, match="lost its blocks"):
             table.check_invariants()
 
     def test_more_landings_than_their_cap(self, table: TransferTable) -> None:
-        table.reserve(landing_spec(), 0)
-        table.limits = TableLimits(landing_bytes=30)
+        table.landings.reserve(landing_spec(), 0)
+        table.books.limits = TableLimits(landing_bytes=30)
         table.check_invariants()
-        table.limits = TableLimits(landing_bytes=29)
+        table.books.limits = TableLimits(landing_bytes=29)
         with pytest.raises(AssertionError):
             table.check_invariants()
 
@@ -269,17 +270,17 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(transfer_id=ids, lease_s=st.sampled_from([1.0, 5.0, 100.0]))
     def reserve(self, transfer_id: bytes, lease_s: float) -> None:
-        if transfer_id not in self.table.landings:
+        if transfer_id not in self.table.landings.records:
             self.ended.discard((Kind.LANDING, transfer_id))
         try:
-            self.table.reserve(landing_spec(transfer_id, lease_s=lease_s), self.now_s)
+            self.table.landings.reserve(landing_spec(transfer_id, lease_s=lease_s), self.now_s)
         except (NoArenaRoom, BadRequest):
             return
 
     @rule(transfer_id=ids, lease_s=st.sampled_from([1.0, 5.0, 100.0]))
     def open_outbox(self, transfer_id: bytes, lease_s: float) -> None:
         try:
-            self.table.open_outbox(outbox_spec(transfer_id, lease_s=lease_s), self.now_s)
+            self.table.outboxes.open(outbox_spec(transfer_id, lease_s=lease_s), self.now_s)
         except (NoArenaRoom, BadRequest):
             return
         self.ended.discard((Kind.OUTBOX, transfer_id))
@@ -292,26 +293,26 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(transfer_id=ids)
     def accepted(self, transfer_id: bytes) -> None:
-        self.table.landing_accepted(transfer_id)
+        self.table.landings.accepted(transfer_id)
 
     @rule(transfer_id=ids)
     def landed(self, transfer_id: bytes) -> None:
-        self.perform(self.table.landing_complete(transfer_id, self.now_s))
+        self.perform(self.table.landings.complete(transfer_id, self.now_s))
 
     @rule(transfer_id=ids)
     def receiver_failed(self, transfer_id: bytes) -> None:
-        self.perform(self.table.landing_failed(transfer_id, "link", self.now_s))
+        self.perform(self.table.landings.failed(transfer_id, "link", self.now_s))
 
     @rule()
     def drop(self) -> None:
         if self.to_drop:
-            self.table.landing_dropped(self.to_drop.pop(0))
+            self.table.landings.dropped(self.to_drop.pop(0))
 
     @rule(transfer_id=ids, error=st.sampled_from([None, "link"]))
     def sender_ended(self, transfer_id: bytes, error: str | None) -> None:
         if transfer_id in self.sending:
             self.sending.remove(transfer_id)
-            self.perform(self.table.outbox_ended(transfer_id, error, self.now_s))
+            self.perform(self.table.outboxes.ended(transfer_id, error, self.now_s))
 
     @rule(
         transfer_id=ids,
@@ -324,26 +325,27 @@ class TableMachine(RuleBasedStateMachine):
         conn_id = self.pick(number)
         if conn_id is None:
             return
-        outbox = self.table.outboxes.get(transfer_id)
+        outbox = self.table.outboxes.records.get(transfer_id)
         attempt = (outbox.attempt if outbox is not None else 1) - age
         before = repr(outbox)
+        landings, outboxes = self.table.landings, self.table.outboxes
         match what:
             case "a":
-                effects = self.table.attach(conn_id, transfer_id, attempt)
+                effects = outboxes.attach(conn_id, transfer_id, attempt)
             case "r":
                 ranges = [(0, part)]
-                effects = self.table.ranges_ready(conn_id, transfer_id, attempt, ranges, self.now_s)
+                effects = outboxes.ranges_ready(conn_id, transfer_id, attempt, ranges, self.now_s)
             case "p":
-                effects = self.table.prefill_end(conn_id, transfer_id, attempt, 0, self.now_s)
+                effects = outboxes.prefill_end(conn_id, transfer_id, attempt, 0, self.now_s)
             case "x":
-                effects = self.table.abort(conn_id, transfer_id, attempt, "bug", self.now_s)
+                effects = outboxes.abort(conn_id, transfer_id, attempt, "bug", self.now_s)
             case "w":
-                effects = self.table.watch(conn_id, transfer_id)
+                effects = landings.watch(conn_id, transfer_id)
             case "o":
-                self.table.release_outbox(conn_id, transfer_id, attempt)
+                outboxes.release(conn_id, transfer_id, attempt)
                 effects = []
             case _:
-                effects = self.table.release_landing(conn_id, transfer_id, self.now_s)
+                effects = landings.release(conn_id, transfer_id, self.now_s)
         assert repr(outbox) == before or not age, (
             "what is said of an earlier attempt changes nothing"
         )
@@ -353,7 +355,7 @@ class TableMachine(RuleBasedStateMachine):
     def time_passes(self, step_s: float) -> None:
         self.now_s += step_s
         self.perform(self.table.expire(self.now_s))
-        for table in (self.table.landings, self.table.outboxes):
+        for table in (self.table.landings.records, self.table.outboxes.records):
             for end in table.values():
                 alive = end.state in MOVES and end.state is not State.CLAIMED
                 assert not alive or end.lease_until_s > self.now_s
@@ -371,15 +373,15 @@ class TableMachine(RuleBasedStateMachine):
         self.now_s += 200
         self.perform(self.table.expire(self.now_s))
         while self.to_drop:
-            self.table.landing_dropped(self.to_drop.pop())
+            self.table.landings.dropped(self.to_drop.pop())
         for transfer_id in self.sending:
-            self.perform(self.table.outbox_ended(transfer_id, "closed", self.now_s))
+            self.perform(self.table.outboxes.ended(transfer_id, "closed", self.now_s))
         self.table.expire(self.now_s + 100)
         self.table.check_invariants()
         assert self.table.holds.num_blocks(Kind.LANDING) == 0
         assert self.table.holds.num_blocks(Kind.OUTBOX) == 0
-        assert not self.table.landings
-        assert not self.table.outboxes
+        assert not self.table.landings.records
+        assert not self.table.outboxes.records
 
 
 TestTable = TableMachine.TestCase

@@ -1,0 +1,292 @@
+"""What goes over one agent's data port: its transfers, the moves of its cache, its probes.
+
+Everything that happens to a transfer (a call of the control plane, a message of an engine, news of
+the transport, time) is put into the transfer table as an event, and the effects that come back are
+performed here. No rule about transfers is here; they are in `kvmanager.transfers.table`. It does
+not know the engine socket, layouts, or how its callers reached it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Final
+
+from kvmanager.agent.cache.moves import CacheMover
+from kvmanager.agent.cache.service import AgentCache, LandingBase
+from kvmanager.agent.config import AgentConfig
+from kvmanager.agent.engines.protocol import (
+    AbortOutbox,
+    AgentMessage,
+    Attach,
+    FailureNotice,
+    Landed,
+    PrefillEnd,
+    Ready,
+    Release,
+    TransferMessage,
+    Watch,
+)
+from kvmanager.agent.kept_arena import KeptArena
+from kvmanager.agent.links.probing import AgentProbes
+from kvmanager.agent.messages import LinkStatus, TransferReport
+from kvmanager.agent.metrics import AgentMetrics
+from kvmanager.agent.reports import landing_report, outbox_report
+from kvmanager.agent.transfer_io import TransferIo, now_s
+from kvmanager.transfers.holds import Key, Kind
+from kvmanager.transfers.records import (
+    CancelOutbox,
+    DropLanding,
+    Effect,
+    ForwardReady,
+    GaveUpOnEngine,
+    LandingRecord,
+    LandingSpec,
+    OutboxRecord,
+    OutboxSpec,
+    OutcomeKnown,
+    RecordPrefillEnd,
+    State,
+    TellFailed,
+    TellLanded,
+    TransferError,
+)
+from kvmanager.transfers.table import TransferTable
+from transport import Endpoint, OutgoingSpec
+
+logger = logging.getLogger("prfaas.kvmanager.agent")
+
+STOP_GRACE_S: Final = 1.0
+
+
+class AgentTransfers:
+    """Owns the transfer table and the data port. Use it on one event loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        kept: KeptArena,
+        cache: AgentCache | None,
+        metrics: AgentMetrics,
+        send: Callable[[int, AgentMessage], None],
+    ) -> None:
+        """`send` says a message to an engine connection. Raises transport.LocalError."""
+        self.table = TransferTable(
+            kept.allocator,
+            config.block_bytes,
+            config.limits,
+            make_room=cache.make_room if cache is not None else None,
+            on_freed=cache.transfer_freed if cache is not None else None,
+        )
+        self.io = TransferIo(
+            config.transport_config,
+            Endpoint.parse(config.listen),
+            self,
+            lambda code: metrics.refused_senders.labels(code).inc(),
+        )
+        self.mover: CacheMover | None = None
+        """Moves of cached prefixes; None without a cache."""
+        self._config = config
+        self._arena = kept.arena
+        self._cache = cache
+        self._metrics = metrics
+        self._send = send
+        self._waiters: defaultdict[Key, set[asyncio.Future[None]]] = defaultdict(set)
+
+    def start(self) -> None:
+        """Listen on the data port. Raises transport.LocalError."""
+        self.data_endpoint = self.io.start()
+        self.advertised = self._config.advertised(self.data_endpoint)
+        self.prober = AgentProbes(self.io, self._config.transport_config, self.advertised)
+        if self._cache is not None:
+            self.mover = CacheMover(
+                self.io, self._arena, self._cache, advertised=self.advertised, clock_s=now_s
+            )
+
+    def end_all(self) -> None:
+        """End every transfer and every probe, and tell whoever waits for them."""
+        for transfer_id in {*self.table.landings.records, *self.table.outboxes.records}:
+            self.cancel(transfer_id, "the agent is stopping")
+        self.prober.close(now_s())
+
+    async def stop(self) -> None:
+        """Close the data port, after a moment for what was just ended."""
+        await self.io.settle(STOP_GRACE_S)
+        await self.io.stop()
+
+    def tick(self) -> None:
+        """Call a few times a second."""
+        self.prober.tick(now_s())
+        before = set(self.table.outboxes.records)
+        self._perform(self.table.expire(now_s()))
+        for transfer_id in before - self.table.outboxes.records.keys():
+            self.io.forget(transfer_id)
+        if self.mover is not None:
+            self.mover.tick(now_s())
+
+    # ---- for the control plane
+
+    async def make_room(self, spec: LandingSpec, base: LandingBase | None) -> None:
+        """Evict what a landing needs, in steps. Raises TransferError, and drops `base` then."""
+        if self._cache is None:
+            return
+        try:
+            self.table.landings.check(spec)
+            await self._cache.make_room_in_steps(-(-spec.nbytes // self._arena.block_bytes))
+        except BaseException:  # a caller that goes away too
+            if base is not None:
+                self._cache.drop_base(base)
+            raise
+
+    def reserve(self, spec: LandingSpec, base: LandingBase | None = None) -> LandingRecord:
+        """Hold memory and let the sender in. Raises TransferError, and drops `base` then."""
+        try:
+            landing = self.table.landings.reserve(spec, now_s())
+        except TransferError:
+            if base is not None and self._cache is not None:
+                self._cache.drop_base(base)
+            raise
+        if base is not None and self._cache is not None:
+            self._cache.adopt_base(spec.transfer_id, base)
+        space = self._arena.view(landing.runs, spec.nbytes)
+        self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space)
+        return landing
+
+    def open_outbox(self, spec: OutboxSpec, wire: OutgoingSpec) -> OutboxRecord:
+        """Hold memory and begin to send. Raises TransferError."""
+        outbox = self.table.outboxes.open(spec, now_s())
+        space = self._arena.view(outbox.runs, spec.nbytes)
+        try:
+            self.io.open(wire, space)
+        except Exception as error:
+            self.outbox_ended(spec.transfer_id, f"cannot send: {error}")
+            raise
+        return outbox
+
+    def cancel(self, transfer_id: bytes, reason: str) -> bool:
+        """End it; whether something was alive."""
+        effects = self.table.cancel(transfer_id, reason, now_s())
+        self._perform(effects)
+        return bool(effects)
+
+    async def wait_ended(self, key: Key, timeout_s: float) -> None:
+        """Return when this end is over, or after `timeout_s`."""
+        if self.report(key).state != "open":
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[key].add(waiter)
+        try:
+            await asyncio.wait({waiter}, timeout=timeout_s)
+        finally:
+            waiters = self._waiters[key]
+            waiters.discard(waiter)
+            if not waiters:
+                del self._waiters[key]
+
+    def report(self, key: Key) -> TransferReport:
+        """How an end is doing; raises KeyError when it is unknown."""
+        kind, transfer_id = key
+        if kind is Kind.LANDING:
+            landing = self.table.landings.records[transfer_id]
+            return landing_report(landing, self.io.landing_progress(transfer_id))
+        outgoing = self.io.outgoing(transfer_id)
+        outbox = self.table.outboxes.records[transfer_id]
+        if outgoing is None:
+            return outbox_report(outbox, None, None)
+        return outbox_report(outbox, outgoing.handle.progress(), outgoing.sent_at_prefill_end)
+
+    def links(self) -> list[LinkStatus]:
+        """The endpoints that open outboxes send to."""
+        outboxes = self.table.outboxes.records.items()
+        return self.io.links({i for i, outbox in outboxes if outbox.state is State.OPEN})
+
+    # ---- for engines
+
+    def engine_says(self, conn_id: int, message: TransferMessage) -> None:
+        """Take a message about one transfer."""
+        landings, outboxes = self.table.landings, self.table.outboxes
+        transfer_id = message.transfer_id
+        effects: list[Effect] = []
+        match message:
+            case Attach(_, attempt):
+                effects = outboxes.attach(conn_id, transfer_id, attempt)
+            case Ready(_, attempt, ranges):
+                effects = outboxes.ranges_ready(conn_id, transfer_id, attempt, ranges, now_s())
+            case PrefillEnd(_, attempt, tp_rank):
+                effects = outboxes.prefill_end(conn_id, transfer_id, attempt, tp_rank, now_s())
+            case AbortOutbox(_, attempt, reason):
+                effects = outboxes.abort(conn_id, transfer_id, attempt, reason, now_s())
+            case Watch():
+                effects = landings.watch(conn_id, transfer_id)
+            case Release(_, 0):  # no opening of an outbox has number 0: a landing is meant
+                effects = landings.release(conn_id, transfer_id, now_s())
+            case Release(_, attempt):
+                outboxes.release(conn_id, transfer_id, attempt)
+        self._perform(effects)
+
+    def connection_lost(self, conn_id: int) -> None:
+        """An engine connection is closed; its process may live on."""
+        self._perform(self.table.disconnected(conn_id, now_s()))
+
+    # ---- news of the transport; each part knows which transfers are its own
+
+    def landing_accepted(self, transfer_id: bytes) -> None:
+        self.table.landings.accepted(transfer_id)
+
+    def landing_complete(self, transfer_id: bytes) -> None:
+        effects = self.table.landings.complete(transfer_id, now_s())
+        self._perform(effects)
+        # Without effects it came too late, or it is the landing of a move or a probe.
+        if effects and self._cache is not None:
+            self._cache.landed(self.table.landings.records[transfer_id], self.table.holds)
+        if self.mover is not None:
+            self.mover.landing_complete(transfer_id)
+
+    def landing_failed(self, transfer_id: bytes, reason: str) -> None:
+        self.prober.landing_failed(transfer_id, reason)
+        if self.mover is not None:
+            self.mover.landing_failed(transfer_id, reason)
+        self._perform(self.table.landings.failed(transfer_id, reason, now_s()))
+
+    def landing_dropped(self, transfer_id: bytes) -> None:
+        self.table.landings.dropped(transfer_id)
+        if self.mover is not None:
+            self.mover.landing_dropped(transfer_id)
+
+    def outbox_ended(self, transfer_id: bytes, error: str | None) -> None:
+        self._perform(self.table.outboxes.ended(transfer_id, error, now_s()))
+
+    # ---- inside
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ForwardReady(transfer_id, ranges):
+                    self.io.ranges_ready(transfer_id, ranges)
+                case TellLanded(conn_id, transfer_id):
+                    self._send(conn_id, Landed(transfer_id))
+                case TellFailed(conn_id, transfer_id, reason, attempt):
+                    self._send(conn_id, FailureNotice(transfer_id, reason, attempt))
+                case DropLanding(transfer_id, reason):
+                    self.io.drop(transfer_id, reason)
+                case CancelOutbox(transfer_id, reason):
+                    self.io.cancel(transfer_id, reason)
+                case RecordPrefillEnd(transfer_id):
+                    self.io.note_prefill_end(transfer_id)
+                case OutcomeKnown(key):
+                    self._transfer_ended(key)
+                case GaveUpOnEngine((kind, transfer_id)):
+                    logger.warning(
+                        "%s %s: an engine did not release its memory", kind, transfer_id.hex()
+                    )
+
+    def _transfer_ended(self, key: Key) -> None:
+        report = self.report(key)
+        self._metrics.transfer_ended(report)
+        log = logger.debug if report.state == "complete" else logger.warning
+        log("%s %s %s: %s", report.kind, report.transfer_id, report.state, report.error)
+        for waiter in self._waiters.get(key, ()):
+            if not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,219 @@
+"""The landings of one agent: memory that remote senders fill and local engines then own.
+
+States and the rules that hold for both ends of a transfer are in `kvmanager.transfers.table`;
+these two are about landings alone.
+
+Claim. The first connection that watches a landing gets it when it has landed. It belongs to the
+instance of that connection until any connection of the instance releases it or the watching
+connection is lost. Cancel does not touch a claimed landing: an engine may be reading it, and the
+engine that is told to abort the request releases it.
+
+Memory. The receiver holds a landing's blocks until `dropped`. A landing whose watching connection
+is lost is besides held by every connection of its instance, since any of them may be reading it.
+
+It does not know outboxes, message formats, or what the bytes mean.
+"""
+
+from __future__ import annotations
+
+from kvmanager.transfers.holds import TRANSPORT, Kind
+from kvmanager.transfers.records import (
+    MOVES,
+    BadRequest,
+    DropLanding,
+    Effect,
+    LandingRecord,
+    LandingSpec,
+    NoArenaRoom,
+    OutcomeKnown,
+    State,
+    TellFailed,
+    TellLanded,
+)
+from kvmanager.transfers.shared import SharedBooks, why_over
+
+
+class Landings:
+    """All landings of one agent; `records` has them by transfer id."""
+
+    def __init__(self, books: SharedBooks) -> None:
+        self.records: dict[bytes, LandingRecord] = {}
+        self._books = books
+
+    # ---- the control plane
+
+    def check(self, spec: LandingSpec) -> float:
+        """The lease of a landing for which memory may still lack; raises as `reserve` does."""
+        if spec.transfer_id in self.records:
+            raise BadRequest(f"landing {spec.transfer_id.hex()} exists")
+        wanted_bytes = self._books.whole_blocks(spec.nbytes) * self._books.block_bytes
+        lease_s = self._books.lease_s(spec.lease_s)
+        self._check_caps(spec.tenant, wanted_bytes)
+        return lease_s
+
+    def room_blocks(self, num_free: int) -> int:
+        """Blocks that one more landing could take if `num_free` can be had."""
+        cap = self._books.limits.landing_bytes
+        if cap is None:
+            return num_free
+        left = cap // self._books.block_bytes - self._books.holds.num_blocks(Kind.LANDING)
+        return max(0, min(num_free, left))
+
+    def reserve(self, spec: LandingSpec, now_s: float) -> LandingRecord:
+        """Hold memory for a transfer to come; raises NoArenaRoom or BadRequest."""
+        lease_s = self.check(spec)
+        num_blocks = self._books.whole_blocks(spec.nbytes)
+        runs = self._books.take((Kind.LANDING, spec.transfer_id), num_blocks)
+        landing = LandingRecord(spec, runs, opened_s=now_s, lease_until_s=now_s + lease_s)
+        self.records[spec.transfer_id] = landing
+        return landing
+
+    def cancel(self, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
+        """End it, unless it is claimed. Does nothing a second time."""
+        return self._end(self.records.get(transfer_id), State.CANCELLED, reason, now_s)
+
+    # ---- the transport
+
+    def accepted(self, transfer_id: bytes) -> None:
+        """A sender with the right token was let in."""
+        landing = self.records.get(transfer_id)
+        if landing is not None and landing.state is State.RESERVED:
+            landing.state = State.RECEIVING
+
+    def complete(self, transfer_id: bytes, now_s: float) -> list[Effect]:
+        """Every byte is in place."""
+        landing = self.records.get(transfer_id)
+        if landing is None or State.LANDED not in MOVES.get(landing.state, ()):
+            return []
+        landing.state = State.LANDED
+        landing.ended_s = now_s
+        return [OutcomeKnown(landing.key), *self._claim(landing)]
+
+    def failed(self, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
+        """The receiver gave it up."""
+        return self._end(self.records.get(transfer_id), State.FAILED, reason, now_s)
+
+    def dropped(self, transfer_id: bytes) -> None:
+        """No transport thread touches the landing's memory any more."""
+        self._books.holds.release((Kind.LANDING, transfer_id), TRANSPORT)
+
+    # ---- engines
+
+    def watch(self, conn_id: int, transfer_id: bytes) -> list[Effect]:
+        """Tell this engine how the landing ends; it owns what landed."""
+        landing = self.records.get(transfer_id)
+        if landing is None or landing.state not in MOVES:
+            return [TellFailed(conn_id, transfer_id, why_over(landing))]
+        if landing.spec.fingerprint != self._books.peers[conn_id].fingerprint:
+            return [TellFailed(conn_id, transfer_id, "the landing has another KV layout")]
+        if landing.watcher not in (None, conn_id):
+            return [TellFailed(conn_id, transfer_id, "another engine waits for this landing")]
+        landing.watcher = conn_id
+        if landing.state is State.CLAIMED:
+            return [TellLanded(conn_id, transfer_id)]
+        return self._claim(landing) if landing.state is State.LANDED else []
+
+    def release(self, conn_id: int, transfer_id: bytes, now_s: float) -> list[Effect]:
+        """The engine does not touch the landing's memory any more.
+
+        Its instance's landing is over with that, and a landing that it only watched is cancelled.
+        """
+        landing = self.records.get(transfer_id)
+        if landing is None or landing.watcher is None:
+            return []
+        if landing.state is State.CLAIMED:
+            peers = self._books.peers
+            # The connection that watches may be another process of the same engine.
+            is_owner = peers[conn_id].instance == peers[landing.watcher].instance
+            return self._end(landing, State.RELEASED, "", now_s) if is_owner else []
+        if landing.watcher != conn_id:
+            return []
+        return self._end(landing, State.CANCELLED, "given up by its engine", now_s)
+
+    def connection_lost(self, conn_id: int, now_s: float) -> list[Effect]:
+        """The connection watches nothing any more; what it had claimed is over."""
+        effects: list[Effect] = []
+        for landing in self.records.values():
+            if landing.watcher != conn_id:
+                continue
+            if landing.state is State.CLAIMED:
+                self._hold_for_instance(landing, self._books.peers[conn_id].instance)
+                effects += self._end(landing, State.RELEASED, "", now_s)
+            landing.watcher = None
+        return effects
+
+    # ---- time
+
+    def expire(self, now_s: float) -> list[Effect]:
+        """End what outlived its lease. A claimed landing has none: its engine owns it."""
+        effects: list[Effect] = []
+        for landing in self.records.values():
+            if landing.state is not State.CLAIMED and landing.lease_until_s <= now_s:
+                effects += self._end(landing, State.EXPIRED, "its lease ended", now_s)
+        return effects
+
+    def forget(self, now_s: float) -> None:
+        """Drop the records of what was over for long."""
+        records = self.records.items()
+        self.records = {k: v for k, v in records if not self._books.is_forgettable(v, now_s)}
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when a rule of the module text is broken; for tests."""
+        for landing in self.records.values():
+            over = landing.state not in MOVES
+            assert landing.watcher is None or landing.watcher in self._books.connected
+            assert not (over and landing.watcher is not None)
+            assert landing.state is not State.CLAIMED or landing.watcher is not None
+            assert (landing.ended_s is None) == (landing.state in (State.RESERVED, State.RECEIVING))
+        cap = self._books.limits.landing_bytes
+        assert cap is None or self._books.held_bytes(Kind.LANDING) <= cap
+
+    # ---- inside
+
+    def _claim(self, landing: LandingRecord) -> list[Effect]:
+        if landing.watcher is None:
+            return []
+        landing.state = State.CLAIMED
+        return [TellLanded(landing.watcher, landing.spec.transfer_id)]
+
+    def _end(
+        self, landing: LandingRecord | None, state: State, reason: str, now_s: float
+    ) -> list[Effect]:
+        if landing is None or state not in MOVES.get(landing.state, ()):
+            return []
+        transfer_id = landing.spec.transfer_id
+        landing.state = state
+        landing.error = reason
+        effects: list[Effect] = [DropLanding(transfer_id, reason or str(state))]
+        # What has landed was decided then, and its outcome has been told.
+        if landing.ended_s is None:
+            landing.ended_s = now_s
+            effects.append(OutcomeKnown(landing.key))
+        if landing.watcher is not None and state is not State.RELEASED:
+            effects.append(TellFailed(landing.watcher, transfer_id, reason))
+        landing.watcher = None
+        self._books.holds.end_transfer(landing.key, now_s + self._books.limits.drain_s)
+        return effects
+
+    def _hold_for_instance(self, landing: LandingRecord, instance: str) -> None:
+        for peer in self._books.peers.values():
+            if peer.instance == instance:
+                self._books.holds.hold(landing.key, peer.conn_id)
+
+    def _check_caps(self, tenant: str, wanted_bytes: int) -> None:
+        books = self._books
+        used = books.held_bytes(Kind.LANDING)
+        cap = books.limits.landing_bytes
+        if cap is not None and used + wanted_bytes > cap:
+            raise NoArenaRoom(f"landings hold {used} of {cap} bytes, {wanted_bytes} more wanted")
+        cap = books.limits.tenant_landing_bytes
+        if cap is None:
+            return
+        # Ended landings count as long as their memory is not free.
+        used = sum(
+            books.whole_blocks(landing.spec.nbytes) * books.block_bytes
+            for landing in self.records.values()
+            if landing.spec.tenant == tenant and landing.key in books.holds
+        )
+        if used + wanted_bytes > cap:
+            raise NoArenaRoom(f"tenant {tenant!r} holds {used} of {cap} bytes of landings")
