@@ -12,7 +12,7 @@ a part therefore cuts its links, or its memory is never given back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -245,3 +245,52 @@ class Node(msgspec.Struct, eq=False, gc=False):
         self.last_used_s = now_s
         if (kv := self.kv) is not None:
             kv.last_used = use
+
+
+def presence(
+    nodes: Mapping[bytes, Node], geometry: Geometry, keys: Sequence[bytes]
+) -> tuple[list[int], list[int]]:
+    """Masks of what leading blocks have in any tier and in the arena.
+
+    With KV in the shape they end before the first block without KV: nothing above it is usable.
+    """
+    present: list[int] = []
+    in_arena: list[int] = []
+    for node in map(nodes.get, keys):
+        if node is None or node.geometry is not geometry:
+            if geometry.has_kv:
+                break
+            present.append(0)
+            in_arena.append(0)
+        elif geometry.has_kv and not node.present & 1:
+            break
+        else:
+            present.append(node.present)
+            in_arena.append(node.in_arena)
+    return present, in_arena
+
+
+def continuation(
+    nodes: Mapping[bytes, Node],
+    geometry: Geometry,
+    parent: bytes,
+    first_block: int,
+    keys: Sequence[bytes],
+) -> list[Node | None]:
+    """The blocks of `keys`, None for one that is not known, as far as they can be what the caller
+    says: nothing, if the block before the first has to be here and is not.
+    """
+    if geometry.has_kv and first_block:
+        before = nodes.get(parent)
+        if before is None or before.geometry is not geometry or before.index != first_block - 1:
+            return []
+    blocks: dict[bytes, Node | None] = {}
+    for index, key in enumerate(keys, first_block):
+        node = nodes.get(key)
+        # The key before block 0 is a root, which no block needs to name.
+        fits = node is None or (node.index == index and (not index or node.parent == parent))
+        if key in blocks or not fits or (node is not None and node.geometry is not geometry):
+            break
+        blocks[key] = node
+        parent = key
+    return list(blocks.values())

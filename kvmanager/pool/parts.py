@@ -22,7 +22,7 @@ from kvmanager.pool.eviction import EvictionPolicy, EvictionQueue, Lru
 from kvmanager.pool.nodes import Geometry, Node, Part
 from kvmanager.pool.records import Listener, PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind
-from kvmanager.transfers.blocks import BlockAllocator, Run
+from kvmanager.transfers.blocks import BlockAllocator, Run, split_runs
 
 Kinds = Counter[tuple[Tier, PartKind]]
 
@@ -87,44 +87,6 @@ class PartBooks:
         if node is None or not 0 <= number < len(node.parts):
             return None
         return node.parts[number]
-
-    def masks(self, geometry: Geometry, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
-        """What leading blocks have in any tier and in the arena, up to the first without KV."""
-        present: list[int] = []
-        in_arena: list[int] = []
-        for node in map(self.nodes.get, keys):
-            if node is None or node.geometry is not geometry:
-                if geometry.has_kv:
-                    break
-                present.append(0)
-                in_arena.append(0)
-            elif geometry.has_kv and not node.present & 1:
-                break
-            else:
-                present.append(node.present)
-                in_arena.append(node.in_arena)
-        return present, in_arena
-
-    def continuation(
-        self, geometry: Geometry, parent: bytes, first_block: int, keys: Sequence[bytes]
-    ) -> list[Node | None]:
-        """The blocks of `keys`, None for one that is not known, as far as they can be what the
-        caller says: nothing, if the block before the first has to be here and is not.
-        """
-        if geometry.has_kv and first_block:
-            before = self.nodes.get(parent)
-            if before is None or before.geometry is not geometry or before.index != first_block - 1:
-                return []
-        blocks: dict[bytes, Node | None] = {}
-        for index, key in enumerate(keys, first_block):
-            node = self.nodes.get(key)
-            # The key before block 0 is a root, which no block needs to name.
-            fits = node is None or (node.index == index and (not index or node.parent == parent))
-            if key in blocks or not fits or (node is not None and node.geometry is not geometry):
-                break
-            blocks[key] = node
-            parent = key
-        return list(blocks.values())
 
     # ---- parts that come into being and vanish
 
@@ -267,20 +229,8 @@ class PartBooks:
     def allocate(self, sizes: Sequence[int]) -> list[tuple[Run, ...]]:
         """Runs of `sizes` blocks, which `room` has; neighbours where that is possible."""
         total = sum(sizes)
-        runs = iter(self.allocator.allocate(total))
         self.num_blocks += total
-        pieces = []
-        first, left = next(runs)
-        for size in sizes:
-            piece = []
-            while size:
-                if not left:
-                    first, left = next(runs)
-                taken = min(size, left)
-                piece.append(Run(first, taken))
-                first, left, size = first + taken, left - taken, size - taken
-            pieces.append(tuple(piece))
-        return pieces
+        return split_runs(self.allocator.allocate(total), sizes)
 
     def claim(self, geometry: Geometry, change: PoolChange) -> bool:
         """Take what a copy that is there already occupies; False if that cannot be."""

@@ -36,13 +36,13 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvmanager.pool import audit, listing, purge
 from kvmanager.pool.eviction import EvictionPolicy, Lru
 from kvmanager.pool.fills import Fills
-from kvmanager.pool.nodes import Geometry, Node, Part
+from kvmanager.pool.nodes import Geometry, Node, Part, continuation, presence
 from kvmanager.pool.parts import PartBooks
 from kvmanager.pool.records import (
     BlockPart,
@@ -54,15 +54,11 @@ from kvmanager.pool.records import (
     PoolStatus,
     PrefixMatch,
     Slot,
-    Spill,
     Tier,
 )
 from kvmanager.pool.shape import CacheShape
+from kvmanager.pool.spills import Spills
 from kvmanager.transfers.blocks import BlockAllocator, Run
-
-MAX_LOST_PER_STEP: Final = 128
-"""Parts that one call looks at, of those that are to go since an SSD copy was lost: a listener may
-take 20 us for each."""
 
 MAX_EVICTED_PER_STEP: Final = 128
 """Arena blocks that one step of making room frees."""
@@ -94,13 +90,15 @@ class HybridPool:
         self._num_uses = 0
         self._pins: dict[int, tuple[tuple[BlockPart, Part], ...]] = {}
         self._fills = Fills(self._books)
+        self.ssd = Spills(self._books, self._ids)
+        """Its copies on SSD."""
 
     # ---- reading
 
     def match(self, shape: CacheShape, keys: Sequence[bytes]) -> PrefixMatch:
         """How much of the prompt with these block keys is there. Touches nothing."""
         geometry = self._books.geometry(shape)
-        present, in_arena = self._books.masks(geometry, keys)
+        present, in_arena = presence(self._books.nodes, geometry, keys)
         num_usable = geometry.num_usable_blocks(present)
         if present == in_arena:
             return PrefixMatch(num_usable, len(present), num_usable, len(present))
@@ -182,7 +180,7 @@ class HybridPool:
         geometry = self._books.geometry(shape)
         wanted = _checked(shape, keys, parts)
         self._num_uses += 1
-        nodes = self._books.continuation(geometry, parent, first_block, keys)
+        nodes = continuation(self._books.nodes, geometry, parent, first_block, keys)
         self._touch(nodes, parent, now_s)
         plan = self._fitting(geometry, self._missing(geometry, nodes, wanted))
         if not plan:
@@ -262,68 +260,9 @@ class HybridPool:
         enough = min(num_blocks, books.allocator.num_free + MAX_EVICTED_PER_STEP)
         return self.make_room(enough) and enough < num_blocks
 
-    # ---- SSD
-
-    def spill(self, limit: int) -> list[Spill]:
-        """At most `limit` parts that ought to be copied from the arena to SSD, bases first.
-
-        Each is named once; `stored_on_ssd` or `not_stored_on_ssd` has to follow for it. The caller
-        pins what it reads from. What is older than all copies on a full SSD is not named.
-        """
-        chosen: list[Part] = []
-        to_spill = self._books.to_spill
-        while to_spill and len(chosen) < limit:
-            part, _ = to_spill.popitem(last=False)
-            if not self._books.may_go_to_ssd(part):
-                continue
-            for each in reversed(list(_without_ssd_copy(part))[-(limit - len(chosen)) :]):
-                each.spill_id = next(self._ids)
-                to_spill.pop(each, None)
-                chosen.append(each)
-            self._books.wants_spill(part)
-        return [Spill(part.spill_id, listing.change(part, Tier.ARENA)) for part in chosen]
-
-    def stored_on_ssd(self, spill: Spill) -> bool:
-        """The copy is on SSD now; less recently used ones may go for it.
-
-        False: it is not wanted, because the part has left the arena since `spill` named it (it may
-        be back), because there is no room, or because its base is not on SSD.
-        """
-        found = self._spilling(spill)
-        if found is None:
-            return False
-        base = found.node.base(found.number)
-        is_based = base is None or base.on_ssd or base.is_spilling
-        if not is_based or not self._books.make_ssd_room(found):
-            self.not_stored_on_ssd(spill)
-            return False
-        self._books.arrive(found, Tier.SSD)
-        return True
-
-    def not_stored_on_ssd(self, spill: Spill) -> None:
-        """The copy could not be written. Copies that stand on it go too."""
-        found = self._spilling(spill)
-        if found is None:
-            return
-        found.spill_id = 0
-        purge.condemn_above(self._books, found)
-        self.drop_lost()
-
-    def lost_on_ssd(self, parts: Iterable[tuple[bytes, int]]) -> None:
-        """The SSD copies of these (key, part) cannot be read: drop them, and what stands on them.
-
-        What is in use goes when that use has ended. Where there is much to drop, `drop_lost` has to
-        be called for the rest.
-        """
-        for key, number in parts:
-            found = self._books.part(key, number)
-            if found is not None:
-                self._books.condemn(found, Tier.SSD)
-        self.drop_lost()
-
     def drop_lost(self) -> None:
-        """Go on dropping what was lost, for a few milliseconds; see `has_lost`."""
-        purge.drop_condemned(self._books, MAX_LOST_PER_STEP)
+        """Go on dropping what was lost, for a few milliseconds; `has_lost` tells when to stop."""
+        purge.drop_condemned(self._books)
 
     @property
     def has_lost(self) -> bool:
@@ -340,7 +279,7 @@ class HybridPool:
         """
         books = self._books
         geometry = books.geometry(change.shape)
-        nodes = books.continuation(geometry, change.parent, change.index, [change.key])
+        nodes = continuation(books.nodes, geometry, change.parent, change.index, [change.key])
         if not nodes or not change.stored or not 0 <= change.part < len(geometry.num_blocks):
             return False
         existing = books.part(change.key, change.part)
@@ -430,11 +369,6 @@ class HybridPool:
             books.evict_until(lambda: books.room() >= ends[-1], self._num_uses)
         return plan[: bisect_right(ends, books.room())]
 
-    def _spilling(self, spill: Spill) -> Part | None:
-        """The part, if it is still what `spill` named."""
-        found = self._books.part(spill.change.key, spill.change.part)
-        return found if found is not None and found.spill_id == spill.spill_id else None
-
     def _restores_on_base(self, geometry: Geometry, change: PoolChange) -> bool:
         if not geometry.has_kv or (change.part == 0 and change.index == 0):
             return True
@@ -456,11 +390,3 @@ def _checked(
                 f"of {len(shape.parts)} parts"
             )
     return wanted
-
-
-def _without_ssd_copy(part: Part) -> Iterator[Part]:
-    """The part and what it stands on, downwards, as far as none is on SSD or on its way there."""
-    each: Part | None = part
-    while each is not None and not each.on_ssd and not each.is_spilling:
-        yield each
-        each = each.node.base(each.number)

@@ -12,13 +12,19 @@ can be carried out in steps. Leaves go first, since a base may go only when noth
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvmanager.pool.nodes import Part
 from kvmanager.pool.parts import PartBooks
 from kvmanager.pool.records import Tier
 
+MAX_LOST_PER_STEP: Final = 128
+"""Parts that one step looks at: a listener may take 20 us for each."""
 
-def drop_condemned(books: PartBooks, limit: int) -> None:
-    """Look at `limit` parts at most and drop the condemned copies that may go."""
+
+def drop_condemned(books: PartBooks) -> None:
+    """Take one step: look at a few parts and drop the condemned copies that may go."""
+    limit = MAX_LOST_PER_STEP
     while books.to_purge and limit > 0:
         part = books.to_purge.pop()
         for tier in (Tier.SSD, Tier.ARENA):

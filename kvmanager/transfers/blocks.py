@@ -172,6 +172,26 @@ class BlockAllocator:
         return length
 
 
+def split_runs(runs: Iterable[Run], sizes: Iterable[int]) -> list[tuple[Run, ...]]:
+    """The blocks of `runs`, dealt out in order: a piece of so many blocks for each size.
+
+    The runs have as many blocks as the sizes add up to.
+    """
+    left = iter(runs)
+    first, length = next(left, (0, 0))
+    pieces = []
+    for size in sizes:
+        piece = []
+        while size:
+            if not length:
+                first, length = next(left)
+            taken = min(size, length)
+            piece.append(Run(first, taken))
+            first, length, size = first + taken, length - taken, size - taken
+        pieces.append(tuple(piece))
+    return pieces
+
+
 class BlockExtents:
     """Where the logical bytes [0, nbytes) of a transfer lie in an arena: its runs, end to end."""
 

@@ -104,13 +104,13 @@ class Harness:
 
     def lose(self, path: str) -> None:
         """The last block's KV cannot be read from SSD."""
-        self.pool.lost_on_ssd([(last_key(path), 0)])
+        self.pool.ssd.lost([(last_key(path), 0)])
         self.pool.check_invariants()
 
     def spill(self) -> list[bytes]:
         """Copy everything worth it; the keys of what is kept."""
         return [
-            spill.change.key for spill in self.pool.spill(100) if self.pool.stored_on_ssd(spill)
+            spill.change.key for spill in self.pool.ssd.choose(100) if self.pool.ssd.stored(spill)
         ]
 
 

@@ -221,7 +221,7 @@ class PartStore:
             self.forget(keys, fill.slots)
             if lost and not self._closed:  # a closed store reads nothing
                 self.use.ssd_failures += len(lost)
-                pool.lost_on_ssd(lost)
+                pool.ssd.lost(lost)
         return all(pool.lookup(keys[index], part) is not None for index, part in parts)
 
     async def _read(
@@ -268,12 +268,12 @@ class PartStore:
         if ssd is None or self._scanning or self._num_spilling >= MAX_SPILLING:
             return  # a file that is written while they are listed could be taken for a torn one
         loop = asyncio.get_running_loop()
-        for spill in self._books.spill(MAX_SPILLING - self._num_spilling):
+        for spill in self._books.ssd.choose(MAX_SPILLING - self._num_spilling):
             change = spill.change
             views = self.views(change.shape, change.part, change.runs)
             future = ssd.write(self._entry(change), views)
             if future is None:
-                self._books.not_stored_on_ssd(spill)
+                self._books.ssd.not_stored(spill)
                 continue
             self._spilling[change.key, change.part] = spill.spill_id
             self._num_spilling += 1
@@ -286,10 +286,10 @@ class PartStore:
         key, part = spill.change.key, spill.change.part
         if is_written:
             self.use.ssd_writes += 1
-            is_kept = self._books.stored_on_ssd(spill)
+            is_kept = self._books.ssd.stored(spill)
         else:
             self.use.ssd_failures += 1
-            self._books.not_stored_on_ssd(spill)
+            self._books.ssd.not_stored(spill)
             is_kept = False
         is_latest = self._spilling[key, part] == spill.spill_id
         if is_latest:

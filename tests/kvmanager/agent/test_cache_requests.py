@@ -171,8 +171,8 @@ class TestFind:
         rig = Rig(ssd=10_000)
         wanted = keys(2)
         rig.store(wanted, [*kv(2), (1, STATE)])
-        for spill in rig.pool.spill(10):
-            assert rig.pool.stored_on_ssd(spill)
+        for spill in rig.pool.ssd.choose(10):
+            assert rig.pool.ssd.stored(spill)
         assert rig.pool.make_room(30)
         (effect,) = rig.say(CacheFind(4, join_keys(wanted)))
         assert isinstance(effect, Fetch)
@@ -192,8 +192,8 @@ class TestFind:
         rig = Rig(ssd=10_000)
         wanted = keys(1)
         rig.store(wanted, [*kv(1), (0, STATE)])
-        for spill in rig.pool.spill(10):
-            rig.pool.stored_on_ssd(spill)
+        for spill in rig.pool.ssd.choose(10):
+            rig.pool.ssd.stored(spill)
         rig.pool.make_room(30)
         (effect,) = rig.say(CacheFind(4, join_keys(wanted)))
         assert isinstance(effect, Fetch)

@@ -178,8 +178,8 @@ async def test_nothing_is_copied_to_ssd_while_its_files_are_listed(
     restoring = asyncio.create_task(life.store.restore((), life.kept.allocator))
     await asyncio.sleep(0)
     life.store.spill()
-    [spill] = life.pool.spill(1)
-    life.pool.not_stored_on_ssd(spill)
+    [spill] = life.pool.ssd.choose(1)
+    life.pool.ssd.not_stored(spill)
     listed.set_result(None)
     await restoring
     monkeypatch.undo()

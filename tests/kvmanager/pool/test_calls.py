@@ -20,8 +20,8 @@ def num_hits(pool: Harness, path: str, part: int = 0) -> list[int]:
 
 def fail_to_copy(pool: Harness) -> None:
     """Everything that is worth a copy on SSD."""
-    for spill in reversed(pool.pool.spill(100)):
-        pool.pool.not_stored_on_ssd(spill)
+    for spill in reversed(pool.pool.ssd.choose(100)):
+        pool.pool.ssd.not_stored(spill)
 
 
 # ---- uses and hits
@@ -127,8 +127,8 @@ def test_a_limited_spill_goes_on_with_what_stands_on_the_bases_it_named() -> Non
     fail_to_copy(pool)
     pool.store("a")
     pool.store("xyz")
-    assert [spill.change.key for spill in pool.pool.spill(2)] == [last_key("a"), last_key("x")]
-    assert [spill.change.key for spill in pool.pool.spill(10)] == keys_of("xyz")[1:]
+    assert [spill.change.key for spill in pool.pool.ssd.choose(2)] == [last_key("a"), last_key("x")]
+    assert [spill.change.key for spill in pool.pool.ssd.choose(10)] == keys_of("xyz")[1:]
 
 
 def test_what_could_not_be_copied_is_not_tried_again_before_it_is_used() -> None:
@@ -138,11 +138,11 @@ def test_what_could_not_be_copied_is_not_tried_again_before_it_is_used() -> None
     fail_to_copy(pool)
     pool.store("xyz")
     pool.hit("x")
-    spills = pool.pool.spill(3)
+    spills = pool.pool.ssd.choose(3)
     assert [spill.change.key for spill in spills] == keys_of("xyz")
     for spill in reversed(spills):
-        pool.pool.not_stored_on_ssd(spill)
-    assert pool.pool.spill(10) == []
+        pool.pool.ssd.not_stored(spill)
+    assert pool.pool.ssd.choose(10) == []
 
 
 # ---- what is restored
@@ -218,16 +218,16 @@ def test_what_was_restored_is_copied_to_ssd_once() -> None:
     before.store("a")
     after = Harness(2, ssd_bytes=2)
     assert all(after.pool.restore(change, 0.0) for change in before.pool.changes())
-    [spill] = after.pool.spill(10)
-    assert after.pool.spill(10) == []
-    assert after.pool.stored_on_ssd(spill)
+    [spill] = after.pool.ssd.choose(10)
+    assert after.pool.ssd.choose(10) == []
+    assert after.pool.ssd.stored(spill)
 
 
 def test_unless_it_is_told_otherwise_a_pool_has_no_ssd() -> None:
     pool = Harness(2)
     pool.pool = HybridPool(BlockAllocator(2), 1)
     pool.store("a")
-    assert pool.pool.spill(10) == []
+    assert pool.pool.ssd.choose(10) == []
 
 
 # ---- refusals
@@ -246,9 +246,9 @@ def test_nothing_is_evicted_for_room_that_a_writer_has() -> None:
 def test_what_waited_for_the_arena_is_looked_at_once() -> None:
     pool = Harness(4, shape=HYBRID, ssd_bytes=4)
     pool.store("a", (0, 1))
-    base, state = pool.pool.spill(2)
-    assert pool.pool.stored_on_ssd(base)
-    pool.pool.not_stored_on_ssd(state)
+    base, state = pool.pool.ssd.choose(2)
+    assert pool.pool.ssd.stored(base)
+    pool.pool.ssd.not_stored(state)
     pool.leave_arena("a")
     pool.pool.keep_arena()
     pool.lose("a")

@@ -242,7 +242,7 @@ class PoolMachine(RuleBasedStateMachine):
     def lose_on_ssd(self, data: st.DataObject) -> None:
         held = sorted(self.model.tiers[Tier.SSD])
         lost = data.draw(st.lists(st.sampled_from(held), min_size=1, max_size=3))
-        self.pool.lost_on_ssd(lost)
+        self.pool.ssd.lost(lost)
         assert not self.pool.has_lost, "there is little, so it goes at once"
         gone = not any(at in self.model.tiers[Tier.SSD] for at in lost)
         if not (self.pins or self.fills):
@@ -251,7 +251,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(limit=st.integers(1, 8))
     def spill(self, limit: int) -> None:
-        spills = self.pool.spill(limit)
+        spills = self.pool.ssd.choose(limit)
         assert len(spills) <= limit
         for change in (spill.change for spill in spills):
             assert self.model.tiers[Tier.ARENA][change.key, change.part].runs == change.runs
@@ -260,8 +260,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def spill_everything(self) -> None:
-        for spill in self.pool.spill(100):
-            self.pool.stored_on_ssd(spill)
+        for spill in self.pool.ssd.choose(100):
+            self.pool.ssd.stored(spill)
 
     @precondition(lambda self: self.spilling)
     @rule(data=st.data(), is_written=st.booleans())
@@ -271,10 +271,10 @@ class PoolMachine(RuleBasedStateMachine):
         at = (spill.change.key, spill.change.part)
         before = at in self.model.tiers[Tier.SSD]
         if is_written:
-            kept = self.pool.stored_on_ssd(spill)
+            kept = self.pool.ssd.stored(spill)
             assert kept == (at in self.model.tiers[Tier.SSD] and not before)
         else:
-            self.pool.not_stored_on_ssd(spill)
+            self.pool.ssd.not_stored(spill)
 
     @invariant()
     def books_agree(self) -> None:
@@ -323,7 +323,7 @@ class PoolMachine(RuleBasedStateMachine):
         for pin_id in self.pins:
             self.pool.unpin(pin_id)
         for spill in self.spilling:
-            self.pool.not_stored_on_ssd(spill)
+            self.pool.ssd.not_stored(spill)
         other = HybridPool(BlockAllocator(NUM_BLOCKS), BLOCK_BYTES, ssd_bytes=400)
         assert all(other.restore(change, 0.0) for change in self.pool.changes())
         other.check_invariants()

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from pool_cases import FULL, HYBRID, KV, STATE, Harness, keys_of, last_key
 
-from kvmanager.pool import pool as pool_module
-from kvmanager.pool.pool import MAX_LOST_PER_STEP
+from kvmanager.pool import purge
+from kvmanager.pool.purge import MAX_LOST_PER_STEP
 from kvmanager.pool.records import PrefixMatch, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 from kvmanager.transfers.blocks import Run
@@ -18,7 +18,7 @@ def test_what_is_on_ssd_may_leave_the_arena_and_come_back() -> None:
     pool = Harness(3, ssd_bytes=100)
     pool.store("abc")
     assert pool.spill() == keys_of("abc")
-    assert pool.pool.spill(100) == []
+    assert pool.pool.ssd.choose(100) == []
     assert pool.pool.make_room(3)
     assert pool.match("abc") == PrefixMatch(3, 3, 0, 0)
     pin = pool.pin("abc", (0, 0), (2, 0))
@@ -62,21 +62,21 @@ def test_ssd_keeps_what_was_used_last() -> None:
 def test_what_is_older_than_everything_on_a_full_ssd_stays_off_it() -> None:
     pool = Harness(10, ssd_bytes=1)
     pool.store("a")
-    [spill] = pool.pool.spill(1)
+    [spill] = pool.pool.ssd.choose(1)
     pool.store("b")
     pool.spill()
-    assert not pool.pool.stored_on_ssd(spill)
+    assert not pool.pool.ssd.stored(spill)
     pool.hit("b")
-    assert pool.pool.spill(10) == []
+    assert pool.pool.ssd.choose(10) == []
 
 
 def test_a_state_does_not_take_the_place_of_the_kv_that_it_stands_on() -> None:
     pool = Harness(10, shape=HYBRID, ssd_bytes=3)
     pool.store("a", (0, 1))
-    kv, state = pool.pool.spill(2)
+    kv, state = pool.pool.ssd.choose(2)
     assert (kv.change.part, state.change.part) == (0, 1)
-    assert pool.pool.stored_on_ssd(kv)
-    assert not pool.pool.stored_on_ssd(state)
+    assert pool.pool.ssd.stored(kv)
+    assert not pool.pool.ssd.stored(state)
     assert pool.pool.status().nbytes[Tier.SSD, PartKind.KV] == 1
     pool.pool.check_invariants()
 
@@ -84,18 +84,18 @@ def test_a_state_does_not_take_the_place_of_the_kv_that_it_stands_on() -> None:
 def test_a_copy_without_its_base_on_ssd_is_not_kept() -> None:
     pool = Harness(10, ssd_bytes=100, shape=HYBRID)
     pool.store("ab", (1, 1))
-    first, second, state = pool.pool.spill(100)
+    first, second, state = pool.pool.ssd.choose(100)
     assert [(each.change.key, each.change.part) for each in (first, second, state)] == [
         (last_key("a"), 0),
         (last_key("ab"), 0),
         (last_key("ab"), 1),
     ]
-    assert pool.pool.stored_on_ssd(state), "its base is on the way"
-    pool.pool.not_stored_on_ssd(second)
+    assert pool.pool.ssd.stored(state), "its base is on the way"
+    pool.pool.ssd.not_stored(second)
     assert pool.pool.changes()[0].tier is not Tier.SSD
-    assert not pool.pool.stored_on_ssd(state)
-    assert not pool.pool.stored_on_ssd(second)
-    pool.pool.not_stored_on_ssd(first)
+    assert not pool.pool.ssd.stored(state)
+    assert not pool.pool.ssd.stored(second)
+    pool.pool.ssd.not_stored(first)
     pool.pool.check_invariants()
     pool.hit("ab")
     assert pool.spill() == keys_of("ab")
@@ -115,29 +115,29 @@ def test_an_ssd_copy_stays_while_another_stands_on_it() -> None:
 def test_a_limited_spill_takes_bases_first_and_goes_on() -> None:
     pool = Harness(10, ssd_bytes=100)
     pool.store("abc")
-    assert [spill.change.key for spill in pool.pool.spill(2)] == keys_of("abc")[:2]
-    assert [spill.change.key for spill in pool.pool.spill(2)] == keys_of("abc")[2:]
+    assert [spill.change.key for spill in pool.pool.ssd.choose(2)] == keys_of("abc")[:2]
+    assert [spill.change.key for spill in pool.pool.ssd.choose(2)] == keys_of("abc")[2:]
 
 
 def test_what_has_left_the_arena_is_not_to_be_copied_any_more() -> None:
     pool = Harness(10, ssd_bytes=100)
     pool.store("ab")
     pool.leave_arena("ab")
-    assert [spill.change.key for spill in pool.pool.spill(100)] == keys_of("a")
+    assert [spill.change.key for spill in pool.pool.ssd.choose(100)] == keys_of("a")
 
 
 def test_a_spill_that_its_part_has_outlived_says_nothing_about_a_later_one() -> None:
     pool = Harness(10, ssd_bytes=100)
     pool.store("a")
-    [former] = pool.pool.spill(1)
+    [former] = pool.pool.ssd.choose(1)
     pool.leave_arena("a")
     pool.store("a")
-    [later] = pool.pool.spill(1)
+    [later] = pool.pool.ssd.choose(1)
     assert later.change == former.change
-    pool.pool.not_stored_on_ssd(former)
-    assert not pool.pool.stored_on_ssd(former), "what was read may have been anything"
-    assert pool.pool.stored_on_ssd(later)
-    assert not pool.pool.stored_on_ssd(later), "it is said once"
+    pool.pool.ssd.not_stored(former)
+    assert not pool.pool.ssd.stored(former), "what was read may have been anything"
+    assert pool.pool.ssd.stored(later)
+    assert not pool.pool.ssd.stored(later), "it is said once"
 
 
 def test_a_copy_that_was_being_read_may_make_room_on_ssd_afterwards() -> None:
@@ -180,7 +180,7 @@ def test_what_is_restored_on_ssd_need_not_be_copied_there() -> None:
     after.store("a")
     assert after.pool.restore(before.pool.changes()[0], 1.0)
     after.pool.check_invariants()
-    assert after.pool.spill(10) == []
+    assert after.pool.ssd.choose(10) == []
 
 
 # ---- purge and restore
@@ -255,9 +255,9 @@ def test_a_copy_in_the_arena_that_others_need_stays_when_the_one_on_ssd_is_lost(
 def test_while_the_arena_is_kept_what_was_lost_waits() -> None:
     pool = Harness(12, shape=HYBRID, ssd_bytes=4)
     pool.store("a", (0, 1))
-    base, state = pool.pool.spill(2)
-    assert pool.pool.stored_on_ssd(base)
-    pool.pool.not_stored_on_ssd(state)
+    base, state = pool.pool.ssd.choose(2)
+    assert pool.pool.ssd.stored(base)
+    pool.pool.ssd.not_stored(state)
     pool.leave_arena("a")
     pool.pool.keep_arena()
     assert not pool.pool.discard(last_key("a"), 0, Tier.SSD), "the state would go with it"
@@ -306,7 +306,7 @@ def test_while_the_arena_is_kept_a_full_ssd_takes_no_more() -> None:
 
 def test_a_step_looks_at_so_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A base twice: it cannot go before what stands on it."""
-    monkeypatch.setattr(pool_module, "MAX_LOST_PER_STEP", 2)
+    monkeypatch.setattr(purge, "MAX_LOST_PER_STEP", 2)
     pool = Harness(2, ssd_bytes=2)
     pool.store("ab")
     pool.spill()
@@ -330,7 +330,7 @@ def test_what_is_in_use_still_is_not_looked_at_again(monkeypatch: pytest.MonkeyP
     pool.lose("a")
     assert pool.held("abc", "abd") == [3, 3]
     assert not pool.pool.has_lost
-    monkeypatch.setattr(pool_module, "MAX_LOST_PER_STEP", 1)
+    monkeypatch.setattr(purge, "MAX_LOST_PER_STEP", 1)
     pool.pool.unpin(pins[0].pin_id)
     assert pool.held("abc", "abd") == [2, 3]
     assert not pool.pool.has_lost, "the second stands on the rest"
@@ -343,7 +343,7 @@ def test_what_is_in_use_still_is_not_looked_at_again(monkeypatch: pytest.MonkeyP
 def test_what_is_written_anew_while_lost_copies_wait_to_go_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool_module, "MAX_LOST_PER_STEP", 2)
+    monkeypatch.setattr(purge, "MAX_LOST_PER_STEP", 2)
     pool = Harness(12, shape=HYBRID, ssd_bytes=100)
     pool.store("ab", (1, 1))
     pool.spill()
@@ -369,7 +369,7 @@ def test_a_lost_state_takes_nothing_with_it() -> None:
     pool.spill()
     assert pool.pool.discard(last_key("a"), 1, Tier.ARENA)
     pin = pool.pin("a", (0, 1))
-    pool.pool.lost_on_ssd([(last_key("a"), 1), (last_key("x"), 0), (last_key("ab"), 2)])
+    pool.pool.ssd.lost([(last_key("a"), 1), (last_key("x"), 0), (last_key("ab"), 2)])
     pool.pool.check_invariants()
     assert pool.pool.status().nbytes[Tier.SSD, PartKind.STATE] == 3
     assert pool.pool.pinned(pin.pin_id).absent == ((0, 1),)
@@ -383,7 +383,7 @@ def test_what_was_lost_is_dropped_in_steps() -> None:
     path = "a" * 1000
     pool = Harness(len(path), ssd_bytes=len(path))
     pool.store(path)
-    stored = [pool.pool.stored_on_ssd(spill) for spill in pool.pool.spill(len(path))]
+    stored = [pool.pool.ssd.stored(spill) for spill in pool.pool.ssd.choose(len(path))]
     assert stored == [True] * len(path)
     assert pool.pool.make_room(len(path))
     pool.lose("a")

@@ -1,0 +1,94 @@
+"""The copies of parts on SSD: which are to be made, which were made, which are lost.
+
+It orders and enters copies and does not make them: it knows no files. What may go for a copy is
+decided by `kvmanager.pool.parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvmanager.pool import listing, purge
+from kvmanager.pool.nodes import Part
+from kvmanager.pool.parts import PartBooks
+from kvmanager.pool.records import Spill, Tier
+
+
+class Spills:
+    """The SSD's side of one pool. One thread only."""
+
+    def __init__(self, books: PartBooks, ids: Iterator[int]) -> None:
+        self._books = books
+        self._ids = ids
+
+    def choose(self, limit: int) -> list[Spill]:
+        """At most `limit` parts that ought to be copied from the arena to SSD, bases first.
+
+        Each is named once; `stored` or `not_stored` has to follow for it. The caller pins what it
+        reads from. What is older than all copies on a full SSD is not named.
+        """
+        chosen: list[Part] = []
+        to_spill = self._books.to_spill
+        while to_spill and len(chosen) < limit:
+            part, _ = to_spill.popitem(last=False)
+            if not self._books.may_go_to_ssd(part):
+                continue
+            for each in reversed(list(_without_ssd_copy(part))[-(limit - len(chosen)) :]):
+                each.spill_id = next(self._ids)
+                to_spill.pop(each, None)
+                chosen.append(each)
+            # Where the limit cut off the part itself, its turn comes again.
+            self._books.wants_spill(part)
+        return [Spill(part.spill_id, listing.change(part, Tier.ARENA)) for part in chosen]
+
+    def stored(self, spill: Spill) -> bool:
+        """The copy is on SSD now; less recently used ones may go for it.
+
+        False: it is not wanted, because the part has left the arena since `choose` named it (it may
+        be back), because there is no room, or because its base is not on SSD.
+        """
+        found = self._part_of(spill)
+        if found is None:
+            return False
+        base = found.node.base(found.number)
+        # A base that is still being copied takes this copy along if it fails (`not_stored`).
+        is_based = base is None or base.on_ssd or base.is_spilling
+        if not is_based or not self._books.make_ssd_room(found):
+            self.not_stored(spill)
+            return False
+        self._books.arrive(found, Tier.SSD)
+        return True
+
+    def not_stored(self, spill: Spill) -> None:
+        """The copy could not be written. Copies that stand on it go too."""
+        found = self._part_of(spill)
+        if found is None:
+            return
+        found.spill_id = 0
+        purge.condemn_above(self._books, found)
+        purge.drop_condemned(self._books)
+
+    def lost(self, parts: Iterable[tuple[bytes, int]]) -> None:
+        """The SSD copies of these (key, part) cannot be read: drop them, and what stands on them.
+
+        What is in use goes when that use has ended. Where there is much to drop,
+        `HybridPool.drop_lost` has to be called for the rest.
+        """
+        for key, number in parts:
+            found = self._books.part(key, number)
+            if found is not None:
+                self._books.condemn(found, Tier.SSD)
+        purge.drop_condemned(self._books)
+
+    def _part_of(self, spill: Spill) -> Part | None:
+        """The part, if it is still what `spill` named."""
+        found = self._books.part(spill.change.key, spill.change.part)
+        return found if found is not None and found.spill_id == spill.spill_id else None
+
+
+def _without_ssd_copy(part: Part) -> Iterator[Part]:
+    """The part and what it stands on, downwards, as far as none is on SSD or on its way there."""
+    each: Part | None = part
+    while each is not None and not each.on_ssd and not each.is_spilling:
+        yield each
+        each = each.node.base(each.number)
