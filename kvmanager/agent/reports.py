@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal
 
+from kvmanager.agent.cache.part_bytes import StoreUse
 from kvmanager.agent.cache.request_records import CacheUse
-from kvmanager.agent.cache.store import StoreUse
 from kvmanager.agent.messages import CacheStatus, PrefixLeaf, TransferReport
 from kvmanager.pool.records import ListedPrefix, PoolStatus, Tier
 from kvmanager.pool.shape import PartKind

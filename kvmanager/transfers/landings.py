@@ -33,7 +33,7 @@ from kvmanager.transfers.records import (
 from kvmanager.transfers.shared import SharedBooks, why_over
 
 
-class Landings:
+class LandingTable:
     """All landings of one agent; `records` has them by transfer id."""
 
     def __init__(self, books: SharedBooks) -> None:

@@ -43,7 +43,7 @@ from kvmanager.transfers.records import (
 from kvmanager.transfers.shared import SharedBooks, why_over
 
 
-class Outboxes:
+class OutboxTable:
     """All outboxes of one agent; `records` has them by transfer id."""
 
     def __init__(self, books: SharedBooks) -> None:

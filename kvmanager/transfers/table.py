@@ -33,8 +33,8 @@ from collections.abc import Callable
 
 from kvmanager.transfers.blocks import BlockAllocator
 from kvmanager.transfers.holds import BlockHolds, Key
-from kvmanager.transfers.landings import Landings
-from kvmanager.transfers.outboxes import Outboxes
+from kvmanager.transfers.landings import LandingTable
+from kvmanager.transfers.outboxes import OutboxTable
 from kvmanager.transfers.records import (
     MOVES,
     Effect,
@@ -62,8 +62,8 @@ class TransferTable:
         """`BlockHolds` calls `make_room` and `on_freed`."""
         self.holds = BlockHolds(allocator, make_room=make_room, on_freed=on_freed)
         self.books = SharedBooks(self.holds, block_bytes, limits or TableLimits())
-        self.landings = Landings(self.books)
-        self.outboxes = Outboxes(self.books)
+        self.landings = LandingTable(self.books)
+        self.outboxes = OutboxTable(self.books)
 
     # ---- the control plane
 

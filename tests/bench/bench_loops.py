@@ -135,8 +135,8 @@ def measure_pool(num_blocks: int, folder: Path) -> list[Row]:
         restore(pool, feed, chain(number, CHAIN))
 
     async def fail() -> None:
-        await store.fetch(SHAPE, long_keys, [(index, 0) for index in range(LONG_CHAIN)])
-        await store.drop_lost()
+        await store.ssd.fetch(SHAPE, long_keys, [(index, 0) for index in range(LONG_CHAIN)])
+        await store.ssd.drop_lost()
 
     async def follow() -> None:
         epoch, seq, more = "", 0, True
@@ -150,7 +150,7 @@ def measure_pool(num_blocks: int, folder: Path) -> list[Row]:
         watched("pool: a follower reads everything", follow),
         watched("pool: full garbage collection", collect),
     ]
-    if not store.use.ssd_failures or pool.match(SHAPE, long_keys).kv_blocks:
+    if not store.parts.use.ssd_failures or pool.match(SHAPE, long_keys).kv_blocks:
         raise RuntimeError("blocks that cannot be read are still offered")
     asyncio.run(stop(store))
     store.close()

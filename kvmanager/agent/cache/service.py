@@ -99,7 +99,7 @@ class AgentCache:
             self.pool,
             drain_s=config.drain_s,
             has_slow_tier=ssd is not None,
-            on_end=self.store.forget,
+            on_end=self.store.parts.forget,
         )
         self._bases: dict[bytes, LandingBase] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -230,11 +230,11 @@ class AgentCache:
 
         def copy() -> None:
             for slot in fill.slots:
-                target = self.store.views(base.shape, slot.part, slot.runs)
+                target = self.store.parts.views(base.shape, slot.part, slot.runs)
                 copy_ranges(landed.ranges(slot.index, slot.part), views, target)
 
         try:
-            await self.store.run(copy)
+            await self.store.parts.run(copy)
             await self.commit(base.shape, base.keys, fill, fill.slots)
             return len(fill.slots)
         finally:
@@ -251,7 +251,7 @@ class AgentCache:
         """
         for start in range(0, len(slots), PARTS_PER_STEP):
             step = slots[start : start + PARTS_PER_STEP]
-            await self.store.seal(shape, keys, step)
+            await self.store.parts.seal(shape, keys, step)
             for slot in step:
                 self.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
             await asyncio.sleep(0)
@@ -259,7 +259,7 @@ class AgentCache:
     def end_fill(self, keys: Sequence[bytes], fill: Fill) -> None:
         """Give back what was not committed."""
         self.pool.abort(fill.fill_id)
-        self.store.forget(keys, fill.slots)
+        self.store.parts.forget(keys, fill.slots)
 
     async def fetch(
         self,
@@ -269,8 +269,8 @@ class AgentCache:
         timeout_s: float,
     ) -> None:
         """Bring what is on SSD only into the arena; returns after `timeout_s` at the latest."""
-        if self.store.has_slow_tier:
-            task = self._spawn(self.store.fetch(shape, keys, parts), "fetching from SSD")
+        if self.store.ssd.is_used:
+            task = self._spawn(self.store.ssd.fetch(shape, keys, parts), "fetching from SSD")
             await asyncio.wait({task}, timeout=timeout_s)
 
     async def _fetch_quickly(
@@ -312,7 +312,7 @@ class AgentCache:
                     )
                 case Fetch():
                     self._spawn(self._serve_fetch(effect), "fetching for an engine")
-                case Seal() if self.store.checks:
+                case Seal() if self.store.parts.checks:
                     self._spawn(self._seal(effect), "sealing what an engine wrote")
                 case Seal(fill_key, _, _, slots):
                     parts = [(slot.index, slot.part) for slot in slots]
@@ -327,7 +327,7 @@ class AgentCache:
     async def _seal(self, effect: Seal) -> None:
         sealed: list[BlockPart] = []
         try:
-            await self.store.seal(effect.shape, effect.keys, effect.slots)
+            await self.store.parts.seal(effect.shape, effect.keys, effect.slots)
             sealed = [(slot.index, slot.part) for slot in effect.slots]
         finally:
             self.requests.sealed(effect.fill, sealed, now_s())
@@ -372,7 +372,7 @@ class AgentCache:
         return cache_status(
             self.pool.status(),
             self.requests.use,
-            self.store.use,
+            self.store.parts.use,
             self._num_promotions,
             self._config.block_bytes,
         )
@@ -391,10 +391,10 @@ class AgentCache:
             self.pool.release_arena()
             self._kept.release_set_apart()
         self.requests.expire(now_s())
-        self.store.spill()
+        self.store.ssd.spill()
         self.store.flush()
         if self.pool.has_lost:
-            self._spawn(self.store.drop_lost(), "dropping lost parts")
+            self._spawn(self.store.ssd.drop_lost(), "dropping lost parts")
 
     def _changed(self, change: PoolChange) -> None:
         self.store.part_changed(change)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvmanager.agent.cache.store import FETCHED_PER_FILL, PartStore
+from kvmanager.agent.cache.ssd_copies import FETCHED_PER_FILL
+from kvmanager.agent.cache.store import PartStore
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.pool.pool import HybridPool
@@ -62,22 +63,22 @@ class Life:
     async def commit(self, fill: Fill, keys: Sequence[bytes]) -> None:
         """Write, seal and commit all of it, and end it."""
         for slot in fill.slots:
-            for view in self.store.views(SHAPE, slot.part, slot.runs):
+            for view in self.store.parts.views(SHAPE, slot.part, slot.runs):
                 view[:] = keys[slot.index][:1] * len(view)
-        await self.store.seal(SHAPE, keys, fill.slots)
+        await self.store.parts.seal(SHAPE, keys, fill.slots)
         for slot in fill.slots:
             assert self.pool.commit(fill.fill_id, slot.index, slot.part, 0.0)
         self.end(fill, keys)
 
     def end(self, fill: Fill, keys: Sequence[bytes]) -> None:
         self.pool.abort(fill.fill_id)
-        self.store.forget(keys, fill.slots)
+        self.store.parts.forget(keys, fill.slots)
         self.pool.check_invariants()
 
     async def is_on_ssd(self) -> None:
         async with asyncio.timeout(10):
-            while self.store.use.ssd_writes < self.pool.status().num_blocks:
-                self.store.spill()
+            while self.store.parts.use.ssd_writes < self.pool.status().num_blocks:
+                self.store.ssd.spill()
                 await asyncio.sleep(0.001)
 
     async def close(self) -> None:
@@ -114,7 +115,7 @@ async def test_a_part_whose_base_comes_when_its_own_fill_is_over(begin: Begin) -
 
     life = begin()
     await life.store.restore(life.kept.stored, life.kept.allocator)
-    assert life.store.use.wrong_parts == 0
+    assert life.store.parts.use.wrong_parts == 0
     assert life.pool.match(SHAPE, KEYS).num_blocks == 3
 
 
@@ -135,14 +136,14 @@ async def test_memory_of_what_is_not_taken_over_is_set_apart(begin: Begin) -> No
     await life.commit(life.reserve(0, KEYS[:2]), KEYS[:2])
     wrong = life.pool.lookup(KEYS[0], 0)
     assert wrong is not None
-    life.store.views(SHAPE, 0, wrong)[0][7] ^= 1
+    life.store.parts.views(SHAPE, 0, wrong)[0][7] ^= 1
     await life.close()
 
     life = begin()
     kept = life.kept
     assert kept.allocator.num_free == 12
     await life.store.restore(kept.stored, kept.allocator, kept.set_more_apart)
-    assert life.store.use.wrong_parts == 1
+    assert life.store.parts.use.wrong_parts == 1
     assert life.pool.match(SHAPE, KEYS).num_blocks == 0
     assert kept.allocator.num_free == 12
     kept.release_set_apart()
@@ -157,8 +158,8 @@ async def test_a_file_that_is_copied_anew_while_the_old_ones_are_entered(begin: 
     assert life.ssd is not None
     await asyncio.wrap_future(life.ssd.remove(KEYS[0], 99))  # whatever was begun before is done
     assert life.pool.discard(KEYS[0], 0, Tier.ARENA)
-    await life.store.fetch(SHAPE, KEYS[:1], [(0, 0)])
-    assert life.store.use.ssd_failures == 0
+    await life.store.ssd.fetch(SHAPE, KEYS[:1], [(0, 0)])
+    assert life.store.parts.use.ssd_failures == 0
     assert life.pool.match(SHAPE, KEYS).arena_blocks == 1
 
 
@@ -168,7 +169,7 @@ async def test_nothing_is_copied_to_ssd_while_its_files_are_listed(
     life = begin(with_ssd=True)
     await life.commit(life.reserve(0, KEYS[:1]), KEYS[:1])
     listed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    run = life.store.run
+    run = life.store.parts.run
 
     async def slow_run(*work: object) -> object:
         await listed
@@ -177,7 +178,7 @@ async def test_nothing_is_copied_to_ssd_while_its_files_are_listed(
     monkeypatch.setattr(life.store, "run", slow_run)
     restoring = asyncio.create_task(life.store.restore((), life.kept.allocator))
     await asyncio.sleep(0)
-    life.store.spill()
+    life.store.ssd.spill()
     [spill] = life.pool.ssd.choose(1)
     life.pool.ssd.not_stored(spill)
     listed.set_result(None)
@@ -185,8 +186,8 @@ async def test_nothing_is_copied_to_ssd_while_its_files_are_listed(
     monkeypatch.undo()
     await life.commit(life.reserve(1, KEYS[1:2]), KEYS[1:2])
     async with asyncio.timeout(10):
-        while not life.store.use.ssd_writes:
-            life.store.spill()
+        while not life.store.parts.use.ssd_writes:
+            life.store.ssd.spill()
             await asyncio.sleep(0.001)
 
 
@@ -236,13 +237,13 @@ async def test_an_ssd_that_fails_does_not_hold_up_the_event_loop(begin: Begin) -
     for number in range(1, 501):
         restore_on_ssd(life, chain(number, 100))
     turns = Turns()
-    await life.store.fetch(SHAPE, keys, [(index, 0) for index in range(500)])
-    await life.store.drop_lost()
+    await life.store.ssd.fetch(SHAPE, keys, [(index, 0) for index in range(500)])
+    await life.store.ssd.drop_lost()
     assert await turns.end() < 0.1
     assert life.pool.match(SHAPE, keys).kv_blocks == 0
     assert life.pool.status().num_blocks == 50_000
     assert life.kept.allocator.num_free == 1010
-    assert 1 <= life.store.use.ssd_failures <= 64
+    assert 1 <= life.store.parts.use.ssd_failures <= 64
 
 
 async def test_all_that_stands_on_a_lost_block_goes_in_steps(begin: Begin) -> None:
@@ -251,9 +252,9 @@ async def test_all_that_stands_on_a_lost_block_goes_in_steps(begin: Begin) -> No
     restore_on_ssd(life, KEYS)
     for number in range(1, 41):
         restore_on_ssd(life, chain(number, 20), KEYS[-1], len(KEYS))
-    await life.store.fetch(SHAPE, KEYS, [(0, 0)])
+    await life.store.ssd.fetch(SHAPE, KEYS, [(0, 0)])
     assert life.pool.has_lost
-    await asyncio.gather(life.store.drop_lost(), life.store.drop_lost())
+    await asyncio.gather(life.store.ssd.drop_lost(), life.store.ssd.drop_lost())
     assert life.pool.status().num_blocks == 0
 
 
@@ -264,8 +265,8 @@ async def test_what_was_read_before_a_failure_stays(begin: Begin) -> None:
     assert life.pool.make_room(16)
     assert life.ssd is not None
     await asyncio.wrap_future(life.ssd.remove(KEYS[2], 0))
-    await life.store.fetch(SHAPE, KEYS, [(index, 0) for index in range(4)])
-    assert (life.store.use.ssd_reads, life.store.use.ssd_failures) == (2, 1)
+    await life.store.ssd.fetch(SHAPE, KEYS, [(index, 0) for index in range(4)])
+    assert (life.store.parts.use.ssd_reads, life.store.parts.use.ssd_failures) == (2, 1)
     match = life.pool.match(SHAPE, KEYS)
     assert (match.arena_kv_blocks, match.kv_blocks) == (2, 2)
     life.pool.check_invariants()
@@ -298,7 +299,7 @@ async def spilled_twice(life: Life, ssd: HeldSsd) -> None:
     """The part leaves the arena while it is copied to SSD, comes back and is copied again."""
     for _ in range(2):
         await life.commit(life.reserve(0, KEYS[:1]), KEYS[:1])
-        life.store.spill()
+        life.store.ssd.spill()
         is_first = len(ssd.writing) == 1
         assert life.pool.discard(KEYS[0], 0, Tier.ARENA) if is_first else True
     assert ssd.asked == ["write", "write"]
@@ -352,7 +353,7 @@ async def test_a_long_prompt_is_fetched_in_fills_of_a_bounded_size(
         return fill
 
     monkeypatch.setattr(life.pool, "reserve", reserved)
-    await life.store.fetch(SHAPE, keys, [(index, 0) for index in range(300)])
+    await life.store.ssd.fetch(SHAPE, keys, [(index, 0) for index in range(300)])
     assert life.pool.match(SHAPE, keys).arena_blocks == 300
     assert sum(sizes) == 300
     assert max(sizes) <= FETCHED_PER_FILL

@@ -106,7 +106,7 @@ class TestRoom:
         assert rooms == [4, 3, 1]
         assert table.landings.room_blocks(0) == 0
         uncapped = TransferTable(allocator, BLOCK)
-        assert uncapped.landing_room_blocks(allocator.num_free) == 5
+        assert uncapped.landings.room_blocks(allocator.num_free) == 5
 
     def test_tenant_cap_counts_memory_until_it_is_free(self) -> None:
         table = TransferTable(BlockAllocator(8), BLOCK, TableLimits(tenant_landing_bytes=30))
