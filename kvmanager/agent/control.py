@@ -12,7 +12,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from kvmanager.agent.cache.service import AgentCache, LandingBase
+from kvmanager.agent.cache.landing_bases import LandingBase
+from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.messages import (
     Await,
     CacheFeed,
@@ -116,8 +117,7 @@ class ControlService:
             tenant=request.tenant,
             cached_tokens=cached_tokens,
         )
-        await agent.transfers.make_room(spec, base)
-        landing = agent.transfers.reserve(spec, base)
+        landing = await agent.transfers.reserve(spec, base)
         return ReserveReply(
             transfer_id=spec.transfer_id.hex(),
             token=spec.token.hex(),
@@ -138,10 +138,10 @@ class ControlService:
     ) -> LandingBase | None:
         """What the landing can stand on; None without a prefix cache for this layout."""
         num_tokens, agent = _num_tokens(request.num_tokens), self._agent
-        shape = agent.book.cache_shape(fingerprint)
-        if not request.block_keys or agent.cache is None or shape is None:
+        shape, bases = agent.book.cache_shape(fingerprint), agent.transfers.bases
+        if not request.block_keys or bases is None or shape is None:
             return None
-        return await agent.cache.landing_base(layout, shape, num_tokens, request.block_keys)
+        return await bases.pin(layout, shape, num_tokens, request.block_keys)
 
     async def open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         agent = self._agent

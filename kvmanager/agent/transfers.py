@@ -14,8 +14,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
+from kvmanager.agent.cache.landing_bases import LandingBase, LandingBases
 from kvmanager.agent.cache.moves import CacheMover
-from kvmanager.agent.cache.service import AgentCache, LandingBase
+from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.engines.protocol import (
     AbortOutbox,
@@ -51,7 +52,6 @@ from kvmanager.transfers.records import (
     State,
     TellFailed,
     TellLanded,
-    TransferError,
 )
 from kvmanager.transfers.table import TransferTable
 from transport import Endpoint, OutgoingSpec
@@ -73,12 +73,14 @@ class AgentTransfers:
         send: Callable[[int, AgentMessage], None],
     ) -> None:
         """`send` says a message to an engine connection. Raises transport.LocalError."""
+        self.bases = LandingBases(cache, kept.arena) if cache is not None else None
+        """What landings build on; None without a cache."""
         self.table = TransferTable(
             kept.allocator,
             config.block_bytes,
             config.limits,
-            make_room=cache.make_room if cache is not None else None,
-            on_freed=cache.transfer_freed if cache is not None else None,
+            make_room=cache.pool.make_room if cache is not None else None,
+            on_freed=self.bases.transfer_freed if self.bases is not None else None,
         )
         self.io = TransferIo(
             config.transport_config,
@@ -128,28 +130,22 @@ class AgentTransfers:
 
     # ---- for the control plane
 
-    async def make_room(self, spec: LandingSpec, base: LandingBase | None) -> None:
-        """Evict what a landing needs, in steps. Raises TransferError, and drops `base` then."""
-        if self._cache is None:
-            return
-        try:
-            self.table.landings.check(spec)
-            await self._cache.make_room_in_steps(-(-spec.nbytes // self._arena.block_bytes))
-        except BaseException:  # a caller that goes away too
-            if base is not None:
-                self._cache.drop_base(base)
-            raise
+    async def reserve(self, spec: LandingSpec, base: LandingBase | None = None) -> LandingRecord:
+        """Hold memory, evicting for it in steps, and let the sender in.
 
-    def reserve(self, spec: LandingSpec, base: LandingBase | None = None) -> LandingRecord:
-        """Hold memory and let the sender in. Raises TransferError, and drops `base` then."""
+        Raises TransferError, and drops `base` then.
+        """
         try:
+            if self._cache is not None:
+                self.table.landings.check(spec)
+                await self._cache.make_room_in_steps(-(-spec.nbytes // self._arena.block_bytes))
             landing = self.table.landings.reserve(spec, now_s())
-        except TransferError:
-            if base is not None and self._cache is not None:
-                self._cache.drop_base(base)
+        except BaseException:  # a caller that goes away too
+            if base is not None and self.bases is not None:
+                self.bases.drop(base)
             raise
-        if base is not None and self._cache is not None:
-            self._cache.adopt_base(spec.transfer_id, base)
+        if base is not None and self.bases is not None:
+            self.bases.adopt(spec.transfer_id, base)
         space = self._arena.view(landing.runs, spec.nbytes)
         self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space)
         return landing
@@ -239,8 +235,8 @@ class AgentTransfers:
         effects = self.table.landings.complete(transfer_id, now_s())
         self._perform(effects)
         # Without effects it came too late, or it is the landing of a move or a probe.
-        if effects and self._cache is not None:
-            self._cache.landed(self.table.landings.records[transfer_id], self.table.holds)
+        if effects and self.bases is not None:
+            self.bases.landed(self.table.landings.records[transfer_id], self.table.holds)
         if self.mover is not None:
             self.mover.landing_complete(transfer_id)
 

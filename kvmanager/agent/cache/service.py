@@ -2,7 +2,7 @@
 
 It does not know sockets or the transfer table. The rules are elsewhere: what may be evicted in
 `kvmanager.pool.pool`, what engines are given in `requests`, what is journalled and copied to SSD
-in `cache_store`, which parts a transfer brings in `promotion`.
+in `store`, what landings build on and bring in `landing_bases`.
 
 For `drain_s` after it took over a former life's arena nothing leaves it: a worker that has not
 noticed yet may still be reading what is cached.
@@ -13,32 +13,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from kvmanager.agent import messages
 from kvmanager.agent.cache.feed import FeedLog
-from kvmanager.agent.cache.promotion import LandedParts, copy_ranges
 from kvmanager.agent.cache.request_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
 from kvmanager.agent.cache.requests import CacheRequests
 from kvmanager.agent.cache.store import PartStore
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.engines.protocol import AgentMessage, CacheMessage
 from kvmanager.agent.kept_arena import KeptArena
-from kvmanager.agent.messages import CacheStatus, ListCache, ListCacheReply, Runs, WatchCache
+from kvmanager.agent.messages import CacheStatus, ListCache, ListCacheReply, WatchCache
 from kvmanager.agent.reports import cache_status, cached_prefix
 from kvmanager.agent.transfer_io import now_s
 from kvmanager.config_files.fields import GIB
-from kvmanager.hashing import split_keys
-from kvmanager.layout import KVLayout
 from kvmanager.pool.eviction import eviction_policy
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import BlockPart, Fill, PoolChange, Slot
 from kvmanager.pool.shape import CacheShape
 from kvmanager.pool.ssd import SsdStore
 from kvmanager.transfers.blocks import Run
-from kvmanager.transfers.holds import PROMOTION, BlockHolds, Key, Kind
-from kvmanager.transfers.records import BadRequest, EnginePeer, LandingRecord
+from kvmanager.transfers.records import EnginePeer
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -48,22 +43,6 @@ PARTS_PER_STEP: Final = 128
 """Parts that are given memory, or committed, in one turn of the event loop: some 5 ms."""
 MAX_WATCH_S: Final = 60.0
 MAX_LISTED: Final = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class LandingBase:
-    """What a landing builds on: the keys of its prompt and the KV that the cache has of it.
-
-    `runs` are where each block's KV part of the first `cached_tokens` lies, pinned.
-    """
-
-    layout: KVLayout
-    shape: CacheShape
-    root: bytes
-    keys: tuple[bytes, ...]
-    cached_tokens: int
-    runs: list[Runs]
-    pin_id: int | None
 
 
 class AgentCache:
@@ -101,17 +80,17 @@ class AgentCache:
             has_slow_tier=ssd is not None,
             on_end=self.store.parts.forget,
         )
-        self._bases: dict[bytes, LandingBase] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._closed = False
-        self._num_promotions = 0
+        self.num_promotions = 0
+        """Landings of which parts were kept."""
 
     def start(self) -> None:
         """Enter what a former life cached, in the background."""
         kept = self._kept
         stored, kept.stored = kept.stored, ()  # many; nobody needs them any more
-        self._spawn(self.store.restore(stored, kept.allocator, self._left), "restoring")
+        self.spawn(self.store.restore(stored, kept.allocator, self._left), "restoring")
 
     async def close(self) -> None:
         """End what is under way. The arena's memory is not touched after it."""
@@ -127,118 +106,15 @@ class AgentCache:
         """Whether anybody may be given memory of the pool now."""
         return not self._closed
 
-    # ---- for transfers
-
-    def make_room(self, num_blocks: int) -> bool:
-        """Evict until the allocator has that many blocks free, if that can be."""
-        return self.pool.make_room(num_blocks)
-
     async def make_room_in_steps(self, num_blocks: int) -> None:
-        """As `make_room`, with others' turns in between, who may take some of the room."""
+        """Evict until the allocator has that many blocks free, if that can be.
+
+        Others have their turns in between, and may take some of the room.
+        """
         is_short = True
         while is_short:
             is_short = self.pool.evict_for(num_blocks)
             await asyncio.sleep(0)
-
-    async def landing_base(
-        self, layout: KVLayout, shape: CacheShape, num_tokens: int, block_keys: bytes
-    ) -> LandingBase:
-        """Pin what is cached of a prompt whose KVCache is to land; raises BadRequest.
-
-        What is on SSD only counts when it comes quickly. `adopt_base` or `drop_base` must follow.
-        """
-        try:
-            root, *keys = split_keys(block_keys)
-        except ValueError as error:
-            raise BadRequest(f"block_keys: {error}") from error
-        if len(keys) != num_tokens // shape.block_tokens:
-            raise BadRequest(
-                f"block_keys: {len(keys)} keys behind the root; {num_tokens} tokens have "
-                f"{num_tokens // shape.block_tokens} full blocks"
-            )
-        if not shape.has_kv:
-            return LandingBase(layout, shape, root, tuple(keys), 0, [], None)
-        most = (num_tokens - 1) // shape.block_tokens
-        match = self.pool.match(shape, keys)
-        if match.kv_blocks > match.arena_kv_blocks:
-            parts = [(index, 0) for index in range(min(match.kv_blocks, most))]
-            await self._fetch_quickly(shape, keys, parts)
-        num_blocks = min(self.pool.match(shape, keys).arena_kv_blocks, most)
-        runs: list[Runs] = []
-        pin_id = None
-        if num_blocks:
-            pin = self.pool.pin(shape, keys, [(index, 0) for index in range(num_blocks)], now_s())
-            pin_id = pin.pin_id
-            runs = [[(first, length) for first, length in slot.runs] for slot in pin.slots]
-        cached_tokens = num_blocks * shape.block_tokens
-        return LandingBase(layout, shape, root, tuple(keys), cached_tokens, runs, pin_id)
-
-    def adopt_base(self, transfer_id: bytes, base: LandingBase) -> None:
-        """The landing builds on it now; it is unpinned when the landing's memory is freed."""
-        self._bases[transfer_id] = base
-
-    def drop_base(self, base: LandingBase) -> None:
-        """There is no landing."""
-        if base.pin_id is not None:
-            self.pool.unpin(base.pin_id)
-
-    def transfer_freed(self, key: Key) -> None:
-        """Nobody touches this transfer's memory any more, nor what a landing builds on."""
-        kind, transfer_id = key
-        base = self._bases.pop(transfer_id, None) if kind is Kind.LANDING else None
-        if base is not None:
-            self.drop_base(base)
-
-    def landed(self, landing: LandingRecord, holds: BlockHolds) -> None:
-        """Keep what has landed: copy its whole blocks, while the landing lives or after it."""
-        base = self._bases.get(landing.spec.transfer_id)
-        if base is None or not base.keys or self._closed:
-            return
-        holds.hold(landing.key, PROMOTION)
-        self._spawn(self._promote(landing, holds, base), "promoting a landing")
-
-    async def _promote(self, landing: LandingRecord, holds: BlockHolds, base: LandingBase) -> None:
-        """Copy the landing's whole blocks into the pool, as far as that has room."""
-        landed = LandedParts(base.layout, landing.spec.num_tokens, base.cached_tokens)
-        # By block and part: where room ends, what was copied before it can be resumed from.
-        parts = sorted(landed.parts())
-        num_copied = 0
-        try:
-            for start in range(0, len(parts), PARTS_PER_STEP):
-                if self._closed:
-                    break
-                step = parts[start : start + PARTS_PER_STEP]
-                num_copied += await self._promote_some(landing, base, landed, step)
-        finally:
-            self._num_promotions += bool(num_copied)
-            holds.release(landing.key, PROMOTION)
-
-    async def _promote_some(
-        self,
-        landing: LandingRecord,
-        base: LandingBase,
-        landed: LandedParts,
-        parts: Sequence[BlockPart],
-    ) -> int:
-        """Copy these parts; how many had room and were not there yet."""
-        fill = self.pool.reserve(base.shape, base.root, 0, base.keys, parts, now_s())
-        if not fill.slots:
-            self.pool.abort(fill.fill_id)
-            return 0
-        source = self._kept.arena.view(landing.runs, landing.spec.nbytes)
-        views = source.views(0, landing.spec.nbytes)
-
-        def copy() -> None:
-            for slot in fill.slots:
-                target = self.store.parts.views(base.shape, slot.part, slot.runs)
-                copy_ranges(landed.ranges(slot.index, slot.part), views, target)
-
-        try:
-            await self.store.parts.run(copy)
-            await self.commit(base.shape, base.keys, fill, fill.slots)
-            return len(fill.slots)
-        finally:
-            self.end_fill(base.keys, fill)
 
     # ---- for whoever fills parts of the pool by themselves
 
@@ -270,10 +146,10 @@ class AgentCache:
     ) -> None:
         """Bring what is on SSD only into the arena; returns after `timeout_s` at the latest."""
         if self.store.ssd.is_used:
-            task = self._spawn(self.store.ssd.fetch(shape, keys, parts), "fetching from SSD")
+            task = self.spawn(self.store.ssd.fetch(shape, keys, parts), "fetching from SSD")
             await asyncio.wait({task}, timeout=timeout_s)
 
-    async def _fetch_quickly(
+    async def fetch_quickly(
         self, shape: CacheShape, keys: Sequence[bytes], parts: Sequence[BlockPart]
     ) -> None:
         await self.fetch(shape, keys, parts, self._config.ssd_wait_s)
@@ -311,16 +187,16 @@ class AgentCache:
                         tp_size,
                     )
                 case Fetch():
-                    self._spawn(self._serve_fetch(effect), "fetching for an engine")
+                    self.spawn(self._serve_fetch(effect), "fetching for an engine")
                 case Seal() if self.store.parts.checks:
-                    self._spawn(self._seal(effect), "sealing what an engine wrote")
+                    self.spawn(self._seal(effect), "sealing what an engine wrote")
                 case Seal(fill_key, _, _, slots):
                     parts = [(slot.index, slot.part) for slot in slots]
                     self.requests.sealed(fill_key, parts, now_s())
 
     async def _serve_fetch(self, effect: Fetch) -> None:
         try:
-            await self._fetch_quickly(effect.shape, effect.keys, effect.parts)
+            await self.fetch_quickly(effect.shape, effect.keys, effect.parts)
         finally:
             self._perform(self.requests.fetch_ended(effect.find, now_s()))
 
@@ -373,7 +249,7 @@ class AgentCache:
             self.pool.status(),
             self.requests.use,
             self.store.parts.use,
-            self._num_promotions,
+            self.num_promotions,
             self._config.block_bytes,
         )
 
@@ -394,14 +270,14 @@ class AgentCache:
         self.store.ssd.spill()
         self.store.flush()
         if self.pool.has_lost:
-            self._spawn(self.store.ssd.drop_lost(), "dropping lost parts")
+            self.spawn(self.store.ssd.drop_lost(), "dropping lost parts")
 
     def _changed(self, change: PoolChange) -> None:
         self.store.part_changed(change)
         self.feed.part_changed(change, now_s())
         self._news.set()
 
-    def _spawn(self, work: Coroutine[None, None, None], doing: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[None, None, None], doing: str) -> asyncio.Task[None]:
         async def run() -> None:
             try:
                 await work

@@ -1,0 +1,150 @@
+"""What landings build on in the prefix cache, and what of them the cache keeps.
+
+A landing brings only what its node lacks: the KV that the cache has of the prompt is pinned before
+the landing is reserved, and stays until the landing's memory is freed. What has landed is copied
+into the pool. It does not know senders, engines, or how memory for a landing is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmanager.agent.cache.promotion import LandedParts, copy_ranges
+from kvmanager.agent.cache.service import PARTS_PER_STEP, AgentCache
+from kvmanager.agent.messages import Runs
+from kvmanager.agent.transfer_io import now_s
+from kvmanager.arena import Arena
+from kvmanager.hashing import split_keys
+from kvmanager.layout import KVLayout
+from kvmanager.pool.records import BlockPart
+from kvmanager.pool.shape import CacheShape
+from kvmanager.transfers.holds import PROMOTION, BlockHolds, Key, Kind
+from kvmanager.transfers.records import BadRequest, LandingRecord
+
+
+@dataclass(frozen=True, slots=True)
+class LandingBase:
+    """What a landing builds on: the keys of its prompt and the KV that the cache has of it.
+
+    `runs` are where each block's KV part of the first `cached_tokens` lies, pinned.
+    """
+
+    layout: KVLayout
+    shape: CacheShape
+    root: bytes
+    keys: tuple[bytes, ...]
+    cached_tokens: int
+    runs: list[Runs]
+    pin_id: int | None
+
+
+class LandingBases:
+    """The bases of one agent's landings. Use it on one event loop."""
+
+    def __init__(self, cache: AgentCache, arena: Arena) -> None:
+        self._cache = cache
+        self._arena = arena
+        self._adopted: dict[bytes, LandingBase] = {}
+
+    async def pin(
+        self, layout: KVLayout, shape: CacheShape, num_tokens: int, block_keys: bytes
+    ) -> LandingBase:
+        """Pin what is cached of a prompt whose KVCache is to land; raises BadRequest.
+
+        What is on SSD only counts when it comes quickly. `adopt` or `drop` must follow.
+        """
+        try:
+            root, *keys = split_keys(block_keys)
+        except ValueError as error:
+            raise BadRequest(f"block_keys: {error}") from error
+        if len(keys) != num_tokens // shape.block_tokens:
+            raise BadRequest(
+                f"block_keys: {len(keys)} keys behind the root; {num_tokens} tokens have "
+                f"{num_tokens // shape.block_tokens} full blocks"
+            )
+        if not shape.has_kv:
+            return LandingBase(layout, shape, root, tuple(keys), 0, [], None)
+        pool = self._cache.pool
+        # A transfer holds at least one token: the block of the last one is never left out.
+        most = (num_tokens - 1) // shape.block_tokens
+        match = pool.match(shape, keys)
+        if match.kv_blocks > match.arena_kv_blocks:
+            parts = [(index, 0) for index in range(min(match.kv_blocks, most))]
+            await self._cache.fetch_quickly(shape, keys, parts)
+        num_blocks = min(pool.match(shape, keys).arena_kv_blocks, most)
+        runs: list[Runs] = []
+        pin_id = None
+        if num_blocks:
+            pin = pool.pin(shape, keys, [(index, 0) for index in range(num_blocks)], now_s())
+            pin_id = pin.pin_id
+            runs = [[(first, length) for first, length in slot.runs] for slot in pin.slots]
+        cached_tokens = num_blocks * shape.block_tokens
+        return LandingBase(layout, shape, root, tuple(keys), cached_tokens, runs, pin_id)
+
+    def adopt(self, transfer_id: bytes, base: LandingBase) -> None:
+        """The landing builds on it now; it is unpinned when the landing's memory is freed."""
+        self._adopted[transfer_id] = base
+
+    def drop(self, base: LandingBase) -> None:
+        """There is no landing, or not any more."""
+        if base.pin_id is not None:
+            self._cache.pool.unpin(base.pin_id)
+
+    def transfer_freed(self, key: Key) -> None:
+        """Nobody touches this transfer's memory any more, nor what a landing builds on."""
+        kind, transfer_id = key
+        base = self._adopted.pop(transfer_id, None) if kind is Kind.LANDING else None
+        if base is not None:
+            self.drop(base)
+
+    def landed(self, landing: LandingRecord, holds: BlockHolds) -> None:
+        """Keep what has landed: copy its whole blocks, while the landing lives or after it."""
+        base = self._adopted.get(landing.spec.transfer_id)
+        if base is None or not base.keys or not self._cache.may_fill:
+            return
+        holds.hold(landing.key, PROMOTION)
+        self._cache.spawn(self._promote(landing, holds, base), "promoting a landing")
+
+    async def _promote(self, landing: LandingRecord, holds: BlockHolds, base: LandingBase) -> None:
+        """Copy the landing's whole blocks into the pool, as far as that has room."""
+        landed = LandedParts(base.layout, landing.spec.num_tokens, base.cached_tokens)
+        # By block and part: where room ends, what was copied before it can be resumed from.
+        parts = sorted(landed.parts())
+        num_copied = 0
+        try:
+            for start in range(0, len(parts), PARTS_PER_STEP):
+                if not self._cache.may_fill:
+                    break
+                step = parts[start : start + PARTS_PER_STEP]
+                num_copied += await self._promote_some(landing, base, landed, step)
+        finally:
+            self._cache.num_promotions += bool(num_copied)
+            holds.release(landing.key, PROMOTION)
+
+    async def _promote_some(
+        self,
+        landing: LandingRecord,
+        base: LandingBase,
+        landed: LandedParts,
+        parts: Sequence[BlockPart],
+    ) -> int:
+        """Copy these parts; how many had room and were not there yet."""
+        cache = self._cache
+        fill = cache.pool.reserve(base.shape, base.root, 0, base.keys, parts, now_s())
+        if not fill.slots:
+            return 0  # such a fill is not open
+        source = self._arena.view(landing.runs, landing.spec.nbytes)
+        views = source.views(0, landing.spec.nbytes)
+
+        def copy() -> None:
+            for slot in fill.slots:
+                target = cache.store.parts.views(base.shape, slot.part, slot.runs)
+                copy_ranges(landed.ranges(slot.index, slot.part), views, target)
+
+        try:
+            await cache.store.parts.run(copy)
+            await cache.commit(base.shape, base.keys, fill, fill.slots)
+            return len(fill.slots)
+        finally:
+            cache.end_fill(base.keys, fill)
