@@ -175,7 +175,7 @@ async def test_nothing_is_copied_to_ssd_while_its_files_are_listed(
         await listed
         return await run(*work)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(life.store, "run", slow_run)
+    monkeypatch.setattr(life.store.parts, "run", slow_run)
     restoring = asyncio.create_task(life.store.restore((), life.kept.allocator))
     await asyncio.sleep(0)
     life.store.ssd.spill()

@@ -265,25 +265,25 @@ class TestAttempts:
         return table
 
     def test_a_late_ready_is_not_taken_for_the_new_bytes(self, again: TransferTable) -> None:
-        (told,) = again.ranges_ready(1, TID, 1, [(0, 10)], 3)
+        (told,) = again.outboxes.ranges_ready(1, TID, 1, [(0, 10)], 3)
         assert told == TellFailed(1, TID, "no such transfer at this agent", 1)
-        assert again.outboxes[TID].ready.total == 0
+        assert again.outboxes.records[TID].ready.total == 0
 
     def test_a_late_attach_does_not_keep_the_new_engine_out(self, again: TransferTable) -> None:
-        assert isinstance(again.attach(1, TID, 1)[0], TellFailed)
-        assert again.attach(3, TID, 2) == []
+        assert isinstance(again.outboxes.attach(1, TID, 1)[0], TellFailed)
+        assert again.outboxes.attach(3, TID, 2) == []
 
     def test_a_late_abort_does_not_end_it(self, again: TransferTable) -> None:
-        assert again.abort(1, TID, 1, "prefill ended early", 3) == []
-        assert again.outboxes[TID].state is State.OPEN
+        assert again.outboxes.abort(1, TID, 1, "prefill ended early", 3) == []
+        assert again.outboxes.records[TID].state is State.OPEN
 
     def test_a_late_prefill_end_is_not_the_new_one(self, again: TransferTable) -> None:
-        again.attach(3, TID, 2)
-        assert again.prefill_end(3, TID, 1, 0, 3) == []
-        assert again.outboxes[TID].prefill_end_s is None
+        again.outboxes.attach(3, TID, 2)
+        assert again.outboxes.prefill_end(3, TID, 1, 0, 3) == []
+        assert again.outboxes.records[TID].prefill_end_s is None
 
     def test_a_late_release_leaves_the_new_memory_held(self, again: TransferTable) -> None:
-        again.release_outbox(1, TID, 1)
+        again.outboxes.release(1, TID, 1)
         assert again.holds.holders((Kind.OUTBOX, TID)) == {1, 2, 3}
 
     def test_numbers_do_not_start_again_when_the_first_one_is_forgotten(
@@ -299,9 +299,9 @@ class TestAttempts:
 
     def test_numbers_do_not_start_again_with_the_agent(self) -> None:
         before, after = (TransferTable(BlockAllocator(8), BLOCK) for _ in range(2))
-        last = [before.open_outbox(outbox_spec(i, nbytes=1), 5.0).attempt for i in IDS][-1]
-        assert last == before.last_attempt == 5_000_003
-        assert after.open_outbox(outbox_spec(), 5.1).attempt > last
+        last = [before.outboxes.open(outbox_spec(i, nbytes=1), 5.0).attempt for i in IDS][-1]
+        assert last == before.outboxes.last_attempt == 5_000_003
+        assert after.outboxes.open(outbox_spec(), 5.1).attempt > last
 
 
 class TestOthersFill:
