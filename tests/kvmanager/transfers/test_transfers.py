@@ -101,7 +101,7 @@ class TestRoom:
         table = TransferTable(allocator, BLOCK, TableLimits(landing_bytes=45))
         rooms = [table.landings.room_blocks(allocator.num_free)]
         for number, nbytes in enumerate((1, 20)):
-            table.reserve(landing_spec(IDS[number], nbytes=nbytes), 0)
+            table.landings.reserve(landing_spec(IDS[number], nbytes=nbytes), 0)
             rooms.append(table.landings.room_blocks(allocator.num_free))
         assert rooms == [4, 3, 1]
         assert table.landings.room_blocks(0) == 0
