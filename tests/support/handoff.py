@@ -10,7 +10,7 @@ import aiohttp
 
 from deploy.region.launch.launcher import RunningRegion
 from kvmanager.agent.client import AgentClient
-from kvmanager.agent.messages import ReserveReply
+from kvmanager.agent.messages import Reserve, ReserveReply
 from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
 from kvmanager.landing import ReservedLanding, consumer_params, reserved_landing
@@ -56,7 +56,8 @@ class Handoff:
     async def land(self, instance: str, node: str, token_ids: Sequence[int]) -> Landed:
         """Let the instance prefill these tokens and send them to the receiving node."""
         digest = token_digest(token_ids).hex()
-        reply = await self._receiver.reserve(len(token_ids), digest, 60.0, timeout_s=TIMEOUT_S)
+        wanted = Reserve(len(token_ids), 60.0, token_digest=digest)
+        reply = await self._receiver.reserve(wanted, TIMEOUT_S)
         landing = reserved_landing(reply, len(token_ids), digest)
         agent = AgentClient(self._region.agent_control(node))
         try:
