@@ -37,7 +37,8 @@ class LiveSettings:
     `threshold_tokens` uncached are meant for prefill clusters until a plan says otherwise; those
     up to `hand_off_tokens` are never handed from one engine to another. `order` is that of the
     prefill clusters' queues. `refuses_load` False: only limits of tenants refuse a request.
-    `models` are planned for; with `follows_plans` False, plans are advice and set nothing.
+    `models` are planned for, as `long_term` says; with `follows_plans` False, plans are advice and
+    set nothing.
     """
 
     pd: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.gateway.cache.api import hit_share
+from deploy.gateway.scheduling.plan_overview import PlanOverview
 from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import LinkReport
+from deploy.region.client import CannotAsk, asked
 from deploy.region.launch.rundir import RegionState
 from deploy.region.spec.region import RegionSpec
 from deploy.table_style import new_table
@@ -40,13 +43,14 @@ class ProcessUse(msgspec.Struct, frozen=True):
 
 
 class RegionStatus(msgspec.Struct, frozen=True):
-    """Everything `prfaas status` shows. Missing keys: that process did not answer."""
+    """Everything `prfaas status` shows. Missing keys, or no plan: that process did not answer."""
 
     state: RegionState
     launcher_lives: bool
     use: dict[str, ProcessUse]
     agents: dict[str, StatusReply]
     links: dict[str, LinkReport]
+    plan: PlanOverview | None = None
 
 
 async def region_status(state: RegionState) -> RegionStatus:
@@ -54,8 +58,11 @@ async def region_status(state: RegionState) -> RegionStatus:
     lives = state.launcher_lives()
     tls = _tls(state) if lives else None
     # The agents of a dead launcher are gone; asking them would only take time.
-    agents = await asyncio.gather(
-        *(_agent(control, tls) for control in (state.agents.values() if lives else ()))
+    agents, plan = await asyncio.gather(
+        asyncio.gather(
+            *(_agent(control, tls) for control in (state.agents.values() if lives else ()))
+        ),
+        _plan(state.gateway_url if lives else ""),
     )
     links = [_link(Path(path)) for path in state.relays.values()]
     return RegionStatus(
@@ -64,6 +71,7 @@ async def region_status(state: RegionState) -> RegionStatus:
         use={item.name: _use(item.pid) for item in state.processes if lives and item.pid},
         agents={n: s for n, s in zip(state.agents, agents, strict=False) if s is not None},
         links={n: r for n, r in zip(state.relays, links, strict=True) if r is not None},
+        plan=plan,
     )
 
 
@@ -87,8 +95,21 @@ def render_status(status: RegionStatus) -> RenderableType:
         # Edges are empty lines: one between two tables is enough.
         table.show_edge = False
         parts += [Text(), table]
+    if omissions := list(_omissions(status.plan)):
+        parts += [Text(), *map(Text, omissions)]
     logs = sorted({str(Path(item.log).parent) for item in state.processes})
     return Group(*parts, Text(), Text(f"logs are in {', '.join(logs)}", style="dim"))
+
+
+def _omissions(plan: PlanOverview | None) -> Iterator[str]:
+    """What the long-term loop cannot plan with, and why."""
+    if plan is None or plan.mode == "off":
+        return
+    for model in plan.models:
+        if model.unknown:
+            yield f"no plan of {model.model}: {model.unknown}"
+        for note in model.region.notes if model.region is not None else ():
+            yield f"plan of {model.model}: {note}"
 
 
 def _process_table(status: RegionStatus) -> Table:
@@ -168,6 +189,17 @@ def _link_table(status: RegionStatus) -> Table:
             Text(", ".join(faults), style="red"),
         )
     return table
+
+
+async def _plan(gateway_url: str) -> PlanOverview | None:
+    """None also where the gateway asks for a key, which is not known here."""
+    if not gateway_url:
+        return None
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await asked(gateway_url, "/prfaas/plan", PlanOverview)
+    except (CannotAsk, TimeoutError):
+        return None
 
 
 async def _agent(control: str, tls: TlsFiles | None) -> StatusReply | None:

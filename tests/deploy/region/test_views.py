@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from deploy.gateway.scheduling.plan_overview import ModelPlanNow, PlanOverview, RegionModel
 from deploy.lab.emulator.faults import DirectionReport, LinkReport
 from deploy.region.launch.launcher import ProcessProgress
 from deploy.region.launch.progress import LineView, TableView, line_view, progress_view
@@ -165,6 +166,27 @@ def test_status_of_long_names_fits_a_terminal_and_cuts_nothing_off(width: int) -
     assert text.count("1000.0") == 9
     for words in ("1234567", "unhealthy", "278 h", "receiving", "100%", "swallowed"):
         assert words in text, words
+
+
+def test_status_says_what_plans_leave_out() -> None:
+    note = "near: b has the role both, which is never converted and counts as decode"
+    region = RegionModel(clusters=[], links=[], kv_fixed_bytes=0, kv_token_bytes=0, notes=[note])
+    counts = {"num_prefill": {"near": 1}, "num_decode": {"near": 1}}
+    plan = PlanOverview(
+        mode="act",
+        period_s=300.0,
+        next_step_s=1.0,
+        thresholds={},
+        models=[
+            ModelPlanNow(model="tiny", region=region, **counts),
+            ModelPlanNow(model="other", unknown="no request has ended yet", **counts),
+        ],
+    )
+    text = printed(render_status(msgspec.structs.replace(status(), plan=plan)))
+    assert f"plan of tiny: {note}" in text
+    assert "no plan of other: no request has ended yet" in text
+    off = msgspec.structs.replace(plan, mode="off")
+    assert "plan of" not in printed(render_status(msgspec.structs.replace(status(), plan=off)))
 
 
 def test_status_of_a_dead_region_says_so() -> None:
