@@ -85,11 +85,6 @@ class DecodePool:
         """Instances came, went, or may be used again, or no more."""
         self.slots_total = self.slots_per_instance * sum(i.is_usable for i in self.instances)
 
-    @property
-    def full_step_s(self) -> float:
-        """A step with all slots in use."""
-        return self._step_s[min(self.slots_per_instance, self._most)]
-
     def land(self, job: Job, now_s: float) -> None:
         """The request can decode: it begins, or waits."""
         instance = self._least_full()
