@@ -1,19 +1,18 @@
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+from cache_doubles import FakeDirectory, MovingAgents, coverage
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PromptKeys
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
 from deploy.gateway.cache.placement import PrefixPlacement, node_loads
 from deploy.gateway.serving.background import Background
-from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
-from kvmanager.agent.client import AgentClient, CacheMoveOrder
-from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply
-from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
+from kvmanager.agent.messages import CacheModel
+from kvmanager.directory.messages import NodeCoverage, NodeName
 from scheduler.live.core import Event
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
 from scheduler.reports import ClusterReport, InstanceReport
@@ -33,17 +32,13 @@ TARGETS = {
 }
 
 
-class World:
-    """Every agent's answers, and what was asked of it."""
+class World(MovingAgents):
+    """The agents, the time, and what the scheduler is told."""
 
     def __init__(self) -> None:
+        super().__init__(MODEL, 10_000_000, num_kept=11)
         self.now_s = 0.0
-        self.failing: RpcError | None = None
-        self.stalled = False
-        self.num_kept = 11
         self.told: list[Event[Any]] = []
-        self.sent: list[tuple[str, CacheMoveOrder]] = []
-        self.dropped: list[tuple[str, int]] = []
 
     def clock(self) -> float:
         return self.now_s
@@ -51,54 +46,6 @@ class World:
     def tell(self, event: Event[Any]) -> int:
         self.told.append(event)
         return 1
-
-
-class FakeControl(AgentClient):
-    def __init__(self, target: str, world: World) -> None:
-        self.target = target
-        self._world = world
-        self._nbytes = 0
-
-    async def status(self, timeout_s: float) -> StatusReply:
-        engine = EngineStatus("engine", 1, 1, "layout", "f0" * 32, MODEL)
-        return StatusReply("e", 1, 1, 1, 0, 1, 0, {}, {}, [engine], [], 0, 1.0, 1, "")
-
-    async def reserve_cache_move(
-        self, order: CacheMoveOrder, lease_s: float
-    ) -> ReserveCacheMoveReply:
-        if self._world.failing is not None:
-            raise self._world.failing
-        return ReserveCacheMoveReply(list(order.parts), "id", "token", 10_000_000, self.target, 1)
-
-    async def send_cache_move(
-        self, order: CacheMoveOrder, landing: ReserveCacheMoveReply, lease_s: float
-    ) -> None:
-        self._world.sent.append((f"{self.target} -> {landing.host}", order))
-
-    async def cache_move_status(
-        self, transfer_id: str, role: Any, *, lease_s: float, wait_s: float
-    ) -> CacheMoveStatusReply:
-        while self._world.stalled and wait_s:
-            await asyncio.sleep(0.01)
-        kept = self._world.num_kept
-        return CacheMoveStatusReply("complete", "", 10_000_000, 10_000_000, kept, 0.01, 0.001)
-
-    async def end_cache_move(self, transfer_id: str, reason: str) -> bool:
-        return True
-
-    async def drop_cached(
-        self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int
-    ) -> int:
-        self._world.dropped.append((self.target, keep_blocks))
-        return 3
-
-    async def close(self) -> None:
-        pass
-
-
-def coverage(cluster: str, node: str, blocks: int) -> NodeCoverage:
-    hit = Hit(blocks, blocks)
-    return NodeCoverage(cluster, node, hit, hit, hit, Hit(), Hit(), 0.0)
 
 
 def prompt(*held: NodeCoverage) -> CachedPrompt:
@@ -124,7 +71,7 @@ async def moves(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     monkeypatch.setattr("deploy.gateway.cache.moves.MAX_MOVE_S", 0.2)
     moves = CacheMoves(
         lambda: TARGETS,
-        lambda target: FakeControl(target, world),
+        world.at,
         Background(),
         MoveMetrics(CollectorRegistry()),
         world.tell,
@@ -153,7 +100,7 @@ class TestBring:
     async def test_a_prefix_comes_to_the_node_that_has_most_of_it(
         self, world: World, moves: CacheMoves
     ) -> None:
-        cached = prompt(coverage("pd", "a", 10), coverage("prefill", "y", 4))
+        cached = prompt(coverage(NodeName("pd", "a"), 10), coverage(NodeName("prefill", "y"), 4))
         found = await moves.bring(cached, route("prefill", "pd"))
         ((way, order),) = world.sent
         assert way == "pd-a:1 -> prefill-y:1"
@@ -173,15 +120,15 @@ class TestBring:
     @pytest.mark.parametrize(
         ("target", "nodes", "way"),
         [
-            (ONE_ENGINE, (coverage("pd", "b", 2),), "prefill-x:1 -> pd-b:1"),
+            (ONE_ENGINE, (coverage(NodeName("pd", "b"), 2),), "prefill-x:1 -> pd-b:1"),
             (ONE_ENGINE, (), "prefill-x:1 -> pd-a:1"),
-            (HAND_OFF, (coverage("pd", "b", 2),), "prefill-x:1 -> pd-h:1"),
+            (HAND_OFF, (coverage(NodeName("pd", "b"), 2),), "prefill-x:1 -> pd-h:1"),
         ],
     )
     async def test_the_pd_cluster_gets_the_prefill_clusters_cache(
         self, world: World, moves: CacheMoves, target: str, nodes: Any, way: str
     ) -> None:
-        cached = prompt(coverage("prefill", "x", 10), *nodes)
+        cached = prompt(coverage(NodeName("prefill", "x"), 10), *nodes)
         found = await moves.bring(cached, route(target, "prefill"))
         assert [sent for sent, _ in world.sent] == [way]
         assert found.computing_tokens(target)[way.split()[-1]] == 5120
@@ -190,7 +137,7 @@ class TestBring:
     async def test_a_move_that_measures_a_link_is_not_waited_for(
         self, world: World, moves: CacheMoves
     ) -> None:
-        cached = prompt(coverage("pd", "a", 10))
+        cached = prompt(coverage(NodeName("pd", "a"), 10))
         decision = route("prefill", "pd", MoveReason.LINK_RATE_UNKNOWN)
         assert await moves.bring(cached, decision) is cached
         await settled(moves)
@@ -200,7 +147,7 @@ class TestBring:
     async def test_a_move_that_takes_too_long_goes_on_without_the_request(
         self, world: World, moves: CacheMoves
     ) -> None:
-        cached, decision = prompt(coverage("pd", "a", 10)), route("prefill", "pd")
+        cached, decision = prompt(coverage(NodeName("pd", "a"), 10)), route("prefill", "pd")
         world.stalled = True
         first, second = await asyncio.gather(
             moves.bring(cached, decision), moves.bring(cached, decision)
@@ -216,7 +163,7 @@ class TestBring:
     async def test_a_move_that_fails_costs_nothing_but_is_told(
         self, world: World, moves: CacheMoves
     ) -> None:
-        cached = prompt(coverage("pd", "a", 10))
+        cached = prompt(coverage(NodeName("pd", "a"), 10))
         world.failing = RpcError("NO_ROOM", "full")
         assert await moves.bring(cached, route("prefill", "pd")) is cached
         assert count(moves, "request", "no_room") == 1
@@ -226,7 +173,7 @@ class TestBring:
         self, world: World, moves: CacheMoves
     ) -> None:
         world.num_kept = 10
-        cached = prompt(coverage("pd", "a", 10))
+        cached = prompt(coverage(NodeName("pd", "a"), 10))
         assert await moves.bring(cached, route("prefill", "pd")) is cached
         assert world.told[1:] == [CacheMoveOver(1, True, 10_000_000, 0.01, 0.001)]
 
@@ -234,7 +181,7 @@ class TestBring:
     async def test_any_other_reason_moves_nothing(
         self, world: World, moves: CacheMoves, reason: MoveReason
     ) -> None:
-        cached = prompt(coverage("pd", "a", 10))
+        cached = prompt(coverage(NodeName("pd", "a"), 10))
         assert await moves.bring(cached, route("prefill", "pd", reason)) is cached
         assert (world.sent, world.told) == ([], [])
         assert moves.metrics.decisions.labels(reason.value)._value.get() == 1
@@ -245,22 +192,6 @@ class TestBring:
     ) -> None:
         assert await moves.bring(cached, route("prefill", "pd")) is cached
         assert world.sent == []
-
-
-class FakeDirectory:
-    def __init__(self) -> None:
-        self.held: list[NodeCoverage] = []
-        self.asked: list[list[bytes]] = []
-
-    async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
-        self.asked.append(list(keys))
-        return self.held
-
-    async def nodes(self) -> list[NodeState]:
-        return []
-
-    async def close(self) -> None:
-        pass
 
 
 class TestPlacement:
@@ -287,9 +218,9 @@ class TestPlacement:
         await one.close()
 
     def routed(self, placement: PrefixPlacement, directory: FakeDirectory, times: int) -> None:
-        directory.held = [coverage("pd", "a", 6)]
+        directory.held = {NodeName("pd", "a"): 6}
         for _ in range(times):
-            placement.looked_up(prompt(*directory.held))
+            placement.looked_up(prompt(coverage(NodeName("pd", "a"), 6)))
 
     async def test_a_hot_prefix_is_copied_and_dropped_when_it_is_cold(
         self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement
@@ -301,7 +232,7 @@ class TestPlacement:
         ((way, order),) = world.sent
         assert (way, order.priority, order.tenant) == ("pd-a:1 -> pd-b:1", "replication", "")
         assert order.parts == (*((index, 0) for index in range(6)), (5, 1))
-        directory.held = [coverage("pd", "a", 6), coverage("pd", "b", 6)]
+        directory.held = {NodeName("pd", "a"): 6, NodeName("pd", "b"): 6}
         assert (await placement.step()).notes[0].endswith("2 copies, 0 coming, 2 wanted")
         world.now_s = 10_000.0
         await placement.step()
@@ -317,12 +248,14 @@ class TestPlacement:
         world.now_s = 10_000.0
         for number in range(300):  # others take its place among those that are counted
             keys = PromptKeys(MODEL, bytes(16), (number.to_bytes(16, "big"),))
-            placement.looked_up(CachedPrompt(keys, CachePlaces(), (coverage("pd", "a", 1),)))
-        directory.held = []
+            placement.looked_up(
+                CachedPrompt(keys, CachePlaces(), (coverage(NodeName("pd", "a"), 1),))
+            )
+        directory.held = {}
         await placement.step()
         directory.asked.clear()
         await placement.step()
-        assert list(KEYS[:6]) not in directory.asked
+        assert list(KEYS[:6]) not in [keys for _, keys in directory.asked]
 
     async def test_what_failed_is_left_alone_for_a_while(
         self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement

@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from cache_doubles import FakeDirectory
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -19,38 +19,12 @@ from kvmanager.agent.messages import (
     PrefixLeaf,
     StatusReply,
 )
-from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState, ResumeRule
+from kvmanager.directory.messages import NodeName, NodeState, ResumeRule
 from kvmanager.hashing import block_keys, join_keys, root_key
 from transport.rpc import RpcError
 
 MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0)])
 ROOT = root_key(bytes.fromhex(MODEL.namespace), tenant="")
-
-
-class FakeDirectory:
-    """Says of every prompt what `held` says; remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.held: dict[NodeName, int] = {}
-        self.asked: list[tuple[ResumeRule, list[bytes]]] = []
-        self.followed: Mapping[NodeName, str] = {}
-        self.is_closed = False
-
-    async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
-        self.asked.append((rule, list(keys)))
-        return [
-            NodeCoverage(*name, Hit(n, n), Hit(n, n), Hit(n, n), Hit(), Hit(), 0.5)
-            for name, n in self.held.items()
-        ]
-
-    async def nodes(self) -> list[NodeState]:
-        return [NodeState("home", "d0", 12, "e", 3, 0.5, 0.1, True)]
-
-    async def close(self) -> None:
-        self.is_closed = True
-
-    async def follow(self, agents: Mapping[NodeName, str]) -> None:
-        self.followed = agents
 
 
 class FakeCacheAgent:
@@ -101,7 +75,9 @@ class FakeCacheAgent:
 
 @pytest.fixture
 def directory() -> FakeDirectory:
-    return FakeDirectory()
+    made = FakeDirectory()
+    made.states = [NodeState("home", "d0", 12, "e", 3, 0.5, 0.1, True)]
+    return made
 
 
 @pytest.fixture
