@@ -17,8 +17,9 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """Of "node-a:7100", "10.0.0.1:7100" or "[::1]:7100". Raises ValueError, saying what is
-        wrong with `text`.
+        """Parse "node-a:7100", "10.0.0.1:7100" or "[::1]:7100".
+
+        Raises ValueError that says what is wrong with `text`.
         """
         host, colon, port = text.rpartition(":")
         if not colon or not host:

@@ -18,6 +18,8 @@ from transport import ByteSpace, Refused, TransportError
 class TransferNews(Protocol):
     """What becomes of transfers; called on the event loop."""
 
+    # `AgentTransfers` is what is told. It owns this module's objects, so they cannot import it.
+
     def landing_accepted(self, transfer_id: bytes) -> None: ...
 
     def landing_complete(self, transfer_id: bytes) -> None: ...

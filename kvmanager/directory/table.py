@@ -139,7 +139,7 @@ class BlockTable:
 
     @property
     def num_places(self) -> int:
-        """Of the table that keys are entered into."""
+        """The places of the table that keys are entered into."""
         return self._new.num_places
 
     @property

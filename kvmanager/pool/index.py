@@ -128,7 +128,7 @@ class PoolIndex:
         return shape_id
 
     def append(self, record: Stored | Dropped) -> None:
-        """Journal that a part came, whose bytes are complete, or went; see the module text.
+        """Journal that a part, whose bytes are complete, came or went.
 
         Call it for `Dropped` before the memory is used for something else. Raises KeyError for a
         shape without a number.

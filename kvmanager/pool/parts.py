@@ -56,7 +56,7 @@ class PartBooks:
         """Blocks of prompts with any part in any tier."""
         self.pinned_blocks = 0
         self.pinned_bytes = 0
-        """Of what is pinned and in the arena: blocks held, and the parts' own bytes."""
+        """Blocks that pinned parts in the arena hold, and the bytes of these parts."""
         self.nbytes: Kinds = Counter()
         self.evictions: Kinds = Counter()
         self.to_spill: OrderedDict[Part, None] = OrderedDict()
@@ -195,7 +195,7 @@ class PartBooks:
         self._tell(False, part, tier, runs)
 
     def may_leave(self, part: Part, tier: Tier) -> bool:
-        """See the module text; False too when there is no such copy."""
+        """Whether the copy may go now, by the rules above; False without such a copy."""
         if tier is Tier.ARENA:
             return not self.keeps_arena and self._may_leave_arena(part)
         takes_others = part.is_kv and not part.runs and part.node.in_arena

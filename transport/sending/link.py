@@ -93,9 +93,7 @@ class LinkCore:
         return gained
 
     def cancel(self, transfer: OutgoingState, error: LocalError, now_s: float) -> None:
-        """Ask the receiver to end it; it fails with `error` when it says so, or after
-        ack_timeout_s.
-        """
+        """Ask the receiver to end it; `error` comes with its answer, or after ack_timeout_s."""
         if transfer.state is not TransferState.OPEN:
             return
         # The receiver never heard of it: there is nothing to cancel there.
@@ -394,8 +392,7 @@ class LinkCore:
         receiver's word: while one of them lives the receiver would keep memory for it.
         """
         for connection in transfer.announced:
-            message = "its transfer ended without an answer"
-            self._abort(connection, LinkError("lost", message))
+            self._abort(connection, LinkError("lost", "its transfer ended without an answer"))
 
     def _abort_unproven(self, since_s: float) -> None:
         """Close idle connections on which nothing was heard since one that timed out began to wait:

@@ -37,7 +37,7 @@ _MAX_PARTS: Final = 256
 
 
 class FeedLog:
-    """See the module text. One thread only.
+    """What one agent's followers are told of its cache. One thread only.
 
     `keep_gone`: how many blocks that have gone are remembered.
     """
@@ -75,8 +75,9 @@ class FeedLog:
         self._set(key, flags, now_s)
 
     def engine_changed(self, blocks: Iterable[tuple[bytes, int]], now_s: float) -> None:
-        """What engines hold of these blocks now: key (or its first 8 bytes) and a bit for each
-        `PartKind`."""
+        """Engines hold this of these blocks now: key (or its first 8 bytes), and a bit for each
+        `PartKind`.
+        """
         for key, kinds in blocks:
             short = key[:SHORT_KEY_BYTES]
             ours = self._flags.get(short, 0) & ((1 << _ENGINE_SHIFT) - 1)

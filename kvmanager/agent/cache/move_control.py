@@ -46,7 +46,7 @@ _REPLICATION_TENANT: Final = "replication"
 class CacheMoveControl:
     """The handlers; errors are those of the transfer table, and UnknownLayout.
 
-    `mover` None: this agent has no prefix cache. `digest`: see `AgentConfig`.
+    `mover` None: this agent has no prefix cache. `digest`: whether a digest checks moves too.
     """
 
     def __init__(self, mover: CacheMover | None, book: InstanceBook, *, digest: bool) -> None:

@@ -239,7 +239,7 @@ class AgentCache:
         return ListCacheReply([cached_prefix(prefix) for prefix in prefixes], num_prefixes)
 
     def engine_blocks_changed(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """What GPUs hold of these blocks now; see `FeedLog.engine_changed`."""
+        """Tell followers what GPUs hold of these blocks now, as (short key, kind bits) each."""
         self.feed.engine_changed(blocks, now_s())
         self._news.set()
 

@@ -47,6 +47,8 @@ class SocketTaken(Exception):
 class EngineHandler(Protocol):
     """What connections lead to. Called on the event loop; must not block."""
 
+    # `NodeAgent` is what is called. It owns the server, so the server cannot import it.
+
     def hello(self, conn_id: int, hello: EngineHello) -> AgentMessage:
         """Welcome, or Refused to close the connection."""
 

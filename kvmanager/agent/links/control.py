@@ -32,7 +32,7 @@ RING_BYTES: Final = 4 << 20
 
 
 class LinkControl:
-    """The handlers; errors are those of the transfer table. `probes`: see `AgentConfig`."""
+    """The handlers; errors are those of the transfer table. `probes`: whether it may send any."""
 
     def __init__(
         self, watch: LinkWatch, io: TransferIo, clock_s: Callable[[], float], *, probes: bool
