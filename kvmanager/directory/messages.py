@@ -41,6 +41,15 @@ class NodeName(NamedTuple):
         return f"{self.cluster}/{self.node}"
 
 
+def shape_of(model: CacheModel) -> CacheShape:
+    """The parts of a model's blocks. Raises ValueError if they are no cache shape."""
+    parts = tuple(
+        PartShape(PartKind(kind), nbytes, window_tokens)
+        for kind, nbytes, window_tokens in model.parts
+    )
+    return CacheShape(model.block_tokens, parts)
+
+
 class ResumeRule(msgspec.Struct, frozen=True):
     """What of `CacheShape` decides how much of a prefix can be resumed.
 
@@ -61,11 +70,7 @@ class ResumeRule(msgspec.Struct, frozen=True):
     @classmethod
     def of_model(cls, model: CacheModel) -> ResumeRule:
         """Raises ValueError for parts that are no cache shape."""
-        parts = tuple(
-            PartShape(PartKind(kind), nbytes, window_tokens)
-            for kind, nbytes, window_tokens in model.parts
-        )
-        return cls.of(CacheShape(model.block_tokens, parts))
+        return cls.of(shape_of(model))
 
 
 class Hit(msgspec.Struct, frozen=True):

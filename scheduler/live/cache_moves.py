@@ -6,8 +6,7 @@ alone for a while. Pure; time is an argument. Does not know prefixes, nodes or r
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from netmon.region_link import LinkView
@@ -22,26 +21,14 @@ KEPT_S: Final = 600.0
 Pair = tuple[str, str]
 
 
-class RateMeter:
-    """A rate as it was measured: amounts and the time they took, older ones counting less."""
+@dataclass(slots=True)
+class _Measured:
+    """What the moves between two clusters sent and how long it took, older ones counting less."""
 
-    def __init__(self) -> None:
-        self._amount = 0.0
-        self._seconds = 0.0
-        self._at_s = -math.inf
-
-    def observe(self, amount: float, seconds: float, now_s: float) -> None:
-        """`amount` took `seconds`; nothing that took no time is counted."""
-        if amount <= 0 or seconds <= 0:
-            return
-        faded = 0.5 ** ((now_s - self._at_s) / HALF_LIFE_S)
-        self._amount = self._amount * faded + amount
-        self._seconds = self._seconds * faded + seconds
-        self._at_s = now_s
-
-    def per_s(self, now_s: float) -> float | None:
-        """None when nothing was measured within `KEPT_S`."""
-        return self._amount / self._seconds if now_s - self._at_s <= KEPT_S else None
+    nbytes: float
+    seconds: float
+    rtt_s: float
+    at_s: float
 
 
 class CacheMoveLedger:
@@ -50,8 +37,7 @@ class CacheMoveLedger:
     def __init__(self) -> None:
         self._begun: dict[int, tuple[Pair, float]] = {}
         self._last_key = 0
-        self._rates: dict[Pair, RateMeter] = {}
-        self._rtts: dict[Pair, float] = {}
+        self._measured: dict[Pair, _Measured] = {}
         self._failed_s: dict[Pair, float] = {}
 
     def begun(self, pair: Pair, now_s: float) -> int:
@@ -60,17 +46,20 @@ class CacheMoveLedger:
         self._begun[self._last_key] = pair, now_s
         return self._last_key
 
-    def over(
-        self, key: int, now_s: float, *, nbytes: int, seconds: float, rtt_s: float, failed: bool
-    ) -> None:
-        """A move has ended, having sent `nbytes` in `seconds`. 0: that was not measured."""
+    def over(self, key: int, sent: tuple[int, float, float], now_s: float, *, failed: bool) -> None:
+        """A move has ended. `sent`: so many bytes in so many seconds, and the round trip, s; what
+        took no time was not measured.
+        """
         found = self._begun.pop(key, None)
         if found is None:
             return
-        pair, _ = found
-        self._rates.setdefault(pair, RateMeter()).observe(nbytes, seconds, now_s)
-        if rtt_s > 0:
-            self._rtts[pair] = rtt_s
+        (pair, _), (nbytes, seconds, rtt_s) = found, sent
+        if nbytes and seconds > 0:
+            seen = self._measured.get(pair) or _Measured(0.0, 0.0, 0.0, now_s)
+            faded = 0.5 ** ((now_s - seen.at_s) / HALF_LIFE_S)
+            self._measured[pair] = _Measured(
+                seen.nbytes * faded + nbytes, seen.seconds * faded + seconds, rtt_s, now_s
+            )
         if failed:
             self._failed_s[pair] = now_s
 
@@ -88,15 +77,12 @@ class CacheMoveLedger:
         """The link with what moves measured of it, where nobody else has: an idle link's rate, or
         more than the floor of one that nobody has filled.
         """
-        rate = link.available_bytes_per_s
-        if pair not in self._rates or (rate is not None and not link.is_floor):
-            return link
-        measured = self._rates[pair].per_s(now_s)
-        if measured is None:
+        seen, rate = self._measured.get(pair), link.available_bytes_per_s
+        if seen is None or now_s - seen.at_s > KEPT_S or (rate is not None and not link.is_floor):
             return link
         return replace(
             link,
-            available_bytes_per_s=max(measured, rate or 0.0),
+            available_bytes_per_s=max(seen.nbytes / seen.seconds, rate or 0.0),
             is_floor=False,
-            rtt_s=link.rtt_s or self._rtts.get(pair, 0.0),
+            rtt_s=link.rtt_s or seen.rtt_s,
         )

@@ -263,14 +263,8 @@ class CacheMoveOver(Event[None], frozen=True):
         """How fast moves are between these clusters is learnt; after a failure none is made for a
         while.
         """
-        live.moves.over(
-            self.key,
-            now_s,
-            nbytes=self.nbytes,
-            seconds=self.seconds,
-            rtt_s=self.rtt_s,
-            failed=self.failed,
-        )
+        sent = self.nbytes, self.seconds, self.rtt_s
+        live.moves.over(self.key, sent, now_s, failed=self.failed)
 
 
 def _is_length_known(live: LiveScheduler, known: ModelKnowledge, shape: RequestShape) -> bool:

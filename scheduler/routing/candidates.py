@@ -43,6 +43,10 @@ MOVE_ROUND_TRIPS: Final = 4
 
 MAX_MOVE_S: Final = 10.0
 """No request waits longer for a cached prefix."""
+MIN_MOVE_SAVING_S: Final = 0.1
+"""A cached prefix is not moved for less."""
+ABUNDANCE: Final = 1.25
+"""Link rate over the cluster's KVCache emission from which on bandwidth is abundant."""
 
 MARGIN_S: Final = 1.0
 MARGIN_SHARE: Final = 0.45
@@ -75,23 +79,19 @@ class RouteConfig(RouteLimits):
 
     kv: KvProfile
     hand_off_tokens: int = 1
-    abundance: float = 1.25
-    """Link rate over the cluster's KVCache emission from which on bandwidth is abundant."""
-    min_move_saving_s: float = 0.1
-    """A prefix is not moved for less."""
     is_known: bool = True
     """Whether prefill times and `kv` were measured: no prefix is moved for a guess."""
     overhead_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        least = min(self.margin_s, self.margin_share, self.hand_off_tokens, self.min_move_saving_s)
+        least = min(self.margin_s, self.margin_share, self.hand_off_tokens)
         # One look at all of them, since every route makes one.
-        if least >= 0 and min(self.max_link_age_s, self.max_tail_s, self.abundance) > 0:
+        if least >= 0 and min(self.max_link_age_s, self.max_tail_s) > 0:
             return
-        for name in ("margin_s", "margin_share", "hand_off_tokens", "min_move_saving_s"):
+        for name in ("margin_s", "margin_share", "hand_off_tokens"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be negative")
-        for name in ("max_link_age_s", "max_tail_s", "abundance"):
+        for name in ("max_link_age_s", "max_tail_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")
 
@@ -205,7 +205,7 @@ def is_abundant(request: RequestShape, cluster: ClusterView, config: RouteConfig
     own = request.prefill_cached_tokens.get(cluster.name, 0)
     prefill_s = cluster.prefill.prefill_s(request.num_prompt_tokens, own)
     emitted = len(cluster.free_s) * sum(wire_bytes(request, config.kv))
-    return rate > 0 and rate * prefill_s >= config.abundance * emitted
+    return rate > 0 and rate * prefill_s >= ABUNDANCE * emitted
 
 
 def _with_best_cache(
@@ -240,8 +240,11 @@ def _with_cache_of(
     saved_tokens = num_tokens - own.cached_tokens
     nbytes = asked.config.kv.size_bytes(saved_tokens)
     link = cluster.links_in.get(source)
-    seconds = 0.0 if link is None else _move_s(nbytes, link)
-    latest_s = before.ttft_s - asked.config.min_move_saving_s
+    rate = None if link is None else link.available_bytes_per_s
+    seconds = 0.0
+    if link is not None and rate:
+        seconds = (link.backlog_bytes + nbytes) / rate + MOVE_ROUND_TRIPS * link.rtt_s
+    latest_s = before.ttft_s - MIN_MOVE_SAVING_S
 
     def after(move_s: float) -> Prediction:
         moved = task._replace(cached_tokens=num_tokens, move_s=move_s)
@@ -255,9 +258,9 @@ def _with_cache_of(
     # A place that cannot serve gains nothing by a cache.
     elif not after(0.0).ttft_s <= latest_s < math.inf:
         reason = MoveReason.NOTHING_SAVED
-    elif link.available_bytes_per_s and seconds <= MAX_MOVE_S and moved.ttft_s <= latest_s:
+    elif rate and seconds <= MAX_MOVE_S and moved.ttft_s <= latest_s:
         reason = MoveReason.PAYS
-    elif not link.available_bytes_per_s or link.is_floor:
+    elif not rate or link.is_floor:
         is_moving = (source, cluster.name) in asked.snapshot.moving
         reason = MoveReason.LINK_BEING_MEASURED if is_moving else MoveReason.LINK_RATE_UNKNOWN
     else:
@@ -296,11 +299,3 @@ def _local_place(
     if wants_hand_off(request, snapshot, config) and has_landing_room(request, snapshot, config.kv):
         return snapshot.local, HAND_OFF
     return snapshot.engines or snapshot.local, ONE_ENGINE
-
-
-def _move_s(nbytes: float, link: LinkView) -> float:
-    """How long a cached prefix takes over a link; 0 where nobody knows."""
-    rate = link.available_bytes_per_s
-    if not rate:
-        return 0.0
-    return (link.backlog_bytes + nbytes) / rate + MOVE_ROUND_TRIPS * link.rtt_s

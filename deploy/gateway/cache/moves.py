@@ -24,8 +24,8 @@ from kvmanager.agent.client import (
     move_cache,
 )
 from kvmanager.agent.messages import CacheModel
-from kvmanager.directory.messages import NodeName
-from kvmanager.pool.shape import CacheShape, PartKind, PartShape
+from kvmanager.directory.messages import NodeName, shape_of
+from kvmanager.pool.shape import PartKind
 from scheduler.live.core import Event
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
 from scheduler.routing.candidates import MAX_MOVE_S
@@ -240,15 +240,6 @@ class CacheMoves:
         return target
 
 
-def cache_shape(model: CacheModel) -> CacheShape:
-    """The parts of a model's blocks. Raises `ValueError` if they are no cache shape."""
-    parts = tuple(
-        PartShape(PartKind(kind), nbytes, window_tokens)
-        for kind, nbytes, window_tokens in model.parts
-    )
-    return CacheShape(model.block_tokens, parts)
-
-
 def _shipment(cached: CachedPrompt, source: str, target: str) -> _Shipment | None:
     """The longest prefix that a cluster has, for a node that computes for a route's target. None if
     there are no such nodes. Raises `ValueError` if the model's parts are no cache shape.
@@ -262,7 +253,7 @@ def _shipment(cached: CachedPrompt, source: str, target: str) -> _Shipment | Non
     there = {item.node: item.pool.kv_blocks for item in cached.coverage if item.cluster == cluster}
     # The node that has the most of it needs the fewest bytes.
     node = max(sorted(nodes), key=lambda name: there.get(name, 0))
-    shape = cache_shape(cached.keys.model)
+    shape = shape_of(cached.keys.model)
     return _Shipment(
         prefix=replace(cached.keys, blocks=cached.keys.blocks[:num_blocks]),
         source=NodeName(source, sender.node),

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, PromptKeys
-from deploy.gateway.cache.moves import CacheMoves, cache_shape
+from deploy.gateway.cache.moves import CacheMoves
 from kvmanager.agent.client import CacheMoveResult
 from kvmanager.agent.messages import CacheModel
-from kvmanager.directory.messages import NodeName, ResumeRule
+from kvmanager.directory.messages import NodeName, ResumeRule, shape_of
 from kvmanager.directory.reader import DirectoryReader
 from scheduler.reports import ClusterReport
 from scheduler.routing.prefix_demand import CachedPrefix, Demand, DemandTracker
@@ -141,7 +141,7 @@ class PrefixPlacement:
         return hot + [Demand(prefix, 0.0) for prefix in forgotten.values()]
 
     async def _looked_up(self, demand: Demand) -> HotPrefix:
-        shape = cache_shape(self._models[demand.prefix.model])
+        shape = shape_of(self._models[demand.prefix.model])
         coverage = await self._directory.match(ResumeRule.of(shape), demand.prefix.block_keys)
         usable = {(item.cluster, item.node): item.pool.usable_blocks for item in coverage}
         return HotPrefix(demand, shape, usable)

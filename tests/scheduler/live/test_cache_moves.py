@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
@@ -11,7 +10,7 @@ from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.cache_moves import CacheMoveLedger, RateMeter
+from scheduler.live.cache_moves import CacheMoveLedger
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, CacheMove, MoveReason, RequestShape
 from scheduler.routing.short_term import RouteDecision
@@ -20,34 +19,43 @@ PAIR = ("far", "home")
 IDLE = LinkView()
 
 
-class TestRateMeter:
-    def test_nothing_measured_is_no_rate(self) -> None:
-        meter = RateMeter()
-        meter.observe(10, 0, 0.0)
-        assert meter.per_s(0.0) is None
+def ended(
+    ledger: CacheMoveLedger,
+    now_s: float,
+    nbytes: int = 10**8,
+    seconds: float = 0.5,
+    *,
+    failed: bool = False,
+) -> None:
+    ledger.over(ledger.begun(PAIR, now_s), (nbytes, seconds, 0.03), now_s, failed=failed)
 
-    def test_later_measurements_count_more(self) -> None:
-        meter = RateMeter()
-        meter.observe(100, 1, 0.0)
-        assert meter.per_s(0.0) == 100
-        meter.observe(10, 1, 60.0)
-        assert meter.per_s(60.0) == pytest.approx((50 + 10) / 1.5)
 
-    def test_a_rate_that_is_too_old_is_none(self) -> None:
-        meter = RateMeter()
-        meter.observe(100, 1, 0.0)
-        assert meter.per_s(600.0) == 100
-        assert meter.per_s(600.1) is None
+def rate(ledger: CacheMoveLedger, now_s: float) -> float | None:
+    return ledger.completed(IDLE, PAIR, now_s).available_bytes_per_s
 
 
 class TestLedger:
-    def ended(self, ledger: CacheMoveLedger, now_s: float, **fields: Any) -> None:
-        values = {"nbytes": 10**8, "seconds": 0.5, "rtt_s": 0.03, "failed": False}
-        ledger.over(ledger.begun(PAIR, now_s), now_s, **(values | fields))
+    def test_nothing_measured_is_no_rate(self) -> None:
+        ledger = CacheMoveLedger()
+        ended(ledger, 0.0, seconds=0.0)
+        ended(ledger, 0.0, nbytes=0)
+        assert rate(ledger, 0.0) is None
+
+    def test_later_measurements_count_more(self) -> None:
+        ledger = CacheMoveLedger()
+        ended(ledger, 0.0, 100, 1.0)
+        assert rate(ledger, 0.0) == 100
+        ended(ledger, 60.0, 10, 1.0)
+        assert rate(ledger, 60.0) == pytest.approx((50 + 10) / 1.5)
+
+    def test_a_rate_that_is_too_old_is_none(self) -> None:
+        ledger = CacheMoveLedger()
+        ended(ledger, 0.0, 100, 1.0)
+        assert (rate(ledger, 600.0), rate(ledger, 600.1)) == (100, None)
 
     def test_moves_complete_what_is_known_of_a_link(self) -> None:
         ledger = CacheMoveLedger()
-        self.ended(ledger, 100.0)
+        ended(ledger, 100.0)
         found = ledger.completed(IDLE, PAIR, 100.0)
         assert (found.available_bytes_per_s, found.rtt_s, found.is_floor) == (2e8, 0.03, False)
         floor = LinkView(available_bytes_per_s=1e6, is_floor=True, rtt_s=0.01)
@@ -59,7 +67,7 @@ class TestLedger:
 
     def test_a_failure_bars_the_pair_for_a_minute(self) -> None:
         ledger = CacheMoveLedger()
-        self.ended(ledger, 100.0, nbytes=0, seconds=0.0, rtt_s=0.0, failed=True)
+        ended(ledger, 100.0, 0, 0.0, failed=True)
         assert ledger.failed_lately(160.0) == {PAIR}
         assert ledger.failed_lately(160.1) == set()
         assert ledger.completed(IDLE, PAIR, 100.0) is IDLE
@@ -69,10 +77,8 @@ class TestLedger:
         key = ledger.begun(PAIR, 100.0)
         assert (ledger.moving(), ledger.failed_lately(110.0)) == ({PAIR}, set())
         assert ledger.failed_lately(110.1) == {PAIR}
-        ledger.over(key, 120.0, nbytes=10**8, seconds=20.0, rtt_s=0.0, failed=False)
+        ledger.over(key, (10**8, 20.0, 0.0), 120.0, failed=False)
         assert (ledger.moving(), ledger.failed_lately(120.0)) == (set(), set())
-        ledger.over(key, 121.0, nbytes=0, seconds=0.0, rtt_s=0.0, failed=True)
-        assert ledger.failed_lately(121.0) == set()
 
 
 def region() -> Region:

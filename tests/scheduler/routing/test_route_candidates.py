@@ -75,16 +75,14 @@ def test_a_size_that_is_known_counts_and_its_fixed_part_goes_last() -> None:
     assert wire_bytes(prompt(50, transfer_bytes=400), KV) == (0.0, 400.0)
 
 
-@pytest.mark.parametrize(
-    "name", ["margin_s", "margin_share", "hand_off_tokens", "min_move_saving_s"]
-)
+@pytest.mark.parametrize("name", ["margin_s", "margin_share", "hand_off_tokens"])
 def test_a_margin_may_be_nothing_but_not_negative(name: str) -> None:
     assert getattr(config(**{name: 0}), name) == 0
     with pytest.raises(ValueError, match=f"{name} is -0.5; it must not be negative"):
         config(**{name: -0.5})
 
 
-@pytest.mark.parametrize("name", ["max_link_age_s", "max_tail_s", "abundance"])
+@pytest.mark.parametrize("name", ["max_link_age_s", "max_tail_s"])
 def test_a_limit_may_be_small_but_not_nothing(name: str) -> None:
     assert getattr(config(**{name: 0.5}), name) == 0.5
     with pytest.raises(ValueError, match=f"{name} is 0; it must be above 0"):
@@ -173,40 +171,37 @@ def test_the_best_prefix_of_any_cluster_is_moved() -> None:
 
 
 def test_a_prefix_no_longer_than_the_own_one_is_left() -> None:
-    """Whatever the settings: moving it would not even be asked about."""
     shape = prompt(512, local_cached_tokens=128, prefill_cached_tokens={"far": 128})
-    found = locally(shape, home(wide()), min_move_saving_s=0.0)
+    found = locally(shape, home(wide()))
     assert (source(found), found.cached_tokens) == (None, 128)
 
 
 def test_a_cluster_of_which_no_cache_is_known_has_none() -> None:
     free = KvProfile(fixed_bytes=0.0, token_bytes=0.0)
     view = home(wide())
-    settings = RouteConfig(kv=free, min_move_saving_s=0.0)
+    settings = RouteConfig(kv=free)
     found = local_candidate(prompt(512), view, settings)
     assert (source(found), found.cached_tokens) == (None, 0)
 
 
-def saving(min_move_saving_s: float, *, is_back: bool) -> str | None:
-    """Where 128 of 256 tokens come from when the move takes exactly 0.5 s and saves 1 s."""
-    kv = KvProfile(fixed_bytes=0.0, token_bytes=1e6)
-    link = LinkView(available_bytes_per_s=2.56e8)
-    settings = RouteConfig(kv=kv, min_move_saving_s=min_move_saving_s, abundance=1e-9)
-    if is_back:
-        cluster = far(link=replace(link, available_bytes_per_s=1e30), links_in={"pd": link})
-        view = home(replace(cluster, prefill=BY_TOKEN))
+@pytest.mark.parametrize(("least_s", "moves"), [(0.5, True), (0.5001, False)])
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_move_is_made_when_it_saves_exactly_the_least_that_it_must(
+    monkeypatch: pytest.MonkeyPatch, is_local: bool, least_s: float, moves: bool
+) -> None:
+    """128 of 256 tokens come from elsewhere: the move takes exactly 0.5 s and saves 1 s."""
+    monkeypatch.setattr("scheduler.routing.candidates.MIN_MOVE_SAVING_S", least_s)
+    settings = RouteConfig(kv=KvProfile(fixed_bytes=0.0, token_bytes=1e6))
+    way, wide_enough = LinkView(available_bytes_per_s=2.56e8), replace(WIDE, is_floor=True)
+    if is_local:
+        view = home(wide(link=wide_enough))
+        view = replace(view, local=replace(view.local, links_in={"far": way}))
+        found = local_candidate(prompt(256, prefill_cached_tokens={"far": 128}), view, settings)
+    else:
+        cluster = wide(link=wide_enough, links_in={"pd": way})
         shape = prompt(256, local_cached_tokens=128, landing_cached_tokens=256)
-        return source(remote_candidate(shape, view.prefill_clusters[0], view, settings))
-    view = home(wide(link=link))
-    shape = prompt(256, prefill_cached_tokens={"far": 128})
-    return source(local_candidate(shape, view, settings))
-
-
-def test_a_move_is_made_when_it_saves_exactly_the_least_that_it_must() -> None:
-    assert saving(0.5, is_back=False) == "far"
-    assert saving(0.5001, is_back=False) is None
-    assert saving(0.5, is_back=True) == "pd"
-    assert saving(0.5001, is_back=True) is None
+        found = remote_candidate(shape, cluster, home(cluster), settings)
+    assert found.move.pays == moves
 
 
 def away(shape: RequestShape, cluster: ClusterView, **fields: object) -> Candidate:
@@ -300,7 +295,7 @@ def test_equal_prefixes_stay_where_they_are() -> None:
     shape = prompt(256, local_cached_tokens=64, prefill_cached_tokens={"far": 64})
     for queued_s in (0.0, 9.0):  # behind a queue the move would take no time of its own
         cluster = wide(links_in={"pd": WIDE}, queued_s=queued_s)
-        found = away(shape, cluster, min_move_saving_s=0.0)
+        found = away(shape, cluster)
         assert (source(found), found.cached_tokens) == (None, 64)
 
 
