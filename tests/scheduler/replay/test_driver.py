@@ -227,6 +227,17 @@ def test_cached_prefixes_are_neither_computed_nor_sent_again() -> None:
     assert sum(warm.egress_bytes.values()) < 0.4 * sum(cold.egress_bytes.values())
 
 
+def test_a_cached_prefix_that_only_the_prefill_cluster_keeps_moves_to_the_pd_cluster() -> None:
+    prompts = [TracePrompt(30.0 * i, 512 * 80, 10, list(range(80))) for i in range(4)]
+    work = traced(prompts, 512)
+    cold = replay(model(), work, Policy())
+    warm = replay(model(cache_blocks={"h200": 1000, "h20": 10}), work, Policy())
+    for job in warm.jobs[1:]:
+        assert (job.place, job.move_from, job.move_tokens) == (0, 1, 512 * 70 - 1)
+        assert job.move_s > job.arrival_s
+    assert warm.ttft_s[1:].max() < 0.5 * cold.ttft_s[1:].min()
+
+
 def test_what_leaves_nobody_to_serve_is_refused() -> None:
     work = poisson(0.5, 60)
     with pytest.raises(ValueError, match="all 8 instances of h20 prefill"):
