@@ -59,7 +59,7 @@ from scheduler.routing.decision import (
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.views import ClusterView, RegionSnapshot
 
-__all__ = ["Chosen", "RouteConfig", "RouteDecision", "choose", "route"]
+__all__ = ["RouteConfig", "RouteDecision", "route"]
 
 NONE_EXCLUDED: Final[frozenset[str]] = frozenset()
 
@@ -93,8 +93,8 @@ class RouteDecision(Decision):
         return self.remote if self.route == "prefill_cluster" else self.local
 
 
-class Chosen(NamedTuple):
-    """The place that `choose` took, why, and the best of each side."""
+class _Chosen(NamedTuple):
+    """The place that `_choose` took, why, and the best of each side."""
 
     taken: Candidate
     reason: Reason
@@ -118,7 +118,7 @@ def route(
     if whole is not None:
         direct = one_engine(request, whole)
         return RouteDecision(direct.route, direct.target, direct.reason, direct.numbers)
-    chosen = choose(request, snapshot, config, now_s, excluded=excluded)
+    chosen = _choose(request, snapshot, config, now_s, excluded=excluded)
     # The plan's t may have sent it away: then what raised t is the reason, not its length.
     if chosen.reason is Reason.BELOW_THRESHOLD:
         uncached = request.num_prompt_tokens - chosen.local.cached_tokens
@@ -129,18 +129,15 @@ def route(
     return _decision(request, chosen, _landing_numbers(request, snapshot, config, chosen.reason))
 
 
-def choose(
+def _choose(
     request: RequestShape,
     snapshot: RegionSnapshot,
     config: RouteConfig,
     now_s: float,
     *,
     excluded: Set[str] = NONE_EXCLUDED,
-) -> Chosen:
-    """Rules 2 to 4 for a request that need not be served whole: `route` without its account.
-
-    For callers that take very many decisions and tell nobody about each.
-    """
+) -> _Chosen:
+    """Rules 2 to 4 for a request that need not be served whole."""
     usable: list[ClusterView] = []
     obstacles: list[tuple[ClusterView, Reason]] = []
     for cluster in snapshot.prefill_clusters:
@@ -168,7 +165,7 @@ def choose(
     if reason is None and _lacks_room_for_hand_off(request, snapshot, config):
         reason = Reason.NO_LANDING_ROOM
     if not snapshot.prefill_clusters:
-        return Chosen(local, reason or Reason.NO_PREFILL_CLUSTER, local, None)
+        return _Chosen(local, reason or Reason.NO_PREFILL_CLUSTER, local, None)
     return _from_local(local, remotes, config, reason or Reason.BELOW_THRESHOLD)
 
 
@@ -219,25 +216,25 @@ def _kept_back(
     return next(reason for reason in OBSTACLES if reason in reasons)
 
 
-def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> Chosen:
+def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> _Chosen:
     """t says that this prefill cluster takes it: unless the PD cluster is clearly sooner."""
     if _is_clearly_sooner(local, remote, config):
-        return Chosen(local, Reason.LOCAL_SOONER, local, remote)
-    return Chosen(remote, Reason.ABOVE_THRESHOLD, local, remote)
+        return _Chosen(local, Reason.LOCAL_SOONER, local, remote)
+    return _Chosen(remote, Reason.ABOVE_THRESHOLD, local, remote)
 
 
 def _from_local(
     local: Candidate, remotes: Sequence[Candidate], config: RouteConfig, reason: Reason
-) -> Chosen:
+) -> _Chosen:
     """It belongs to the PD cluster for `reason`: unless a prefill cluster is clearly sooner."""
     if not remotes:
-        return Chosen(local, reason, local, None)
+        return _Chosen(local, reason, local, None)
     inviting = [r for r in remotes if _is_inviting(r.cluster)]
     if inviting:
         remote = _soonest(inviting)
         if _is_clearly_sooner(remote, local, config):
-            return Chosen(remote, Reason.REMOTE_SOONER, local, remote)
-    return Chosen(local, reason, local, _soonest(remotes))
+            return _Chosen(remote, Reason.REMOTE_SOONER, local, remote)
+    return _Chosen(local, reason, local, _soonest(remotes))
 
 
 def _soonest(candidates: Sequence[Candidate]) -> Candidate:
@@ -274,7 +271,7 @@ def _landing_numbers(
 
 
 def _decision(
-    request: RequestShape, chosen: Chosen, landing: Mapping[str, Number]
+    request: RequestShape, chosen: _Chosen, landing: Mapping[str, Number]
 ) -> RouteDecision:
     taken, reason, local, remote = chosen
     is_remote = taken is remote

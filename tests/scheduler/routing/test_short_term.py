@@ -23,7 +23,7 @@ from scheduling_cases import (
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
-from scheduler.routing.short_term import RouteConfig, RouteDecision, choose, route
+from scheduler.routing.short_term import RouteConfig, RouteDecision, route
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 BUSY = instances(30.0, 30.0)
@@ -38,7 +38,7 @@ def routed(
 
 def moved_from(num_tokens: int, snapshot: RegionSnapshot, **fields: object) -> str | None:
     """The cluster whose longer cached prefix is moved first."""
-    move = choose(prompt(num_tokens, **fields), snapshot, CONFIG, 0.0).taken.move
+    move = route(prompt(num_tokens, **fields), snapshot, CONFIG, 0.0).move
     return move.source if move.pays else None
 
 
