@@ -15,7 +15,7 @@ from transport import TlsFiles
 from transport.rpc import RpcClient, RpcError
 
 JOB_TIMEOUT_S: Final = 900.0
-"""For the queue, the prefill and the transfer of one job."""
+"""Bounds the queue, the prefill and the transfer of one job."""
 REPORT_TIMEOUT_S: Final = 3.0
 DRAIN_TIMEOUT_S: Final = 900.0
 

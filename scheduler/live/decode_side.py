@@ -16,7 +16,7 @@ from scheduler.reports import InstanceReport, serves
 from scheduler.routing.views import DecodeView
 
 UNTOLD_SLOTS: Final = 1 << 20
-"""Of an instance whose front does not say how many requests it decodes at a time."""
+"""Slots of an instance whose front does not say how many requests it decodes at a time."""
 FULL_SHARE: Final = 0.9
 """Of an engine's KV memory. Requests that wait while less is in use wait for their turn to prefill:
 a step computes only so many tokens. While more is in use, they wait for memory."""

@@ -25,8 +25,8 @@ class Media(StrEnum):
 
 
 BYTES_PER_TOKEN: Final = 4.0
-"""Of text in UTF-8, before any prompt was counted: what tokenizers need for English; code needs
-fewer bytes, Chinese about as many."""
+"""Bytes of UTF-8 a token, before any prompt was counted: what tokenizers need for English; code
+needs fewer bytes, Chinese about as many."""
 TOKENS_PER_UNIT: Final[Mapping[Media, float]] = MappingProxyType(
     {
         # A megapixel in patches of 32 x 32 pixels (Qwen3-VL); others make 256 to 4,000 of an image.

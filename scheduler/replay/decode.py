@@ -52,8 +52,10 @@ class DecodeInstance:
 
 
 class DecodePool:
-    """See the module text. `schedule` is called with (time, instance, version) to be called back:
-    `ended` with these. `begun` is called with each request that gets a slot, and when.
+    """The decode instances of a region in virtual time.
+
+    `schedule` is called with (time, instance, version) to be called back: `ended` with
+    these. `begun` is called with each request that gets a slot, and when.
     """
 
     def __init__(

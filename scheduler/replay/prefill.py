@@ -26,7 +26,9 @@ class PrefillInstance:
 
 
 class PrefillStation:
-    """See the module text. `profile` is the plan's, `factor` what the truth is times that."""
+    """The prefill instances of one cluster in virtual time. `profile` is the plan's, `factor` what
+    the truth is times that.
+    """
 
     def __init__(
         self,

@@ -53,8 +53,10 @@ class LinkRates:
 
 
 class Rebalancer:
-    """See the module text. `schedule` is called with (now, instance, epoch) and calls `relabelled`
-    when the order has come through. After each call instances may have come back to work.
+    """Converts instances in virtual time.
+
+    `schedule` is called with (now, instance, epoch) and calls `relabelled` when the order has come
+    through. After each call instances may have come back to work.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ class Outcome:
     jobs: Sequence[Job]
     series: Series
     span_s: float
-    """From time 0 until the last arrival."""
+    """Time from 0 until the last arrival."""
     egress_bytes: dict[str, float]
     """Over each link, by name, until the end."""
     prefill_busy_s: float

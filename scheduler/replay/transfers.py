@@ -38,7 +38,7 @@ _STILL_SAMPLE_S: Final = 30.0
 
 
 class Transfers:
-    """See the module text. `home` is the station of place 0.
+    """The transfers of a replay. `home` is the station of place 0.
 
     `land_later` and `give_up_later` are called with (when, job, its landing version): the event is
     void where the job has another version by then.

@@ -40,7 +40,7 @@ MAX_RETRY_S: Final = 2.0
 SAME_S: Final = 0.05
 """A link is not looked at again within this without news."""
 LEAST_BETWEEN_S: Final = 0.05
-"""Between two questions to one agent."""
+"""Least time between two questions to one agent."""
 PROBE_PAUSE_S: Final = 2.0
 """After a probe: two at a time through one link would each see a part of it."""
 

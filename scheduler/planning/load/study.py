@@ -40,7 +40,7 @@ class LoadPoint:
     ttft: Spread
     queue: Spread
     tail: Spread
-    """From the end of the prefill until the KVCache has landed."""
+    """Time from the end of the prefill until the KVCache has landed."""
     slot_wait: Spread
 
 
