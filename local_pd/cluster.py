@@ -9,7 +9,7 @@ from typing import Protocol
 
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from prfaas.jobs import PrefillJob, PrefillResult
-from scheduler.live.conversion import RoleChange, RoleStatus
+from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
 
 

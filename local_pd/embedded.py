@@ -32,7 +32,7 @@ from prfaas.engines.instances import Instance, Instances, InstancesConfig, Insta
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
-from scheduler.live.conversion import RoleChange, RoleStatus, applied
+from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
 from scheduler.reports import ClusterReport
 from transport.rpc import RpcError
 

@@ -9,7 +9,7 @@ import msgspec
 
 from kvmanager.agent.messages import TransferReport
 from kvmanager.landing import ReservedLanding
-from scheduler.live.conversion import RoleChange, RoleStatus
+from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 
 
 class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):

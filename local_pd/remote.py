@@ -30,7 +30,7 @@ from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply, remote_report
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import JOB_TIMEOUT_S, REPORT_TIMEOUT_S
-from scheduler.live.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
+from scheduler.live.long_term.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
 from transport import TlsFiles
 from transport.rpc import RpcClient, RpcError

@@ -3,7 +3,7 @@
     facts      reports of clusters, the state of links          `scheduler.live.events`
     feedback   what each step of a request's life teaches       `scheduler.live.feedback`
     questions  a route with its cache move, admission, t        `scheduler.live.events`
-    plans      every few minutes: t, and who prefills           `scheduler.live.plan_events`
+    plans      every few minutes: t, and who prefills           `scheduler.live.long_term.events`
 
 The object reads no clock, calls nobody and waits for nothing: its answer to an event depends on
 the events before it and on nothing else. So the gateway's shell, which hands events over and
@@ -25,12 +25,12 @@ import msgspec
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.cache_moves import CacheMoveLedger
 from scheduler.live.decode_side import is_full
-from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.learning.cache_moves import CacheMoveLedger
+from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
-from scheduler.live.model_plan import ModelPlan
-from scheduler.live.running_region import PeriodMeter
+from scheduler.live.long_term.model_plan import ModelPlan
+from scheduler.live.long_term.running_region import PeriodMeter
 from scheduler.live.settings import LiveSettings
 from scheduler.live.snapshots import (
     NO_LINK_KNOWN,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
 from scheduler.reports import InstanceReport, serves
 from scheduler.routing.views import DecodeView

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Final, TypeAlias
 
 from scheduler.live.core import Event, LiveScheduler
-from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.learning.knowledge import ModelKnowledge
+from scheduler.live.learning.prompt_length import PromptContent
 from scheduler.live.ledger import DirectPrompt, PrefillLeg
-from scheduler.live.prompt_length import PromptContent
 from scheduler.routing.decision import ONE_ENGINE, RequestShape, one_engine_reason
 from scheduler.routing.prediction import Prediction
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from scheduler.live.admission import AdmissionConfig
-from scheduler.live.long_term import LongTermConfig
+from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.tenants import TenantLimit
 from scheduler.routing.candidates import RouteLimits
 from scheduler.routing.queue_order import OrderConfig

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from netmon.region_link import LinkView
-from scheduler.live.cache_moves import CacheMoveLedger
 from scheduler.live.decode_side import decode_view, decoding, landing_room_bytes
-from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.learning.cache_moves import CacheMoveLedger
+from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
 from scheduler.live.thresholds import Thresholds
 from scheduler.reports import ClusterReport, InstanceReport, JobReport, serves

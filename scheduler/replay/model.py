@@ -12,8 +12,8 @@ from enum import StrEnum
 
 from netmon.monitor import MonitorConfig
 from scheduler.live.admission import AdmissionConfig
-from scheduler.live.conversion import ConversionConfig
-from scheduler.live.long_term import LongTermConfig
+from scheduler.live.long_term.conversion import ConversionConfig
+from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.planning.region_model import PdClusterModel, Region
 from scheduler.replay.links import RateSchedule
 from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE

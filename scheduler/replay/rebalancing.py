@@ -1,15 +1,16 @@
 """The long timescale in a replay: measured traffic in, a new t out, and instances that convert.
 
-Plays the shell of `scheduler.live.model_plan` and `scheduler.live.conversion`: it asks the plan
-every period and performs a conversion's effects on the replay's instances. A drain takes until the
-instance's last request is over, the new role `relabel_s` longer. Knows no requests' fates.
+Plays the shell of the long-term loop's `model_plan` and `conversion`: it asks the plan every period
+and performs a conversion's effects on the replay's instances. A drain takes until the instance's
+last request is over, the new role `relabel_s` longer. Knows no requests' fates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from scheduler.live.conversion import (
+from scheduler.live.learning.measured_traffic import TrafficMeter
+from scheduler.live.long_term.conversion import (
     ConversionOutcome,
     ConversionPhase,
     Converter,
@@ -20,10 +21,9 @@ from scheduler.live.conversion import (
     RoleView,
     SetRole,
 )
-from scheduler.live.long_term import LongTermConfig
-from scheduler.live.measured_traffic import TrafficMeter
-from scheduler.live.model_plan import ModelPlan, ThresholdPlan
-from scheduler.live.running_region import Modelled
+from scheduler.live.long_term.loop import LongTermConfig
+from scheduler.live.long_term.model_plan import ModelPlan, ThresholdPlan
+from scheduler.live.long_term.running_region import Modelled
 from scheduler.planning.allocation import Allocation, Corrections
 from scheduler.replay.deciding import Decider
 from scheduler.replay.decode import DecodeInstance, DecodePool

@@ -28,7 +28,7 @@ import msgspec
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.events import DecisionEvent, FactEvent
 from scheduler.live.feedback import FeedbackEvent
-from scheduler.live.plan_events import PlanDecisionEvent, PlanEvent
+from scheduler.live.long_term.events import PlanDecisionEvent, PlanEvent
 from scheduler.live.settings import LiveSettings
 
 FORMAT: Final = 2

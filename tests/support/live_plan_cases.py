@@ -9,7 +9,8 @@ import msgspec
 
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
-from scheduler.live.conversion import (
+from scheduler.live.learning.knowledge import ModelKnowledge
+from scheduler.live.long_term.conversion import (
     Conversion,
     ConversionOutcome,
     ConversionPhase,
@@ -18,7 +19,6 @@ from scheduler.live.conversion import (
     Ended,
     Start,
 )
-from scheduler.live.knowledge import ModelKnowledge
 from scheduler.live.settings import LiveSettings
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.reports import ClusterReport, InstanceReport, Role

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from local_pd.errors import RoleRefused
 from prfaas.engines.errors import UnknownInstance
-from scheduler.live.conversion import RoleChange, RoleStatus, applied
+from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
 from scheduler.reports import ClusterReport, InstanceReport, Role
 
 

@@ -19,7 +19,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from deploy.gateway.errors import ApiError
 from kvmanager.token_ids import Steps, TokenIds, parsing
-from scheduler.live.prompt_length import LengthEstimator, Media, PromptContent
+from scheduler.live.learning.prompt_length import LengthEstimator, Media, PromptContent
 from scheduler.routing.decision import RequestShape
 
 Kind = Literal["completion", "chat"]

@@ -22,8 +22,8 @@ from kvmanager.config_files.fields import (
 )
 from prfaas.front_config import QueueSection
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
-from scheduler.live.conversion import ConversionConfig
-from scheduler.live.long_term import LongTermConfig
+from scheduler.live.long_term.conversion import ConversionConfig
+from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.settings import LiveSettings, RoutingPolicy
 from scheduler.live.tenants import TenantLimit
 from scheduler.routing.threshold import ThresholdConfig

@@ -32,7 +32,7 @@ from scheduler.live.feedback import (
     PromptCounted,
     RequestArrived,
 )
-from scheduler.live.prompt_length import PromptContent
+from scheduler.live.learning.prompt_length import PromptContent
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.prediction import Prediction
 

@@ -1,7 +1,8 @@
 """The long-term loop, live: every few minutes new plans from what was measured, and what they need.
 
-The shell of `scheduler.live.plan_events`. It keeps time, solves in a thread what the live scheduler
-asks, and asks for the conversions that the plans want. The scheduler sets thresholds itself.
+The shell of `scheduler.live.long_term.events`. It keeps time, solves in a thread what the live
+scheduler asks, and asks for the conversions that the plans want. The scheduler sets thresholds
+itself.
 Whatever is not done is reported with its reason. Does not know requests, nor how an instance is
 converted.
 """
@@ -29,9 +30,14 @@ from deploy.gateway.scheduling.plan_overview import (
 )
 from deploy.gateway.scheduling.roles import RoleKeeper
 from deploy.gateway.scheduling.scheduler import RegionScheduler
-from scheduler.live.conversion import Conversion, ConversionOutcome, ConversionWish, Drain, Ended
-from scheduler.live.long_term import StepReason
-from scheduler.live.plan_events import (
+from scheduler.live.long_term.conversion import (
+    Conversion,
+    ConversionOutcome,
+    ConversionWish,
+    Drain,
+    Ended,
+)
+from scheduler.live.long_term.events import (
     ConversionAnswered,
     ConversionEnded,
     PeriodLook,
@@ -40,7 +46,8 @@ from scheduler.live.plan_events import (
     PlanStep,
     ThresholdChange,
 )
-from scheduler.live.running_region import PeriodMeter, division
+from scheduler.live.long_term.loop import StepReason
+from scheduler.live.long_term.running_region import PeriodMeter, division
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 

@@ -10,7 +10,7 @@ import msgspec
 from deploy.gateway.scheduling.plan_overview import TrafficNow, traffic_now
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
-from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.routing.profiles import KvProfile
 

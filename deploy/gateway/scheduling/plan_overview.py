@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from scheduler.live.knowledge import ModelKnowledge
-from scheduler.live.measured_traffic import MeasuredTraffic
-from scheduler.live.model_plan import PlanGoal
-from scheduler.live.plan_events import PlanStep
-from scheduler.live.running_region import pd_profile
+from scheduler.live.learning.knowledge import ModelKnowledge
+from scheduler.live.learning.measured_traffic import MeasuredTraffic
+from scheduler.live.long_term.events import PlanStep
+from scheduler.live.long_term.model_plan import PlanGoal
+from scheduler.live.long_term.running_region import pd_profile
 from scheduler.planning.region_model import Cluster, PdClusterModel, Region
 
 _SHOWN_TOKENS = (1024, 8192, 32_768, 131_072)

@@ -22,7 +22,7 @@ from deploy.gateway.scheduling.roles import RoleKeeper, drained_by_others, is_us
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError
 from prfaas.engines.errors import UnknownInstance
-from scheduler.live.conversion import (
+from scheduler.live.long_term.conversion import (
     Conversion,
     ConversionOutcome,
     ConversionPhase,

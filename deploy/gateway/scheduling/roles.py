@@ -1,4 +1,4 @@
-"""Converts instances of the region's PD cluster: performs what `scheduler.live.conversion` orders.
+"""Converts instances of the region's PD cluster, as `scheduler.live.long_term.conversion` orders.
 
 One conversion at a time, asked for by the long-term loop or by an operator (role_pages.py):
 
@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, RoleRefused
 from prfaas.engines.errors import UnknownInstance
-from scheduler.live.conversion import (
+from scheduler.live.long_term.conversion import (
     Conversion,
     ConversionConfig,
     ConversionOutcome,

@@ -21,7 +21,7 @@ from scheduler.live.events import (
     RouteEarly,
     ThresholdsAsked,
 )
-from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.settings import LiveSettings
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.live.thresholds import ThresholdNow

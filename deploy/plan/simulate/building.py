@@ -23,7 +23,7 @@ from deploy.plan.solve.spec import PlanSpec
 from deploy.plan.trace import load_trace
 from kvmanager.config_files.problems import FileError, Problem, suggestion
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
-from scheduler.live.long_term import LongTermConfig
+from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.planning.plan import best_plan
 from scheduler.planning.region_model import Link, Region, Traffic
 from scheduler.planning.throughput import Mode

@@ -9,7 +9,7 @@ import numpy as np
 
 from deploy.plan.simulate.building import traffic_of
 from deploy.plan.simulate.study import PERIOD_S, Goal, Study, case_study_model
-from scheduler.live.long_term import LongTermConfig
+from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.planning.division_search import Bounds, best_within
 from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.plan import best_plan, threshold_plan

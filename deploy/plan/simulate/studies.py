@@ -18,7 +18,7 @@ from deploy.plan.simulate.study import PERIOD_S, Goal, Study, case_study_model
 from deploy.plan.solve.case_study import H20_PREFILL, KV, STEP_S, case_study_region
 from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
-from scheduler.live.long_term import LongTermConfig
+from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.plan import best_plan, threshold_plan
 from scheduler.planning.prefix_reuse import TracePrompt

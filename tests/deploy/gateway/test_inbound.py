@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.inbound import Kind, parsing_request, with_kv_transfer_params
 from kvmanager.token_ids import TokenIds, at_once
-from scheduler.live.prompt_length import Media, PromptContent
+from scheduler.live.learning.prompt_length import Media, PromptContent
 
 PARAMS = {"prfaas": {"role": "consumer", "runs": [[0, 4]]}}
 

@@ -13,7 +13,7 @@ from deploy.gateway.scheduling.admission import UNNAMED, Admission, TenantNow
 from deploy.gateway.scheduling.config import AdmissionSection, SchedulingConfig
 from deploy.gateway.scheduling.scheduler import live_settings
 from scheduler.live.core import LiveScheduler
-from scheduler.live.knowledge import ModelKnowledge
+from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.views import DecodeView
 

@@ -16,7 +16,7 @@ from deploy.gateway.scheduling.long_term import NUM_DECISIONS, LongTermService, 
 from deploy.gateway.scheduling.plan_overview import PlanDecision, PlanOverview
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.conversion import ConversionOutcome, ConversionWish
+from scheduler.live.long_term.conversion import ConversionOutcome, ConversionWish
 
 
 class Service(LongTermService):

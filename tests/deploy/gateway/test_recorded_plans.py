@@ -21,9 +21,9 @@ from deploy.gateway.scheduling.config import LongTermSection
 from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.plan.simulate.recording import document_of, play_recordings
-from scheduler.live.conversion import ConversionOutcome, ConversionWish
 from scheduler.live.feedback import AnswerDecoded, RequestArrived
-from scheduler.live.plan_events import PeriodLook
+from scheduler.live.long_term.conversion import ConversionOutcome, ConversionWish
+from scheduler.live.long_term.events import PeriodLook
 from scheduler.live.settings import LiveSettings
 from scheduler.replay.recording import Header, frames_in, scheduler_of
 

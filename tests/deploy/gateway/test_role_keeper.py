@@ -12,7 +12,7 @@ from role_cluster import FakeCluster, drained
 
 from deploy.gateway.scheduling.roles import RoleKeeper
 from local_pd.errors import FrontUnreachable, NoInstance, RoleRefused
-from scheduler.live.conversion import (
+from scheduler.live.long_term.conversion import (
     ConversionConfig,
     ConversionOutcome,
     ConversionPhase,

@@ -15,7 +15,7 @@ from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.role_pages import InstanceRole, RolePages
 from deploy.gateway.scheduling.roles import RoleKeeper
 from local_pd.errors import FrontUnreachable
-from scheduler.live.conversion import ConversionConfig
+from scheduler.live.long_term.conversion import ConversionConfig
 
 
 class Rig:

@@ -21,7 +21,7 @@ from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from prfaas.jobs import PrefillResult
 from scheduler.live.events import AdmitAsked
-from scheduler.live.prompt_length import PromptContent
+from scheduler.live.learning.prompt_length import PromptContent
 from scheduler.routing.decision import ONE_ENGINE, RequestShape
 from scheduler.routing.prediction import Prediction
 

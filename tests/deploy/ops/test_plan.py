@@ -17,7 +17,7 @@ from deploy.gateway.scheduling.plan_overview import (
     TrafficNow,
 )
 from deploy.ops.plan import print_plan
-from scheduler.live.model_plan import PlanGoal
+from scheduler.live.long_term.model_plan import PlanGoal
 
 UNKNOWN = ModelPlanNow(
     model="tiny",

@@ -18,7 +18,7 @@ from deploy.gateway.scheduling.role_pages import (
     RolesOverview,
 )
 from deploy.region import client
-from scheduler.live.conversion import PdRole
+from scheduler.live.long_term.conversion import PdRole
 
 AT = ["--gateway", "http://g"]
 

@@ -25,7 +25,7 @@ from local_pd.errors import NoInstance, NoLandingRoom, RoleRefused
 from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillJob, PrefillResult
-from scheduler.live.conversion import RoleChange, RoleStatus
+from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport, InstanceReport
 
 Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]

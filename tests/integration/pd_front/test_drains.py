@@ -13,7 +13,7 @@ from local_pd.errors import NoInstance, RoleRefused
 from local_pd.remote import RemotePdCluster
 from local_pd.server import SERVICE
 from prfaas.engines.errors import UnknownInstance
-from scheduler.live.conversion import RoleChange, RoleStatus
+from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from transport.rpc import RpcServer
 
 

@@ -16,7 +16,7 @@ from kvmanager.agent.messages import CacheModel, Reserve
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom
 from local_pd.messages import DecodeSlot
 from local_pd.remote import RemotePdCluster
-from scheduler.live.conversion import RoleChange
+from scheduler.live.long_term.conversion import RoleChange
 
 
 async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig: PdRig) -> None:

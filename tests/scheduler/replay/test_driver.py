@@ -11,7 +11,7 @@ import pytest
 
 from deploy.plan.solve.case_study import case_study_region
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
-from scheduler.live.long_term import LongTermConfig
+from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.load.queueing import (
     QueueingLink,

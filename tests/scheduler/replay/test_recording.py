@@ -12,7 +12,6 @@ import pytest
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.conversion import Conversion, ConversionPhase, ConversionWish
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.events import (
     AdmissionOver,
@@ -42,14 +41,15 @@ from scheduler.live.feedback import (
     PromptCounted,
     RequestArrived,
 )
-from scheduler.live.plan_events import (
+from scheduler.live.learning.prompt_length import Media, PromptContent
+from scheduler.live.long_term.conversion import Conversion, ConversionPhase, ConversionWish
+from scheduler.live.long_term.events import (
     ConversionAnswered,
     ConversionEnded,
     PeriodLook,
     PeriodOver,
     PlansAsked,
 )
-from scheduler.live.prompt_length import Media, PromptContent
 from scheduler.live.settings import LiveSettings, RoutingPolicy
 from scheduler.live.tenants import TenantLimit
 from scheduler.replay.recording import (

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from scheduler.live.conversion import (
+from scheduler.live.long_term.conversion import (
     MAX_DRAIN_S,
     ConversionConfig,
     ConversionOutcome,

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from scheduler.live.knowledge import (
+from scheduler.live.learning.knowledge import (
     NUM_SIZES,
     OVERHEAD_KEPT_S,
     KvMeter,
     Mean,
     ModelKnowledge,
 )
-from scheduler.live.learned_profile import GUESS, MIN_SEEN
+from scheduler.live.learning.learned_profile import GUESS, MIN_SEEN
 from scheduler.routing.decision import ONE_ENGINE
 from scheduler.routing.prediction import Prediction
 

@@ -19,9 +19,9 @@ from live_plan_cases import (
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.conversion import Conversion, ConversionPhase, ConversionWish
-from scheduler.live.knowledge import ModelKnowledge
-from scheduler.live.running_region import (
+from scheduler.live.learning.knowledge import ModelKnowledge
+from scheduler.live.long_term.conversion import Conversion, ConversionPhase, ConversionWish
+from scheduler.live.long_term.running_region import (
     UNFILLED_BYTES_PER_S,
     Modelled,
     NotModelled,

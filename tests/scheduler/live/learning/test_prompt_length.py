@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.live.prompt_length import (
+from scheduler.live.learning.prompt_length import (
     BYTES_PER_TOKEN,
     TOKENS_PER_UNIT,
     LengthEstimator,

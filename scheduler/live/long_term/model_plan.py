@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from scheduler.live.conversion import ConversionWish
-from scheduler.live.long_term import LongTermConfig, LongTermDecision, LongTermQuestion
-from scheduler.live.measured_traffic import MeasuredTraffic
-from scheduler.live.running_region import Modelled, NotModelled
+from scheduler.live.learning.measured_traffic import MeasuredTraffic
+from scheduler.live.long_term.conversion import ConversionWish
+from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, LongTermQuestion
+from scheduler.live.long_term.running_region import Modelled, NotModelled
 from scheduler.planning.allocation import UNCORRECTED, Corrections
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.plan import Plan

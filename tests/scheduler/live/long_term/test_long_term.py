@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.live.conversion import ConversionWish, PdRole
-from scheduler.live.long_term import LongTermConfig, LongTermDecision, StepReason
-from scheduler.live.measured_traffic import LengthSample, MeasuredTraffic, TrafficMeter
-from scheduler.live.model_plan import ModelPlan
-from scheduler.live.running_region import Modelled
+from scheduler.live.learning.measured_traffic import LengthSample, MeasuredTraffic, TrafficMeter
+from scheduler.live.long_term.conversion import ConversionWish, PdRole
+from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, StepReason
+from scheduler.live.long_term.model_plan import ModelPlan
+from scheduler.live.long_term.running_region import Modelled
 from scheduler.planning.allocation import UNCORRECTED, Allocation, Corrections, measured_region
 from scheduler.planning.curves import Curve
 from scheduler.planning.division_search import best_at, best_within, thresholds_of

@@ -27,8 +27,8 @@ then: at once when one stops to prefill, afterwards when one will begin to.
 
 An answer costs tens of milliseconds for one pair of clusters and seconds for several: compute it
 off the event loop. No I/O, no clock. What is kept from one question to the next is
-`scheduler.live.model_plan`'s; how an instance is converted is `scheduler.live.conversion`'s;
-congestion of seconds is `scheduler.routing.threshold`'s.
+`model_plan`'s; how an instance is converted is `conversion`'s; congestion of seconds is
+`scheduler.routing.threshold`'s.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from scheduler.live.conversion import DWELL_S, ConversionWish
-from scheduler.live.measured_traffic import MeasuredTraffic
+from scheduler.live.learning.measured_traffic import MeasuredTraffic
+from scheduler.live.long_term.conversion import DWELL_S, ConversionWish
 from scheduler.planning.allocation import Allocation, Corrections, measured_region
 from scheduler.planning.division_search import Bounds, Division, best_at, best_within, thresholds_of
 from scheduler.planning.plan import Plan, is_pair, threshold_plan

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
-from scheduler.live.measured_traffic import TrafficMeter
-from scheduler.live.prompt_length import LengthEstimator
+from scheduler.live.learning.learned_profile import MIN_SEEN, LearnedProfile
+from scheduler.live.learning.measured_traffic import TrafficMeter
+from scheduler.live.learning.prompt_length import LengthEstimator
 from scheduler.routing.prediction import OverheadMeter, Prediction
 from scheduler.routing.profiles import KvProfile, PrefillProfile
 

@@ -21,7 +21,7 @@ Rules:
 
 The same events give the same effects; an event about an instance that is not in that phase does
 nothing. No I/O, no clock: the shell performs effects, in order, and reports events. Why an instance
-should be converted is `scheduler.live.long_term`'s.
+should be converted is `scheduler.live.long_term.loop`'s.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.live.measured_traffic import MeasuredTraffic, MeterConfig, TrafficMeter
+from scheduler.live.learning.measured_traffic import MeasuredTraffic, MeterConfig, TrafficMeter
 from scheduler.planning.lengths import LogNormalLengths, mean_tokens
 
 LENGTHS = LogNormalLengths(9.9, 1, 128, 131072)

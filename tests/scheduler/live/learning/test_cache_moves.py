@@ -10,8 +10,8 @@ from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.cache_moves import CacheMoveLedger
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
+from scheduler.live.learning.cache_moves import CacheMoveLedger
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, CacheMove, MoveReason, RequestShape
 from scheduler.routing.short_term import RouteDecision
 

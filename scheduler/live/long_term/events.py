@@ -19,10 +19,10 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from scheduler.live.conversion import Conversion, ConversionWish
 from scheduler.live.core import Event, LiveScheduler
-from scheduler.live.model_plan import ModelPlan, PlanGoal, ThresholdPlan, plan_goal
-from scheduler.live.running_region import RegionFacts, model_region
+from scheduler.live.long_term.conversion import Conversion, ConversionWish
+from scheduler.live.long_term.model_plan import ModelPlan, PlanGoal, ThresholdPlan, plan_goal
+from scheduler.live.long_term.running_region import RegionFacts, model_region
 
 NOT_KNOWN: Final = "not_known"
 """The reason of a step for which there is nothing to plan with."""

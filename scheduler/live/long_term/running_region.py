@@ -13,9 +13,9 @@ from typing import Final
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.conversion import Conversion, never_converted
-from scheduler.live.knowledge import ModelKnowledge
-from scheduler.live.learned_profile import MIN_SEEN, LearnedProfile
+from scheduler.live.learning.knowledge import ModelKnowledge
+from scheduler.live.learning.learned_profile import MIN_SEEN, LearnedProfile
+from scheduler.live.long_term.conversion import Conversion, never_converted
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.planning.allocation import Allocation
 from scheduler.planning.curves import Curve

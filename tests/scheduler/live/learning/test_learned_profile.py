@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.live.learned_profile import GUESS, LearnedProfile
+from scheduler.live.learning.learned_profile import GUESS, LearnedProfile
 from scheduler.planning.curves import interpolate
 from scheduler.routing.profiles import PrefillProfile
 

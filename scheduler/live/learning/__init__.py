@@ -1,0 +1,1 @@
+"""What a gateway has learnt of models, prompts, traffic and moves."""

@@ -1,0 +1,1 @@
+"""The long-term loop: plans for the traffic that is measured, and what they change."""
