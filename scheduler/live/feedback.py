@@ -216,14 +216,16 @@ class FirstToken(Event[None], frozen=True):
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """What a full instance or a link that is not clear cost is no overhead of the place: their
-        state predicts it, and it goes with that.
+        state predicts it, and it goes with that. Nor is what a queue cost: later arrivals may
+        overtake in it, which no prediction knows.
         """
+        waited = self.was_full or self.predicted.queue_s > 0
         live.knowledge(self.model).answered(
             self.place,
             self.predicted,
             self.ttft_s,
             now_s,
-            teaches_overhead=live.is_link_clear(self.place) and not self.was_full,
+            teaches_overhead=live.is_link_clear(self.place) and not waited,
         )
 
 

@@ -194,17 +194,18 @@ def test_what_was_given_since_the_report_fills_an_instance_too() -> None:
     assert case.feedback.given("d0") is False
 
 
-def test_what_a_full_instance_cost_is_no_overhead_of_its_place() -> None:
+@pytest.mark.parametrize(("queue_s", "was_full"), [(2.0, False), (0.0, True)])
+def test_what_waiting_cost_is_no_overhead_of_its_place(queue_s: float, was_full: bool) -> None:
     case = Case()
     for _ in range(4):
         case.prefilled()
-    for was_full, overhead_s in ((True, 0.0), (False, 0.25)):
-        for _ in range(3):
-            measured_s = 31.0 if was_full else 1.25
-            case.feedback.first_token(
-                MODEL, "far", Prediction(prefill_s=1.0), measured_s, was_full=was_full
-            )
-        assert case.known.overhead_s("far", 100.0) == pytest.approx(overhead_s)
+    waited = Prediction(queue_s=queue_s, prefill_s=1.0)
+    for _ in range(3):
+        case.feedback.first_token(MODEL, "far", waited, 31.0, was_full=was_full)
+    assert case.known.overheads(100.0) == {}
+    for _ in range(3):
+        case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
+    assert case.known.overhead_s("far", 100.0) == pytest.approx(0.25)
 
 
 def test_without_prefill_clusters_estimated_lengths_teach_too() -> None:
