@@ -7,7 +7,8 @@ Does not know links, prefill clusters or what is decided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Final
 
 from scheduler.live.learning.knowledge import ModelKnowledge
@@ -44,7 +45,7 @@ def decode_view(
     # Requests include those that wait for their landings.
     num_decoding = max(0, num_requests - len(landing))
     kv_bytes, kv_total_bytes = _kv_memory(instances)
-    looked_at_s = at_s - max((item.looked_s for item in instances), default=0.0)
+    looked_at_s = _looked_at_s(instances, at_s)
     return DecodeView(
         slots_total=slots,
         slots_used=min(num_decoding, slots),
@@ -69,15 +70,17 @@ def is_full(item: InstanceReport, num_requests: int) -> bool:
 
 
 def landing_room_bytes(
-    instances: Sequence[InstanceReport], model: str, reserved_bytes: Mapping[str, float]
+    instances: Sequence[InstanceReport], at_s: float, *, model: str, ledger: Ledger
 ) -> float | None:
     """What a landing for a model can take now; None where a node does not say. It lies on the node
     of the instance that decodes it, so the node with most room counts.
 
-    `instances` are all of the PD cluster, because those of other models share nodes with these.
-    `reserved_bytes` of landings were reserved since the report, by instance.
+    `instances` are all of the PD cluster, reported at `at_s`, because those of other models share
+    nodes with these.
     """
+    change = ledger.landing_change(at_s, _looked_at_s(instances, at_s))
     room: dict[str, float] = {}
+    cap: dict[str, float] = {}
     for item in decoding(instances, model):
         nbytes = item.landing_room_bytes
         if nbytes is None:
@@ -85,10 +88,17 @@ def landing_room_bytes(
         if nbytes is None:
             return None
         room[_node(item)] = nbytes
+        cap[_node(item)] = item.landing_cap_bytes or math.inf
     for item in instances:
         if _node(item) in room:
-            room[_node(item)] -= reserved_bytes.get(item.name, 0.0)
-    return max(0.0, *room.values()) if room else None
+            room[_node(item)] -= change.get(item.name, 0.0)
+    # What was given back may be in the report already.
+    return max(0.0, *(min(room[node], cap[node]) for node in room)) if room else None
+
+
+def _looked_at_s(instances: Sequence[InstanceReport], at_s: float) -> float:
+    """When the front looked at the engines and agents that it reported at `at_s`."""
+    return at_s - max((item.looked_s for item in instances), default=0.0)
 
 
 def _node(item: InstanceReport) -> str:

@@ -11,7 +11,7 @@ Pure; time is an argument. Does not know profiles, so nothing about how long any
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -125,21 +125,31 @@ class Ledger:
             if leg.model == model and transfer_id not in self._answered_s
         ]
 
-    def reserved_since(self, since_s: float) -> dict[str, float]:
-        """Bytes of the landings that were reserved since then, by the instance that decodes. Those
-        that are over count as well: a node may hold their memory for a while.
+    def landing_change(self, reported_s: float, looked_s: float) -> dict[str, float]:
+        """Bytes that landings take now beyond what a report of `reported_s` says, by the instance
+        that decodes: those reserved since, less those whose requests were answered since the nodes
+        were looked at. One that is over and not answered counts: its node holds it until an engine
+        has loaded it.
         """
-        latest_ended = takewhile(lambda item: item[0] >= since_s, reversed(self._ended.values()))
-        found: dict[str, float] = {}
-        for leg in chain(reversed(self._legs.values()), (leg for _, leg in latest_ended)):
-            if leg.begun_s >= since_s:
-                found[leg.instance] = found.get(leg.instance, 0.0) + leg.kv_bytes
+        found: defaultdict[str, float] = defaultdict(float)
+        latest = takewhile(lambda e: e[1][0] >= reported_s, reversed(self._ended.items()))
+        ended = ((transfer_id, leg) for transfer_id, (_, leg) in latest)
+        for transfer_id, leg in chain(reversed(self._legs.items()), ended):
+            if leg.begun_s >= reported_s and transfer_id not in self._answered_s:
+                found[leg.instance] += leg.kv_bytes
+        for transfer_id, answered_s in reversed(self._answered_s.items()):
+            if answered_s < looked_s:
+                break
+            leg = self._legs.get(transfer_id) or self._ended[transfer_id][1]
+            # A node says what is left after each reservation, too, and not what it gets back.
+            if leg.begun_s < reported_s:
+                found[leg.instance] -= leg.kv_bytes
         return found
 
     def answer_over(self, transfer_id: str, now_s: float) -> None:
         """The request that a leg was for is answered or given up: no engine holds its KVCache."""
         if transfer_id in self._legs or transfer_id in self._ended:
-            self._answered_s[transfer_id] = now_s
+            self._answered_s.setdefault(transfer_id, now_s)
 
     def kv_change_since(self, model: str, since_s: float) -> float:
         """Bytes of KVCache that engines hold now beyond what they held then: what has landed, or is

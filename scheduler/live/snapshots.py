@@ -322,8 +322,9 @@ class SnapshotMaker:
         if pd.report is None:
             return None
         # Only this gateway's own since the report: others' are in the next one.
-        reserved_bytes = self.ledger.reserved_since(pd.at_s)
-        return landing_room_bytes(pd.report.instances, self.model, reserved_bytes)
+        return landing_room_bytes(
+            pd.report.instances, pd.at_s, model=self.model, ledger=self.ledger
+        )
 
 
 def _prefill_s(job: JobReport | PrefillLeg, profile: PrefillProfile) -> float:

@@ -181,6 +181,21 @@ def test_a_front_that_tells_only_how_much_landings_may_take_has_it_all() -> None
     assert snapshot(scheduler, MODEL).landing_room_bytes == 3000 * 512
 
 
+def test_room_of_landings_answered_since_their_node_was_looked_at_is_back() -> None:
+    told: dict[str, Any] = {"landing_room_bytes": 5000, "landing_cap_bytes": 7500}
+    region = region_of(told | {"looked_s": 1.0})
+    ledger = (scheduler := taught(region)).live.ledger
+    for number, answered_s in enumerate((98.9, 99.5, 100.1)):
+        ledger.leg_begun(str(number), leg(3, begun_s=98.0, instance="d0"))
+        ledger.leg_over(str(number), 98.5)
+        ledger.answer_over(str(number), answered_s)
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 7000
+    # No more is free than there is: the node may have told of it already.
+    ledger.leg_begun("3", leg(3, begun_s=98.0, instance="d0"))
+    ledger.answer_over("3", 100.2)
+    assert snapshot(scheduler, MODEL).landing_room_bytes == 7500
+
+
 def test_landings_reserved_since_the_report_take_room_on_their_node() -> None:
     shared: dict[str, Any] = {"landing_room_bytes": 5000, "node": "n1"}
     other: dict[str, Any] = {"landing_room_bytes": 1000, "node": "n2"}

@@ -90,15 +90,22 @@ def test_engines_hold_what_has_landed_until_it_is_answered() -> None:
     assert ledger.kv_change_since("other", 2.0) == 0.0
 
 
-def test_reservations_since_a_moment_count_whether_they_are_over_or_not() -> None:
+def test_landings_count_from_their_reservation_until_their_request_is_answered() -> None:
     ledger = Ledger()
     for transfer_id, begun_s, instance in (("a", 1.0, "d0"), ("b", 2.0, "d0"), ("c", 3.0, "d1")):
         ledger.leg_begun(transfer_id, leg(begun_s, kv_bytes=100.0, instance=instance))
     ledger.leg_over("a", 3.0)
     ledger.leg_over("b", 3.0)
-    assert ledger.reserved_since(0.0) == {"d0": 200.0, "d1": 100.0}
-    assert ledger.reserved_since(2.0) == {"d0": 100.0, "d1": 100.0}
-    assert ledger.reserved_since(3.1) == {}
+    assert ledger.landing_change(0.0, 0.0) == {"d0": 200.0, "d1": 100.0}
+    assert ledger.landing_change(2.0, 2.0) == {"d0": 100.0, "d1": 100.0}
+    assert ledger.landing_change(3.1, 3.0) == {}
+    ledger.answer_over("a", 4.0)
+    ledger.answer_over("c", 5.0)
+    assert ledger.landing_change(0.0, 0.0) == {"d0": 100.0}
+    # A report of 2.5 had a and b, and a node that was looked at before 4 still held a.
+    assert ledger.landing_change(2.5, 4.0) == {"d0": -100.0}
+    assert ledger.landing_change(2.5, 4.1) == {}
+    assert ledger.landing_change(3.5, 4.1) == {"d1": -100.0}
 
 
 def test_an_answer_may_be_over_before_its_leg() -> None:
