@@ -4,7 +4,7 @@ Knows nothing of pools, models or engines: what else a cached prefix depends on 
 
 A block key names a whole prefix: the key of block i is a BLAKE3 digest over the key of block i - 1,
 the token ids of block i, and what else its KVCache depends on. The key before block 0 is a digest
-of the cache namespace (model, revision, KV layout), the LoRA adapter and the tenant, so that
+of the cache namespace (weights, KV layout), the LoRA adapter and the tenant, so that
 prefixes of different tenants never have a key in common.
 """
 
@@ -26,7 +26,9 @@ def token_digest(token_ids: Sequence[int] | TokenIds) -> bytes:
 
 
 def root_key(namespace: bytes, *, tenant: str = "", lora: str = "") -> bytes:
-    """The key that block 0's is chained to. `tenant` is the request's `cache_salt`."""
+    """The key that block 0's is chained to. `tenant` is the request's `cache_salt`, `lora` what its
+    adapter is.
+    """
     parts = (namespace, lora.encode(), tenant.encode())
     framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return blake3(framed).digest(KEY_BYTES)

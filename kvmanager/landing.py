@@ -17,7 +17,8 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     Ids, tokens, fingerprints and digests are lower-case hex. `num_tokens` is the number of tokens
     whose KVCache lands, `token_digest` the digest of exactly those (`kvmanager.hashing`).
     `host`, `port` is where the receiving agent takes data connections. The full-attention KVCache
-    of the first `cached_tokens` is there already and not part of the `nbytes`.
+    of the first `cached_tokens` is there already and not part of the `nbytes`. With `is_lossy` the
+    rest may lose precision on its way.
     """
 
     transfer_id: str
@@ -29,6 +30,7 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     layout_fingerprint: str
     token_digest: str
     cached_tokens: int = 0
+    is_lossy: bool = False
 
 
 def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) -> ReservedLanding:
@@ -43,6 +45,7 @@ def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) ->
         layout_fingerprint=reply.layout_fingerprint,
         token_digest=token_digest,
         cached_tokens=reply.cached_tokens,
+        is_lossy=reply.is_lossy,
     )
 
 
@@ -83,6 +86,7 @@ def consumer_params(
             "runs": [list(run) for run in runs],
             "layout_fingerprint": landing.layout_fingerprint,
             "cached_tokens": landing.cached_tokens,
+            "is_lossy": landing.is_lossy,
             "cached_runs": [[list(run) for run in block] for block in cached_runs],
         }
     }

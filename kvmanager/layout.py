@@ -100,7 +100,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     """A model's KVCache as one engine (all its tensor-parallel ranks) holds it."""
 
     model_id: str
+    """The served name, for people. Nothing depends on it."""
+    weights: str
+    """What the weights are (`kvmanager.vllm_connector.weights`)."""
     config_digest: str
+    """Of all else that decides which KVCache the tokens of a prompt have."""
     cache_dtype: str
     """As the engine was configured, "auto/torch.bfloat16" or "fp8/torch.bfloat16"."""
     memory_order: str
@@ -140,8 +144,10 @@ class KVLayout(msgspec.Struct, frozen=True):
                     raise LayoutError(f"layer {layer.name} has pages of {layer.page_bytes} bytes")
 
     def fingerprint(self) -> bytes:
-        """32 bytes; equal exactly when the caches of two engines are interchangeable."""
-        return blake3(self.encode()).digest()
+        """32 bytes; equal exactly when the caches of two engines are interchangeable, whatever
+        their models are called.
+        """
+        return blake3(msgspec.structs.replace(self, model_id="").encode()).digest()
 
     @property
     def elements(self) -> str:
@@ -203,4 +209,4 @@ class KVLayout(msgspec.Struct, frozen=True):
             + f" x {g.layers[0].page_bytes} B/{g.tokens_per_block} tokens"
             for g in self.groups
         )
-        return f"{self.model_id} {self.cache_dtype} tp={self.tp_size} [{groups}]"
+        return f"{self.model_id} ({self.weights}) {self.cache_dtype} tp={self.tp_size} [{groups}]"

@@ -161,7 +161,7 @@ class AgentConfig(AgentSection):
 
     @model_validator(mode="after")
     def _check_digest(self) -> Self:
-        if self.digest and self.transport.codec == "fp8":
+        if self.digest and self.is_lossy:
             raise ValueError(
                 "digest: it is of the original bytes, which transport.codec fp8 does not keep: "
                 "every transfer would fail; turn digest off or use a lossless codec"
@@ -196,6 +196,11 @@ class AgentConfig(AgentSection):
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
             return None
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether KVCache that lands here may have lost precision on its way."""
+        return self.transport.codec == "fp8"
 
     @property
     def transport_config(self) -> TransportConfig:

@@ -131,6 +131,7 @@ class ControlService:
             cached_tokens=cached_tokens,
             cached_runs=base.runs if base is not None else [],
             landing_room_bytes=agent.landing_room_bytes,
+            is_lossy=agent.config.is_lossy,
         )
 
     async def _base(

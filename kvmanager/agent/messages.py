@@ -51,7 +51,8 @@ class ReserveReply(msgspec.Struct, frozen=True):
 
     The full-attention KVCache of the first `cached_tokens` need not be sent: it is here, in the KV
     part of each block at `cached_runs`, and stays for as long as the landing.
-    `landing_room_bytes` is what one more landing could take now, as in `StatusReply`.
+    `landing_room_bytes` is what one more landing could take now, as in `StatusReply`. `is_lossy`:
+    what is sent may lose precision on its way, and no cache keeps it.
     """
 
     transfer_id: str
@@ -66,6 +67,7 @@ class ReserveReply(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     cached_runs: list[Runs] = []
     landing_room_bytes: int | None = None
+    is_lossy: bool = False
 
 
 class Renew(msgspec.Struct, frozen=True):
@@ -174,7 +176,9 @@ class CacheModel(msgspec.Struct, frozen=True):
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine instance and its connections. `cache` None: it does not use the prefix cache.
-    `kv_block_bytes` is what one block of the engine's own KV memory holds, on all ranks.
+    `kv_block_bytes` is what one block of the engine's own KV memory holds, on all ranks. Engines
+    share KVCache if `layout_fingerprint` is the same; `model` is a name only, `weights` says which
+    weights it stands for.
     """
 
     instance: str
@@ -184,6 +188,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     layout_fingerprint: str
     cache: CacheModel | None = None
     kv_block_bytes: int = 0
+    model: str = ""
+    weights: str = ""
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

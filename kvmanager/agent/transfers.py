@@ -234,8 +234,9 @@ class AgentTransfers:
     def landing_complete(self, transfer_id: bytes) -> None:
         effects = self.table.landings.complete(transfer_id, now_s())
         self._perform(effects)
-        # Without effects it came too late, or it is the landing of a move or a probe.
-        if effects and self.bases is not None:
+        # Without effects it came too late, or it is the landing of a move or a probe. A cache key
+        # promises the exact bytes, which a lossy codec does not keep.
+        if effects and self.bases is not None and not self._config.is_lossy:
             self.bases.landed(self.table.landings.records[transfer_id], self.table.holds)
         if self.mover is not None:
             self.mover.landing_complete(transfer_id)

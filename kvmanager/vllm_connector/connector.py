@@ -9,7 +9,9 @@
 its vLLM engine id as its name, which changes with every start.
 
 With vLLM's own prefix caching on, the agent's prefix cache is used as well, unless
-`"prefix_pool": false`; `cache_min_load_tokens` and `cache_find_timeout_s` are its options.
+`"prefix_pool": false`; `cache_min_load_tokens` and `cache_find_timeout_s` are its options. KVCache
+is shared by engines of the same weights, which their files tell; `weights` is a word for those that
+are in no file (`kvmanager.vllm_connector.weights`).
 
 `kv_role` may also be `kv_producer` or `kv_consumer`: the other role's requests are then computed
 as if they carried no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
+from kvmanager.vllm_connector.weights import weights_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,12 +29,25 @@ RECURRENT_TOKENS_PER_BLOCK = 1
 """A recurrent group moves one state whatever the engine's block size, which differs with prefix
 caching on and off: the layout leaves it out so that both kinds of engine understand each other."""
 
+_PLACES = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
+_SPEC_FIELDS = (
+    "dtype",
+    "dtypes",
+    "cache_dtype_str",
+    "kv_quant_mode",
+    "sliding_window",
+    "mamba_type",
+    "model_version",
+)
+"""Fields of vLLM's specs that say what the bytes of a page mean, beside its size."""
+
 
 def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KVLayout:
     """The layout of one engine's transferable KVCache.
 
     Raises `LayoutError` for what the connector cannot move: cross attention, chunked local
     attention, context parallelism, and memory orders in which a page is not one run of bytes.
+    Raises `WeightsError` for weights that cannot be identified.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
@@ -44,7 +58,8 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
     served_names = model.served_model_name
     layout = KVLayout(
         model_id=served_names if isinstance(served_names, str) else served_names[0],
-        config_digest=_config_digest(model.hf_config),
+        weights=weights_identity(vllm_config),
+        config_digest=_config_digest(vllm_config, kv_cache_config),
         cache_dtype=str(vllm_config.cache_config.cache_dtype) + "/" + str(model.dtype),
         memory_order=kv_cache_config.kv_cache_layout or "default",
         tp_size=parallel.tensor_parallel_size,
@@ -65,12 +80,35 @@ def state_block_index(spec: KVCacheSpec, mamba_cache_mode: str, computed_tokens:
     return (computed_tokens - 1) // spec.block_size
 
 
-def _config_digest(hf_config: Any) -> str:
-    """Digest of the model's configuration without what names a place on disk."""
-    config = hf_config.to_dict()
-    for key in ("_name_or_path", "transformers_version", "name_or_path"):
-        config.pop(key, None)
-    return blake3(repr(sorted(config.items(), key=lambda item: item[0])).encode()).hexdigest()[:32]
+def _config_digest(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
+    """Digest of what, beside the weights, decides the KVCache of given tokens: the model's
+    configuration with all overrides (rope scaling, windows) and vLLM's own settings.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    config = _without_places(model.hf_config.to_dict())
+    values: list[object] = [config, model.disable_sliding_window, cache.kv_cache_dtype_skip_layers]
+    if "longrope" in repr(config):
+        values.append(model.max_model_len)  # by which vLLM chooses the factors
+    if model.multimodal_config is not None:
+        values.append(model.multimodal_config.mm_processor_kwargs)
+    for group in kv_cache_config.transfer_groups:
+        values += [(name, *_numbers(spec)) for name, spec in _layer_specs(group)]
+    return blake3(repr(values).encode()).hexdigest()[:32]
+
+
+def _without_places(config: Any) -> Any:
+    """The same in one order of keys, without what names a place on disk or a release."""
+    if isinstance(config, dict):
+        kept = (item for item in config.items() if item[0] not in _PLACES)
+        return [(key, _without_places(value)) for key, value in sorted(kept, key=str)]
+    if isinstance(config, list | tuple):
+        return [_without_places(value) for value in config]
+    return config
+
+
+def _numbers(spec: KVCacheSpec) -> tuple[object, ...]:
+    """How one layer's pages are to be read."""
+    return tuple(str(getattr(spec, name, None)) for name in _SPEC_FIELDS)
 
 
 def _group(group: "KVCacheGroupSpec") -> KVGroup:

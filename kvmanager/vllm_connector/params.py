@@ -7,7 +7,8 @@
 Of the first `cached_tokens` the full-attention KVCache is at the receiver already and does not
 travel. `attempt` is a producer's: which opening of the outbox this is for. A consumer carries the
 digest of the n tokens whose KVCache will land, and where the cached blocks lie: for each of them
-the runs of arena blocks that hold its KV part. Knows no engine objects.
+the runs of arena blocks that hold its KV part. With `is_lossy` what lands may have lost precision,
+so that no other request may use it. Knows no engine objects.
 """
 
 from typing import Annotated, Any
@@ -46,6 +47,7 @@ class ConsumerParams(TransferParams, frozen=True, tag="consumer"):
     """This engine decodes after loading `num_tokens` tokens from a landing of its agent."""
 
     token_digest: str
+    is_lossy: bool = False
     cached_runs: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 

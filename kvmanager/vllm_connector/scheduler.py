@@ -21,6 +21,7 @@ from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVKind, KVLayout
 from kvmanager.pool.shape import CacheShape
+from kvmanager.vllm_connector.cache.keys import set_apart
 from kvmanager.vllm_connector.cache.plan import CachePages
 from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCacheOptions
 from kvmanager.vllm_connector.engine_layout import state_block_index
@@ -152,7 +153,10 @@ class SchedulerSide:
         params = self._accepted(request)
         if isinstance(params, ConsumerParams):
             self._landings.watch(request.request_id, params)
-            self._cache.add(request, landing_tokens=params.num_tokens)
+            if params.is_lossy:
+                set_apart(request)
+            else:
+                self._cache.add(request, landing_tokens=params.num_tokens)
             return
         if isinstance(params, ProducerParams):
             self._producers[request.request_id] = Producer(TransferRef.of(params))
@@ -188,6 +192,8 @@ class SchedulerSide:
             self._layout.transfer_bytes(params.num_tokens, params.cached_tokens)
         except ValueError as error:
             return str(error)
+        if request.lora_request:
+            return "the other engine does not say which adapter of this name it has"
         tokens = request.prompt_token_ids or []
         if isinstance(params, ProducerParams):
             if len(tokens) != params.num_tokens:

@@ -39,6 +39,10 @@ class EngineOptions(Section):
     """
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share each layer of an instance."""
+    weights: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")] | None = None
+    """What the weights are, in a word of yours. Engines with the same word share KVCache. Left out:
+    what their files or their commit on the hub say; needed only where weights are in no file here.
+    """
     enforce_eager: bool = False
     """Do without CUDA graphs and compilation."""
     kv_space_gib: Annotated[int, Field(ge=1)] | None = None
@@ -85,15 +89,15 @@ class EngineSpec(EngineOptions):
 
     def kv_transfer_config(self) -> dict[str, object]:
         """vLLM's `--kv-transfer-config`. A failed load is computed again, never an error."""
+        extra = {"agent_socket": self.agent_socket, "instance": self.instance}
+        if self.weights is not None:
+            extra["weights"] = self.weights
         return {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": CONNECTOR_MODULE,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "agent_socket": self.agent_socket,
-                "instance": self.instance,
-            },
+            "kv_connector_extra_config": extra,
         }
 
     def kv_events_config(self) -> dict[str, object]:

@@ -246,7 +246,7 @@ def test_cancel_reaches_both_engines(pair: Pair) -> None:
 
 
 def test_several_models_on_one_agent(pair: Pair) -> None:
-    other = msgspec.structs.replace(SMALL_LAYOUT, model_id="other")
+    other = msgspec.structs.replace(SMALL_LAYOUT, weights="files:1")
     with DrivenEngine(pair.receiver, "other", other) as stranger:
         with pytest.raises(RpcError, match="2 KV layouts"):
             pair.receiver.reserve(NUM_TOKENS)
@@ -263,7 +263,7 @@ def test_several_models_on_one_agent(pair: Pair) -> None:
 
 
 def test_sender_with_another_layout_is_refused(pair: Pair) -> None:
-    other = msgspec.structs.replace(SMALL_LAYOUT, model_id="other")
+    other = msgspec.structs.replace(SMALL_LAYOUT, weights="files:1")
     with DrivenEngine(pair.sender, "other", other):
         landing = pair.receiver.reserve(NUM_TOKENS)
         pair.sender.open_outbox(landing, NUM_TOKENS, layout_fingerprint=other.fingerprint().hex())

@@ -315,7 +315,7 @@ def hello(instance: str = "raw", **changes: object) -> EngineHello:
 
 
 TID = bytes(16)
-OTHER_LAYOUT = msgspec.structs.replace(SMALL_LAYOUT, model_id="other").encode()
+OTHER_LAYOUT = msgspec.structs.replace(SMALL_LAYOUT, weights="files:1").encode()
 
 
 HOSTILE = [

@@ -15,7 +15,13 @@ from kvmanager.hashing import block_keys, root_key
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 
 LAYOUT = KVLayout(
-    "model", "0", "float32", "test", 1, (KVGroup(KVKind.FULL, 16, (KVLayer("layer", 64),)),)
+    "model",
+    "files:0",
+    "0",
+    "float32",
+    "test",
+    1,
+    (KVGroup(KVKind.FULL, 16, (KVLayer("layer", 64),)),),
 )
 NAMESPACE = b"namespace"
 KV = 1

@@ -237,7 +237,7 @@ async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) 
 
 
 async def test_engines_of_another_layout_on_the_node_are_no_obstacle(region: Region) -> None:
-    other = msgspec.structs.replace(SMALL_LAYOUT, model_id="other")
+    other = msgspec.structs.replace(SMALL_LAYOUT, weights="files:1")
     with DrivenEngine(region.receiving, "d9", other):
         slot, task = await region.begin()
         assert slot.landing.layout_fingerprint == SMALL_LAYOUT.fingerprint().hex()

@@ -1,5 +1,6 @@
 """Which pages and bytes make up the KVCache of n tokens."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,16 @@ RECURRENT = KVGroup(KVKind.RECURRENT, 1, (KVLayer("r.0", 777), KVLayer("r.1", 77
 
 
 def layout(*groups: KVGroup, tp_size: int = 1) -> KVLayout:
-    return KVLayout("m", "digest", "auto", "LBHNC", tp_size, groups)
+    return KVLayout("m", "files:0", "digest", "auto", "LBHNC", tp_size, groups)
+
+
+def test_a_name_is_no_part_of_the_identity_and_weights_are() -> None:
+    plain = layout(FULL)
+    named = msgspec.structs.replace(plain, model_id="another")
+    assert named.fingerprint() == plain.fingerprint()
+    swapped = msgspec.structs.replace(plain, weights="files:1")
+    assert swapped.fingerprint() != plain.fingerprint()
+    assert "files:1" in swapped.describe()
 
 
 @pytest.mark.parametrize(

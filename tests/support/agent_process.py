@@ -50,6 +50,7 @@ CHILD_ENV = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 SMALL_LAYOUT = KVLayout(
     model_id="small",
+    weights="files:0",
     config_digest="0",
     cache_dtype="float32",
     memory_order="test",

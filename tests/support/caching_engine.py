@@ -13,6 +13,7 @@ from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots
 from kvmanager.hashing import block_keys, root_key
+from kvmanager.layout import KVLayout
 from kvmanager.pool.shape import CacheShape
 
 SHAPE = CacheShape.of(SMALL_LAYOUT)
@@ -33,11 +34,20 @@ def content(key: bytes, part: int) -> bytes:
 
 
 class CachingEngine:
-    """A scheduler and a worker of one engine."""
+    """A scheduler and a worker of one engine. `layout` has the parts of `SMALL_LAYOUT`."""
 
-    def __init__(self, agent: AgentProcess, instance: str = "engine") -> None:
-        self.scheduler = DrivenEngine(agent, instance, role="scheduler", namespace=NAMESPACE)
-        self.worker = DrivenEngine(agent, instance)
+    def __init__(
+        self,
+        agent: AgentProcess,
+        instance: str = "engine",
+        layout: KVLayout = SMALL_LAYOUT,
+        namespace: bytes = NAMESPACE,
+    ) -> None:
+        self.root = root_key(namespace)
+        self.scheduler = DrivenEngine(
+            agent, instance, layout, role="scheduler", namespace=namespace
+        )
+        self.worker = DrivenEngine(agent, instance, layout)
         self._handles = iter(range(1 << 30))
 
     def __enter__(self) -> Self:
@@ -59,7 +69,9 @@ class CachingEngine:
         assert self.scheduler.client.cache_free(found.handle)
 
     def reserve(self, keys: Sequence[bytes], parts: Sequence[tuple[int, int]]) -> CacheSlots:
-        assert self.scheduler.client.cache_reserve(next(self._handles), keys, parts, parent=ROOT)
+        assert self.scheduler.client.cache_reserve(
+            next(self._handles), keys, parts, parent=self.root
+        )
         name, slots = self.scheduler.next()
         assert name == "slots"
         return slots

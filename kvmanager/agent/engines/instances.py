@@ -133,6 +133,8 @@ class InstanceBook:
                 instance.fingerprint.hex(),
                 instance.cache,
                 instance.layout.block_bytes,
+                instance.layout.model_id,
+                instance.layout.weights,
             )
             for name, instance in sorted(self._instances.items())
         ]

@@ -6,6 +6,7 @@ other. Reads vLLM's configuration and requests; knows nothing of agents, memory 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +20,22 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NAMESPACE_BYTES = 32
+LOSSY_SALT = f"\0lossy-{secrets.token_hex(8)}"
+"""Nobody outside this process can ask for it."""
 
 
 def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
     """What all keys of this engine start from; empty when its KVCache must not be shared.
 
-    The layout has the model's served name, its configuration with all overrides, and the cache's
-    data types. What else changes the values is added: the revision of the weights, how they are
-    quantised, and with "longrope" the longest context, by which vLLM chooses the factors.
+    The layout has the weights, the configuration with all overrides, and the cache's data types.
+    What an engine does to its weights as it loads them is added.
     """
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching or getattr(cache, "calculate_kv_scales", False):
         # Scales that an engine measures on its first requests are its own.
         return b""
-    model = vllm_config.model_config
-    values: list[object] = [model.revision, model.quantization]
-    if "longrope" in repr(model.hf_config.to_dict()):
-        values.append(model.max_model_len)
-    return blake3(layout.fingerprint() + repr(values).encode()).digest(NAMESPACE_BYTES)
+    quantization = str(vllm_config.model_config.quantization)
+    return blake3(layout.fingerprint() + quantization.encode()).digest(NAMESPACE_BYTES)
 
 
 def may_be_cached(request: Request) -> bool:
@@ -49,13 +48,23 @@ def may_be_cached(request: Request) -> bool:
     )
 
 
+def set_apart(request: Request) -> None:
+    """Give a new request a salt that no exact request has in the engine's own cache: its KVCache
+    begins with bytes that lost precision, and so has all that is computed from them.
+    """
+    request.cache_salt = f"{request.cache_salt or ''}{LOSSY_SALT}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
 class RequestKeys:
     """The block keys of one request; they grow as its answer does."""
 
-    def __init__(self, request: Request, block_tokens: int, namespace: bytes) -> None:
-        self.root = root_key(
-            namespace, tenant=request.cache_salt or "", lora=_lora(request.lora_request)
-        )
+    def __init__(
+        self, request: Request, block_tokens: int, namespace: bytes, adapter: str = ""
+    ) -> None:
+        """`adapter` is what the request's LoRA adapter is (`kvmanager.vllm_connector.weights`)."""
+        self.root = root_key(namespace, tenant=request.cache_salt or "", lora=adapter)
         self.keys: list[bytes] = []
         self._block_tokens = block_tokens
         self._extras = _extras(request.mm_features, block_tokens)
@@ -73,11 +82,6 @@ class RequestKeys:
     def before(self, block: int) -> bytes:
         """The key that the key of `block` is chained to."""
         return self.keys[block - 1] if block else self.root
-
-
-def _lora(lora_request: Any) -> str:
-    """An adapter by name and place, as vLLM tells them apart."""
-    return f"{lora_request.lora_name}\0{lora_request.lora_path}" if lora_request else ""
 
 
 def _extras(features: Sequence[Any], block_tokens: int) -> dict[int, bytes]:

@@ -31,6 +31,7 @@ from kvmanager.vllm_connector.cache.plan import CachePages, Tables
 from kvmanager.vllm_connector.cache.requests import Find, Stage, Tracked
 from kvmanager.vllm_connector.cache.stores import CacheStores
 from kvmanager.vllm_connector.metadata import CachedParts, PartPages, StoreStep
+from kvmanager.vllm_connector.weights import Adapters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -83,6 +84,7 @@ class CacheScheduler:
         self._finds: dict[int, Tracked] = {}
         self._ahead: dict[str, int] = {}
         self._loading: dict[str, Find] = {}
+        self._adapters = Adapters()
         self.is_stopped = False
 
     def connect(self, client: EngineClient) -> None:
@@ -132,7 +134,10 @@ class CacheScheduler:
         if self.is_stopped or not self._options.namespace or not may_be_cached(request):
             return
         with self._sheltered(request.request_id):
-            keys = RequestKeys(request, self._block_tokens, self._options.namespace)
+            adapter = self._adapters.identity(request.lora_request)
+            if adapter is None:
+                return
+            keys = RequestKeys(request, self._block_tokens, self._options.namespace, adapter)
             tracked = Tracked(request, keys)
             self._tracked[request.request_id] = tracked
             tracked.restart()

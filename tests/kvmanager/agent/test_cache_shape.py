@@ -19,7 +19,7 @@ CONVOLUTION = KVGroup(KVKind.RECURRENT, 1, (KVLayer("c.0", 3),))
 
 
 def layout(*groups: KVGroup, tp_size: int = 1) -> KVLayout:
-    return KVLayout("m", "digest", "auto", "LBHNC", tp_size, groups)
+    return KVLayout("m", "files:0", "digest", "auto", "LBHNC", tp_size, groups)
 
 
 def test_attention_alone_has_blocks_of_at_least_64_tokens() -> None:

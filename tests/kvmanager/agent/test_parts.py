@@ -26,7 +26,7 @@ from transport import (
     TransportError,
 )
 
-OTHER = msgspec.structs.replace(SMALL_LAYOUT, model_id="other")
+OTHER = msgspec.structs.replace(SMALL_LAYOUT, weights="files:1")
 PAIR = msgspec.structs.replace(SMALL_LAYOUT, tp_size=2)
 TID = bytes(16)
 

@@ -10,6 +10,7 @@ from kvmanager.pool.shape import CacheShape, part_extents
 
 LAYOUT = KVLayout(
     model_id="hybrid",
+    weights="files:0",
     config_digest="0",
     cache_dtype="float32",
     memory_order="test",
@@ -22,6 +23,7 @@ LAYOUT = KVLayout(
 )
 ATTENTION = KVLayout(
     model_id="attention",
+    weights="files:0",
     config_digest="0",
     cache_dtype="float32",
     memory_order="test",

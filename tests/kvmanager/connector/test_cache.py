@@ -50,10 +50,10 @@ def test_keys_grow_with_the_answer_as_if_it_had_been_a_prompt() -> None:
 
 
 def test_adapters_and_images_have_keys_of_their_own() -> None:
-    adapter = SimpleNamespace(lora_name="a", lora_path="/a")
     image = SimpleNamespace(identifier="x", mm_position=SimpleNamespace(offset=20, length=20))
     moved = SimpleNamespace(identifier="x", mm_position=SimpleNamespace(offset=21, length=20))
-    plain, tuned = keys_of(request(64)), keys_of(request(64, lora_request=adapter))
+    plain = keys_of(request(64))
+    tuned = RequestKeys(request(64), 16, NAMESPACE, "files:0").keys
     seen = keys_of(request(64, mm_features=[image]))
     elsewhere = keys_of(request(64, mm_features=[moved]))
     assert plain[0] != tuned[0]
@@ -76,6 +76,15 @@ def test_what_no_key_names_does_not_use_the_cache(changes: dict[str, Any]) -> No
     made.cache.add(asked)
     assert made.cache.matched(asked, 0) == 0
     assert made.step(asked, 0, 64) == []
+    assert made.agent.said == []
+
+
+def test_an_adapter_that_cannot_be_identified_does_not_use_the_cache() -> None:
+    made = engine()
+    adapter = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/no/such/adapter")
+    asked = request(64, lora_request=adapter)
+    made.cache.add(asked)
+    assert made.cache.matched(asked, 0) == 0
     assert made.agent.said == []
 
 

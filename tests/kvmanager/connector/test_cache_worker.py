@@ -21,6 +21,7 @@ from kvmanager.vllm_connector.stats import TransferStats
 NUM_PAGES = 16
 LAYOUT = KVLayout(
     "m",
+    "files:0",
     "digest",
     "auto",
     "LBHNC",

@@ -9,12 +9,14 @@ from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
 from kvmanager.pool.placement import StatePlacement
+from kvmanager.vllm_connector.cache.keys import LOSSY_SALT
 from kvmanager.vllm_connector.cache.scheduler import PrefixCacheOptions
 from kvmanager.vllm_connector.metadata import PartPages, PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide, idle_wait_s
 
 LAYOUT = KVLayout(
     "m",
+    "files:0",
     "digest",
     "auto",
     "LBHNC",
@@ -226,6 +228,34 @@ def test_a_landing_of_something_else_is_never_loaded(changes: dict[str, Any]) ->
     side.on_landed(TRANSFER)
     assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
     assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
+
+
+def test_a_transfer_of_an_adapters_kvcache_is_refused() -> None:
+    client = RecordingClient()
+    side = scheduler_side(client)
+    for role, num_tokens in (("producer", 70), ("consumer", 71)):
+        tuned = request(role, num_tokens)
+        tuned.lora_request = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/a")
+        side.on_new_request(tuned)
+    assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
+    (ended,) = step(side, {}).ended
+    assert "adapter" in ended.failure
+
+
+def test_what_lands_with_less_precision_is_shared_with_no_other_request() -> None:
+    client = CachingClient(4)
+    side = scheduler_side(client)
+    consumer = request("consumer", 71, is_lossy=True)
+    consumer.cache_salt, consumer.block_hashes = "tenant", ["of exact bytes"]
+    consumer.update_block_hashes = lambda: consumer.block_hashes.append(consumer.cache_salt)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
+    side.update_state_after_alloc(consumer, ALLOCATED, 70)
+    finish_load(side)
+    assert consumer.block_hashes == [f"tenant{LOSSY_SALT}"], "vLLM's own cache keeps it apart"
+    meta = step(side, {"r1": (70, 26)})
+    assert meta.stores == [], "nothing of it goes to the node's cache"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,13 @@ from kvmanager.vllm_connector.worker import WorkerSide
 
 PAGE = 96
 LAYOUT = KVLayout(
-    "m", "digest", "auto", "LBHNC", 1, (KVGroup(KVKind.FULL, 16, (KVLayer("full", PAGE),)),)
+    "m",
+    "files:0",
+    "digest",
+    "auto",
+    "LBHNC",
+    1,
+    (KVGroup(KVKind.FULL, 16, (KVLayer("full", PAGE),)),),
 )
 TID = bytes(range(16))
 NUM_TOKENS = 32

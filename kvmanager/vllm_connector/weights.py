@@ -1,0 +1,171 @@
+"""Which weights an engine has: the identity that its KVCache and its adapters' has.
+
+Knows vLLM's configuration and where its loaders find files. Asks the hub's cache on disk, never
+the hub.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from blake3 import blake3
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from kvmanager.weights import WeightsError, checkpoint_digest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("prfaas.kvmanager.connector")
+
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_DECLARED: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_PATTERNS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_OTHER_PATTERNS: Final = {"pt": ("*.pt",), "npcache": ("*.bin",)}
+_FILE_FORMATS: Final = frozenset(
+    (
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "runai_streamer",
+        "safetensors",
+        "sharded_state",
+    )
+)
+"""vLLM's load formats whose weights are files of the model's folder, beside `_OTHER_PATTERNS`."""
+_NO_WEIGHTS: Final = frozenset(
+    {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt"}
+)
+_INDEX: Final = "model.safetensors.index.json"
+_ADAPTER_PLACES: Final = ("base_model_name_or_path", "revision", "inference_mode")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def weights_identity(vllm_config: VllmConfig) -> str:
+    """What the weights are: "hub:COMMIT", "files:DIGEST", "dummy:SEED", or "declared:NAME".
+
+    Raises `WeightsError` for weights that are not on this host's disk and were not declared.
+    """
+    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+    declared = transfer.kv_connector_extra_config.get("weights") if transfer is not None else None
+    if declared is not None:
+        if not _DECLARED.fullmatch(str(declared)):
+            raise WeightsError("kv_connector_extra_config.weights: up to 64 of A-Z a-z 0-9 . _ : -")
+        return f"declared:{declared}"
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format == "dummy":
+        return f"dummy:{model.seed}"
+    hint = (
+        "name them yourself, with one word wherever the same weights are loaded: `weights` of the "
+        "model in region.yaml, or kv_connector_extra_config.weights"
+    )
+    is_in_files = load_format in _FILE_FORMATS or load_format in _OTHER_PATTERNS
+    if not is_in_files or model.model_weights:  # the latter: in object storage
+        raise WeightsError(f"weights of load format {load_format} cannot be identified; {hint}")
+    folder = _folder(str(model.model), model.revision, vllm_config.load_config.download_dir)
+    if folder is None:
+        raise WeightsError(f"the weights of {model.model} are not on this host; {hint}")
+    if (commit := _commit(folder)) is not None:
+        return f"hub:{commit}"
+    patterns = _OTHER_PATTERNS.get(load_format, _PATTERNS)
+    begun_s = time.monotonic()
+    digest = checkpoint_digest([folder] if folder.is_file() else _weight_files(folder, patterns))
+    logger.info("weights %s, identified in %.2f s", digest, time.monotonic() - begun_s)
+    return f"files:{digest}"
+
+
+def adapter_identity(path: str) -> str:
+    """What a LoRA adapter is, as `weights_identity` says it. Raises `WeightsError`."""
+    folder = _folder(path, None, None)
+    if folder is None:
+        raise WeightsError(f"the adapter {path} is not on this host")
+    if (commit := _commit(folder)) is not None:
+        return f"hub:{commit}"
+    files = _weight_files(folder, ("adapter_model.safetensors", "adapter_model.bin"))
+    try:
+        config = msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise WeightsError(f"the adapter {path} has no usable adapter_config.json") from error
+    for name in _ADAPTER_PLACES:
+        config.pop(name, None)
+    told = checkpoint_digest(files).encode() + msgspec.json.encode(config, order="deterministic")
+    return f"files:{blake3(told).hexdigest()[:32]}"
+
+
+class Adapters:
+    """The identities of the adapters that one engine was asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str, str], str | None] = {}
+
+    def identity(self, lora_request: Any) -> str | None:
+        """ "" without an adapter; None for one that cannot be identified, whose KVCache must not
+        be shared.
+        """
+        if not lora_request:
+            return ""
+        if getattr(lora_request, "load_inplace", False):
+            return None  # its content changes under one id
+        key = (lora_request.lora_int_id, lora_request.lora_name, lora_request.lora_path)
+        if key not in self._known:
+            try:
+                self._known[key] = adapter_identity(lora_request.lora_path)
+            except WeightsError as error:
+                logger.warning("KVCache of adapter %s is not shared: %s", key[1], error)
+                self._known[key] = None
+        return self._known[key]
+
+
+def _folder(name: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Where a model is on this host: itself a path, or a name on the hub."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    try:
+        found = snapshot_download(
+            name, revision=revision, cache_dir=download_dir, local_files_only=True
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return Path(found)
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit that the hub's client keeps in this folder, if it is one of its snapshots."""
+    place = folder.resolve()
+    is_snapshot = place.parent.name == "snapshots" and (place.parent.parent / "blobs").is_dir()
+    return place.name if is_snapshot and _COMMIT.fullmatch(place.name) else None
+
+
+def _weight_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """The files of the first format that there are any of; those that an index leaves out, which
+    are the same weights once more, are not among them.
+    """
+    for pattern in patterns:
+        files = [path for path in folder.glob(pattern) if path.name not in _NO_WEIGHTS]
+        if files:
+            return _indexed(folder, files)
+    raise WeightsError(f"no weights in {folder}")
+
+
+def _indexed(folder: Path, files: list[Path]) -> list[Path]:
+    try:
+        index = msgspec.json.decode((folder / _INDEX).read_bytes(), type=_Index)
+    except (OSError, msgspec.MsgspecError):
+        return files
+    names = set(index.weight_map.values())
+    return [path for path in files if path.name in names] or files
