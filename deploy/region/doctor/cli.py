@@ -132,13 +132,18 @@ def _report(pair: Pair, run: ProbeRun, rate_gbps: float | None, as_json: bool) -
     """Print, and exit with the status. Raises CannotMeasure."""
     from rich.console import Console
 
+    from deploy.region.cache_identity import unlike_engines
     from deploy.region.doctor import report
     from deploy.region.doctor.diagnosis import diagnose
     from deploy.region.doctor.measurement import summarise
     from kvmanager.config_files.units import GBIT_PER_S
 
     measured = summarise(run)
-    diagnosis = diagnose(measured, None if rate_gbps is None else rate_gbps * GBIT_PER_S)
+    diagnosis = diagnose(
+        measured,
+        None if rate_gbps is None else rate_gbps * GBIT_PER_S,
+        unlike=unlike_engines((run.sender_status, run.receiver_status)),
+    )
     names = (pair.sender.name, pair.receiver.name)
     if as_json:
         print_json(report.as_json(names, run.endpoint, measured, diagnosis))

@@ -17,9 +17,11 @@ most that the kernels allow. Not every limit is an illness: what has to be mende
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from deploy.region.cache_identity import SAME_KVCACHE
 from deploy.region.doctor.kernel_checks import KernelCheck, kernel_checks
 from deploy.region.doctor.measurement import EndLoad, Measurement
 from deploy.region.doctor.windows import Windows, windows_of
@@ -81,8 +83,15 @@ class Diagnosis:
         return not any(finding.mends for finding in self.findings)
 
 
-def diagnose(measured: Measurement, link_bytes_per_s: float | None = None) -> Diagnosis:
-    """What limits the path; `link_bytes_per_s` is what the operator says it carries."""
+def diagnose(
+    measured: Measurement,
+    link_bytes_per_s: float | None = None,
+    *,
+    unlike: Sequence[str] = (),
+) -> Diagnosis:
+    """What limits the path; `link_bytes_per_s` is what the operator says it carries. `unlike` says
+    which engines of its ends cannot use each other's KVCache.
+    """
     windows = windows_of(measured)
     stage, evidence = limiting_stage(measured, windows)
     expected = min(windows.bytes_per_s, link_bytes_per_s or windows.bytes_per_s)
@@ -95,6 +104,10 @@ def diagnose(measured: Measurement, link_bytes_per_s: float | None = None) -> Di
     mends = _is_illness(measured, stage, link_bytes_per_s)
     findings.append(Finding(f"the limit is the {stage}", evidence, fix, mends))
     findings += _side_findings(measured, stage)
+    findings += [
+        Finding("KVCache of one side is none for the other", evidence, SAME_KVCACHE, mends=True)
+        for evidence in unlike
+    ]
     return Diagnosis(
         stage=stage,
         evidence=evidence,

@@ -55,6 +55,7 @@ class ProbeRun:
     endpoint: str
     samples: list[ProbeSample]
     receiver_status: StatusReply
+    sender_status: StatusReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ async def run_probe(
     first byte. Raises CannotMeasure.
     """
     status = await _ask(receiver, receiver.control.status(RPC_TIMEOUT_S))
-    await _ask(sender, sender.control.status(RPC_TIMEOUT_S))
+    sender_status = await _ask(sender, sender.control.status(RPC_TIMEOUT_S))
     landing = await _ask(
         receiver, receiver.control.probe_landing(plan.nbytes, LEASE_S, RPC_TIMEOUT_S)
     )
@@ -100,7 +101,7 @@ async def run_probe(
         samples = await watch.run(plan.seconds_s, on_sample)
     finally:
         await _end((sender, receiver), landing.transfer_id)
-    return ProbeRun(str(endpoint), samples, status)
+    return ProbeRun(str(endpoint), samples, status, sender_status)
 
 
 class _Watch:

@@ -20,6 +20,7 @@ from deploy.gateway.cache.api import hit_share
 from deploy.gateway.scheduling.plan_overview import PlanOverview
 from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import LinkReport
+from deploy.region.cache_identity import unlike_engines
 from deploy.region.client import CannotAsk, asked
 from deploy.region.launch.rundir import RegionState
 from deploy.region.spec.region import RegionSpec
@@ -97,6 +98,8 @@ def render_status(status: RegionStatus) -> RenderableType:
         parts += [Text(), table]
     if omissions := list(_omissions(status.plan)):
         parts += [Text(), *map(Text, omissions)]
+    if unlike := unlike_engines(status.agents.values()):
+        parts += [Text(), *(Text(sentence, style="red") for sentence in unlike)]
     logs = sorted({str(Path(item.log).parent) for item in state.processes})
     return Group(*parts, Text(), Text(f"logs are in {', '.join(logs)}", style="dim"))
 

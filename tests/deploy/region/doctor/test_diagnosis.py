@@ -85,6 +85,14 @@ def test_a_full_link_is_healthy() -> None:
     assert "bbr found" in diagnosis.evidence
 
 
+def test_engines_that_cannot_use_each_others_kvcache_are_to_be_mended() -> None:
+    diagnosis = diagnose(HEALTHY, GBIT, unlike=["m: p and d have different weights"])
+    assert not diagnosis.is_healthy
+    (finding,) = [item for item in diagnosis.findings if item.mends]
+    assert finding.evidence == "m: p and d have different weights"
+    assert "same weights" in finding.fix
+
+
 def test_half_of_the_believed_rate_is_to_be_mended() -> None:
     diagnosis = diagnose(HEALTHY, 2 * GBIT)
     assert not diagnosis.is_healthy

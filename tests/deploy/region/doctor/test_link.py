@@ -100,7 +100,9 @@ def status() -> StatusReply:
 
 
 def steady(seconds: int = 4) -> ProbeRun:
-    return ProbeRun("b:1", [sample(tick / 4) for tick in range(4 * seconds + 1)], status())
+    return ProbeRun(
+        "b:1", [sample(tick / 4) for tick in range(4 * seconds + 1)], status(), status()
+    )
 
 
 def summary() -> Measurement:
@@ -139,7 +141,7 @@ class TestSamples:
 
     def test_a_rate_that_rises(self) -> None:
         samples = [sample(tick / 4, rate_mib=20.0 * tick) for tick in range(17)]
-        assert summarise(ProbeRun("b:1", samples, status())).is_rising
+        assert summarise(ProbeRun("b:1", samples, status(), status())).is_rising
 
     def test_too_little_to_tell(self) -> None:
         run = steady()

@@ -1,0 +1,41 @@
+"""Which engines of one name cannot use each other's KVCache."""
+
+import msgspec
+
+from deploy.region.cache_identity import unlike_engines
+from kvmanager.agent.messages import EngineStatus, StatusReply
+
+
+def agent(*engines: EngineStatus) -> StatusReply:
+    told = {
+        "arena_epoch": "e",
+        "num_landings": {},
+        "num_outboxes": {},
+        "engines": list(engines),
+        "links": [],
+        "data_endpoint": "",
+    }
+    zero = dict.fromkeys(StatusReply.__struct_fields__[:-3], 0)
+    return msgspec.convert({**zero, **told, "uptime_s": 0.0}, StatusReply)
+
+
+def engine(instance: str, fingerprint: str, weights: str, model: str = "m") -> EngineStatus:
+    return EngineStatus(
+        instance, 2, 1, f"layout of {instance}", fingerprint, model=model, weights=weights
+    )
+
+
+def test_another_checkpoint_under_one_name_is_told_with_both_identities() -> None:
+    swapped = [agent(engine("p", "f1", "files:1")), agent(engine("d", "f2", "files:2"))]
+    (sentence,) = unlike_engines(swapped)
+    assert "m: p and d have different weights, files:1 and files:2" in sentence
+
+
+def test_another_layout_of_the_same_weights_is_told_too() -> None:
+    (sentence,) = unlike_engines([agent(engine("p", "f1", "w"), engine("d", "f2", "w"))])
+    assert "layout of p and layout of d" in sentence
+
+
+def test_engines_that_share_are_not_mentioned_nor_are_other_models() -> None:
+    same = agent(engine("p", "f1", "w"), engine("q", "f1", "w"))
+    assert unlike_engines([same, agent(engine("o", "f2", "x", model="other"))]) == []
