@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvmanager.private_files import NotPrivate, allocate, open_private
 from kvmanager.transfers.blocks import BlockExtents
 
 DEFAULT_BLOCK_BYTES: Final = 64 << 10
@@ -73,9 +74,8 @@ class Arena:
         """Make a new arena file with a fresh epoch; raises ArenaError.
 
         With a `name` it can be adopted later, and takes the place of what a dead agent left under
-        that name. With `prefault` every page is allocated and mapped now, which takes about a third
-        of a second for each GiB and moves running out of memory from a later SIGBUS to an error
-        here.
+        that name. Every page is allocated now; with `prefault` it is mapped too, which takes about
+        a third of a second for each GiB.
         """
         nbytes = _arena_bytes(num_blocks, block_bytes)
         wanted = None if name is None else _kept_path(directory, name)
@@ -88,7 +88,7 @@ class Arena:
         except (OSError, ArenaError) as error:
             path.unlink(missing_ok=True)
             os.close(fd)
-            raise ArenaError(f"cannot make an arena of {nbytes} bytes: {error}") from error
+            raise ArenaError(f"cannot make the arena {path}: {error}") from error
         if name is None:
             return cls(path, block_bytes, mapping, fd, _token_of(path))
         return cls(path, block_bytes, mapping, fd, _new_token())
@@ -143,7 +143,7 @@ class Arena:
         Nothing in the file says whose life it is: the agent does, in its Welcome.
         """
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = open_private(path, os.O_RDWR)
         except OSError as error:
             raise ArenaError(f"cannot open the arena {path}: {error}") from error
         try:
@@ -209,7 +209,7 @@ def remove_stale(directory: Path) -> list[Path]:
         if path.name.startswith(_KEPT_PREFIX):
             continue
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = open_private(path, os.O_RDWR)
         except OSError:  # gone meanwhile, or another user's
             continue
         try:
@@ -304,17 +304,21 @@ def _replace_locked(path: Path) -> tuple[Path, int]:
 
 
 def _open_new(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     fcntl.flock(fd, fcntl.LOCK_EX)
     return fd
 
 
 def _lock_existing(path: Path) -> int:
-    """The locked file at `path`, -1 when there is none. Raises ArenaError when its agent lives."""
+    """The locked file at `path`, -1 when there is none. Raises ArenaError when its agent lives or
+    when it is not this user's alone.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_private(path, os.O_RDWR)
     except FileNotFoundError:
         return -1
+    except NotPrivate as error:
+        raise ArenaError(f"{error}; remove it, or use another name or arena_dir") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -329,17 +333,6 @@ def _lock_existing(path: Path) -> int:
 
 
 def _allocate(fd: int, directory: Path, nbytes: int, *, prefault: bool) -> mmap.mmap:
-    stats = os.statvfs(directory)
-    available = stats.f_bavail * stats.f_frsize
-    missing = nbytes - os.fstat(fd).st_blocks * 512  # an adopted file has its bytes already
-    if available < missing:
-        raise ArenaError(
-            f"{directory} has {available} bytes left; make the arena smaller or the file system "
-            "larger (containers: --shm-size)"
-        )
-    os.ftruncate(fd, nbytes)
-    flags = mmap.MAP_SHARED
-    if prefault:
-        os.posix_fallocate(fd, 0, nbytes)
-        flags |= mmap.MAP_POPULATE
-    return mmap.mmap(fd, nbytes, flags=flags)
+    allocate(fd, nbytes, directory, "an arena")
+    populate = mmap.MAP_POPULATE if prefault else 0
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | populate)

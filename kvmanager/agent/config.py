@@ -109,7 +109,7 @@ class AgentConfig(AgentSection):
     block_bytes: Bytes = DEFAULT_BLOCK_BYTES
     """Bytes of one block of the arena, or such as 64KiB."""
     prefault: bool = True
-    """Allocate the whole arena at the start."""
+    """Map the whole arena at the start, not page by page at first use."""
     tenant_landing_gib: Gib | None = None
     """Most memory for the landings of one tenant, GiB or such as 512MiB. Left out: no limit."""
     arena_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")] | None = None

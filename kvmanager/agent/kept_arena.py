@@ -20,6 +20,7 @@ from kvmanager.agent.config import AgentConfig
 from kvmanager.arena import Arena, ArenaError
 from kvmanager.pool.index import PoolIndex
 from kvmanager.pool.index_records import IndexHeader, Stored
+from kvmanager.private_files import allocate, open_private
 from kvmanager.transfers.blocks import BlockAllocator, Run
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
@@ -33,13 +34,12 @@ class UsedMap:
 
     def __init__(self, path: Path, num_blocks: int) -> None:
         """Open or make it; `is_new` tells which. Raises OSError."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(path, flags, 0o600)
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             self.is_new = os.fstat(fd).st_size != num_blocks
             if self.is_new:
                 os.ftruncate(fd, 0)
-            os.ftruncate(fd, num_blocks)
+            allocate(fd, num_blocks, path.parent, "the map of an arena's blocks")
             self._map = mmap.mmap(fd, num_blocks)
         finally:
             os.close(fd)
@@ -144,7 +144,9 @@ def open_arena(config: AgentConfig) -> KeptArena:
         return _with_books(arena, is_adopted=adopted is not None)
     except (OSError, ValueError) as error:
         arena.close()
-        raise ArenaError(f"cannot keep the books of {arena.path}: {error}") from error
+        raise ArenaError(
+            f"cannot keep what belongs to the arena {arena.path} of {arena.nbytes} bytes: {error}"
+        ) from error
 
 
 def _with_books(arena: Arena, *, is_adopted: bool) -> KeptArena:

@@ -34,6 +34,7 @@ from kvmanager.pool.index_records import (
     read_index,
 )
 from kvmanager.pool.shape import CacheShape
+from kvmanager.private_files import open_private
 
 logger = logging.getLogger("prfaas.kvmanager.pool.index")
 
@@ -85,9 +86,8 @@ class PoolIndex:
         The caller holds the arena's lock, which stands for the index too.
         """
         index = cls(path, header)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
-            index._fd = fd = os.open(path, flags, 0o600)
+            index._fd = fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             with open(fd, "rb", closefd=False) as file:
                 data = file.read()
             stored = index._take_over(fd, data) if data else []
@@ -161,9 +161,9 @@ class PoolIndex:
         """
         if self._fd is None or self._rewrite is not None:
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         try:
-            fd = os.open(self._new_path, flags, 0o600)
+            self._new_path.unlink(missing_ok=True)  # what an interrupted rewrite left
+            fd = open_private(self._new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             self._stop_rewrite(error)
             return

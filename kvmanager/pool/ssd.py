@@ -35,6 +35,7 @@ import msgspec
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.index_records import decode_frame, encode_frame, part_checksum, restore_order
 from kvmanager.pool.shape import CacheShape
+from kvmanager.private_files import make_private_directory, open_private
 
 logger = logging.getLogger("prfaas.kvmanager.pool.ssd")
 
@@ -229,7 +230,8 @@ class SsdStore:
         new_path = path.with_name(path.name + ".new")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
-            with open(new_path, "wb", opener=_open_private) as file:
+            new_path.unlink(missing_ok=True)
+            with open(new_path, "xb", opener=open_private) as file:
                 _write_whole(file.fileno(), [memoryview(header), *views])
             os.replace(new_path, path)
         except OSError:
@@ -241,7 +243,7 @@ class SsdStore:
     def _read(self, entry: SsdEntry, views: Sequence[memoryview]) -> bool:
         path = self._path(entry.key, entry.part)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=open_private) as file:
                 _read_verified(file.fileno(), entry, views)
         except FileNotFoundError:  # removed meanwhile
             return False
@@ -278,8 +280,8 @@ class SsdStore:
 def _claim(directory: Path) -> int:
     """Make the directory and lock it; the lock's descriptor. Raises SsdError."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = _open_private(str(directory / ".lock"), os.O_RDWR | os.O_CREAT)
+        make_private_directory(directory)
+        fd = open_private(directory / ".lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise SsdError(f"cannot keep cached parts in {directory}: {error}") from error
     try:
@@ -298,13 +300,9 @@ def _check_size(entry: SsdEntry, views: Sequence[memoryview]) -> None:
         raise ValueError(f"views of {nbytes} bytes for a part of {entry.nbytes}")
 
 
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def _read_header(path: Path) -> SsdEntry | None:
     """The header of a part's file of the right size; None for anything else. Raises OSError."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_private) as file:
         entry = decode_header(os.pread(file.fileno(), DATA_OFFSET, 0))
         nbytes = os.fstat(file.fileno()).st_size
     return entry if entry is not None and nbytes == DATA_OFFSET + entry.nbytes else None

@@ -186,6 +186,12 @@ async def fetch(url: str) -> Any:
     return await asyncio.to_thread(read)
 
 
+def open_to_others(run_dir: Path) -> list[Path]:
+    """What other users may use; sockets are kept from them by the directory that they are in."""
+    written = [path for path in run_dir.rglob("*") if path.parent.name != "sockets"]
+    return [path for path in (run_dir, *written) if path.stat().st_mode & 0o077]
+
+
 async def test_a_region_starts_is_watched_and_leaves_nothing(
     dummy_vllm: Path, run_dir: Path
 ) -> None:
@@ -238,6 +244,7 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
         assert state is not None
         assert state.phase == "running"
         assert state.launcher_lives()
+        assert open_to_others(run_dir) == []
 
         with pytest.raises(RunDirectoryError, match="already runs"):
             await RunningRegion(spec(dummy_vllm), run_dir).start()

@@ -40,6 +40,7 @@ from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.problems import FileError
+from kvmanager.private_files import write_private
 from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig
@@ -240,7 +241,7 @@ class RunningRegion:
         self._resolved = resolve_ports(self._wanted)
         self._planner = Planner(self._resolved, directory, self._environment)
         for path, text in self._planner.files().items():
-            path.write_text(text)
+            write_private(path, text.encode())  # keys and passwords are among it
 
     async def _start_all(self) -> None:
         self._session = open_session()

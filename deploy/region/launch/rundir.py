@@ -20,6 +20,7 @@ import msgspec
 import psutil
 
 from deploy.command_line import CommandFailed
+from kvmanager.private_files import make_private_directory, open_private, write_private
 
 Phase = Literal["starting", "running", "stopping"]
 
@@ -110,24 +111,24 @@ class RunDirectory:
 
     def write_state(self, state: RegionState) -> None:
         """Replace the state file in one step."""
-        temporary = self.state_file.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
-        temporary.replace(self.state_file)
+        write_private(self.state_file, msgspec.json.format(msgspec.json.encode(state), indent=1))
 
 
 class RunLock:
     """Ownership of a run directory until `release`; the kernel ends it with the process."""
 
     def __init__(self, root: Path) -> None:
-        """Create `root` and lock it. RunDirectoryError if another launcher has it."""
+        """Create `root` for this user alone and lock it. RunDirectoryError if another launcher or
+        user has it.
+        """
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_private_directory(root)
             self._file = _open_locked(root / "lock")
         except BlockingIOError as error:
             message = f"a region already runs in {root}; `prfaas down` it or give --run-dir"
             raise RunDirectoryError(message) from error
         except OSError as error:
-            raise RunDirectoryError(f"cannot use {root}: {error.strerror}") from error
+            raise RunDirectoryError(f"cannot use {root}: {error.strerror or error}") from error
         self._root = root
 
     def release(self) -> None:
@@ -140,7 +141,7 @@ class RunLock:
 def _open_locked(path: Path) -> IO[str]:
     """The file, locked. Raises BlockingIOError when somebody holds it, other OSErrors."""
     while True:
-        file = path.open("w")
+        file = os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT), "w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
@@ -163,9 +164,9 @@ def open_run_directory(root: Path) -> RunDirectory:
         sockets = Path(tempfile.mkdtemp(prefix="prfaas-"))
     directory = RunDirectory(root, sockets)
     shutil.rmtree(directory.logs, ignore_errors=True)
-    directory.logs.mkdir()
-    sockets.mkdir(mode=0o700, exist_ok=True)
-    (root / "sockets.path").write_text(str(sockets))
+    make_private_directory(directory.logs)
+    make_private_directory(sockets)
+    write_private(root / "sockets.path", os.fsencode(sockets))
     return directory
 
 

@@ -38,6 +38,7 @@ from kvmanager.agent.engines.protocol import (
     encode_frame,
 )
 from kvmanager.arena import Arena, ArenaError
+from kvmanager.private_files import check_peer
 
 logger = logging.getLogger("prfaas.kvmanager.engine_client")
 
@@ -206,6 +207,7 @@ class AgentConnection:
         try:
             connection.setblocking(False)
             connection.connect(self._path)
+            check_peer(connection)
             decoder = FrameDecoder()
             early = self._shake_hands(connection, decoder)
             connected = True

@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 import socket
-import struct
 from collections import deque
 from pathlib import Path
 from typing import Final, Protocol, cast
@@ -29,6 +28,7 @@ from kvmanager.agent.engines.protocol import (
     decode_engine_message,
     encode_frame,
 )
+from kvmanager.private_files import check_peer, peer_process
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -36,8 +36,6 @@ HELLO_TIMEOUT_S: Final = 5.0
 MAX_CONNECTIONS: Final = 1024
 MAX_UNREAD_BYTES: Final = 4 << 20
 """How much an engine may leave unread before it counts as stuck."""
-
-_PEER_CREDENTIALS: Final = struct.Struct("iII")
 
 
 class SocketTaken(Exception):
@@ -155,7 +153,14 @@ class _EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports behave like asyncio.Transport without deriving from it.
         self._transport = cast(asyncio.Transport, transport)
-        self._pidfd = _open_pidfd(transport.get_extra_info("socket"))
+        connection = transport.get_extra_info("socket")
+        self._pidfd = _open_pidfd(connection)
+        try:
+            check_peer(connection)
+        except OSError as error:  # an engine of ours would see the same from its end
+            logger.warning("engine connection %d refused: %s", self.conn_id, error)
+            self.close()
+            return
         if self._server.is_full:
             self._refuse(f"{MAX_CONNECTIONS} engines are connected already")
             return
@@ -281,8 +286,7 @@ class _ExitWatch:
 def _open_pidfd(connection: socket.socket) -> int:
     """A descriptor that tells when the peer process ends, or -1 where that cannot be had."""
     try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        pid, _, _ = _PEER_CREDENTIALS.unpack(raw)
+        pid, _ = peer_process(connection)
         return os.pidfd_open(pid) if pid > 0 else -1
     except OSError:
         return -1

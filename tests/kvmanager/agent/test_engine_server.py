@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import struct
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,7 +71,7 @@ class Transport(asyncio.Transport):
 
 class NoSocket:
     def getsockopt(self, *_: object) -> bytes:
-        return bytes(12)
+        return struct.pack("iII", 0, os.geteuid(), 0)
 
 
 async def connected(tmp_path: Path) -> tuple[_EngineConnection, Handler, Transport]:

@@ -281,6 +281,7 @@ def test_a_distrusted_index_is_begun_anew_and_told(
     arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert arena.index_path is not None
+    arena.index_path.touch(mode=0o600)
     arena.index_path.write_bytes(encoded(stored(0)))
     index, found = opened(arena)
     assert found == []
