@@ -157,7 +157,7 @@ class _Following:
         self._counts = counts
         self._heard_s = time.monotonic()
         self._trouble = ""
-        self._backoff = self._fresh_backoff()
+        self._backoff = Backoff(timing.retry_s, timing.max_retry_s)
 
     async def run(self) -> None:
         while True:
@@ -188,7 +188,7 @@ class _Following:
         if self._trouble:
             logger.info("%s: followed again", self._node)
             self._trouble = ""
-        self._backoff = self._fresh_backoff()
+        self._backoff.reset()
         return 0.0 if feed.more else max(0.0, began_s + self._timing.batch_s - self._heard_s)
 
     async def _listen(self) -> CacheFeed | None:
@@ -226,6 +226,3 @@ class _Following:
             await self._sink.forget(self._node)
         except DirectoryError as error:
             logger.debug("%s: not forgotten: %s", self._node, error)
-
-    def _fresh_backoff(self) -> Backoff:
-        return Backoff(self._timing.retry_s, self._timing.max_retry_s)

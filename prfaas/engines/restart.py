@@ -1,9 +1,13 @@
-"""When a process that ended is started again: exponential backoff with memory of failures.
+"""When a process that ended is started again: exponential backoff, jittered, with memory of failures.
 
 Pure: time is an argument, nothing is started here, and what the process does is not known.
 """
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from transport.backoff import jittered
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,10 @@ class RestartDecision:
 class RestartPolicy:
     """The record of one process. Feed it `healthy` and `ended`; ask `ended` what to do."""
 
-    def __init__(self, config: RestartConfig) -> None:
+    def __init__(self, config: RestartConfig, uniform: Callable[[], float] = random.random) -> None:
+        """`uniform`: numbers in [0, 1) for the jitter."""
         self._config = config
+        self._uniform = uniform
         self._healthy_since_s: float | None = None
         self.num_failures = 0
         self.num_restarts = 0
@@ -59,9 +65,9 @@ class RestartPolicy:
         if config.max_failures is not None and self.num_failures >= config.max_failures:
             return RestartDecision(None, f"given up after {self.num_failures} failures in a row")
         self.num_restarts += 1
-        delay_s = self._backoff_s()
+        delay_s = jittered(self._backoff_s(), self._uniform)
         return RestartDecision(
-            delay_s, f"failure {self.num_failures} in a row, next start in {delay_s:g} s"
+            delay_s, f"failure {self.num_failures} in a row, next start in {delay_s:.3g} s"
         )
 
     def _backoff_s(self) -> float:

@@ -36,8 +36,16 @@ def test_spec_sizes_are_checked() -> None:
 
 
 def test_delays_double_up_to_the_limit_and_start_anew_after_a_good_connection() -> None:
-    backoff = Backoff(0.1, 1.0)
+    backoff = Backoff(0.1, 1.0, uniform=lambda: 1.0)
     assert [backoff.after(0.0) for _ in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert backoff.after(0.5) == 1.0
     assert backoff.after(30.0) == 0.1
     assert backoff.after(0.0) == 0.2
+    backoff.reset()
+    assert backoff.after(0.0) == 0.1
+
+
+def test_delays_of_many_who_lost_one_peer_together_lie_apart() -> None:
+    delays_s = [Backoff(1.0, 8.0).after(0.0) for _ in range(200)]
+    assert all(0.5 <= delay_s <= 1.0 for delay_s in delays_s)
+    assert max(delays_s) - min(delays_s) > 0.25

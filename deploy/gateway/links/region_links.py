@@ -194,7 +194,8 @@ class RegionLinks:
                     logger.exception("%s: following its links failed", name)
                     agent.error = repr(error)
                 else:
-                    agent.error, backoff = "", Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+                    agent.error = ""
+                    backoff.reset()
                 agent.heard.set()
                 await asyncio.sleep(backoff.after(0.0) if agent.error else LEAST_BETWEEN_S)
         finally:

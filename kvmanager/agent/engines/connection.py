@@ -39,6 +39,7 @@ from kvmanager.agent.engines.protocol import (
 )
 from kvmanager.arena import Arena, ArenaError
 from kvmanager.private_files import check_peer
+from transport.backoff import Backoff
 
 logger = logging.getLogger("prfaas.kvmanager.engine_client")
 
@@ -183,7 +184,7 @@ class AgentConnection:
     # Below: the client's own thread.
 
     def _run(self) -> None:
-        delay_s = RECONNECT_FIRST_S
+        backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S)
         may_live_on = False  # the agent that we lost last
         while not self._closing:
             try:
@@ -195,8 +196,9 @@ class AgentConnection:
                 self._mapped = None
                 self._call("on_agent_gone")
             may_live_on = was_welcome
-            delay_s = RECONNECT_FIRST_S if was_welcome else min(2 * delay_s, RECONNECT_MAX_S)
-            deadline_s = time.monotonic() + delay_s
+            if was_welcome:
+                backoff.reset()
+            deadline_s = time.monotonic() + backoff.after(0.0)
             while not self._closing and time.monotonic() < deadline_s:
                 self._wait(None, deadline_s - time.monotonic())
 

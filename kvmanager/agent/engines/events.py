@@ -29,6 +29,7 @@ from kvmanager.agent.engines.blocks import BlockBits, EngineBlocks
 from kvmanager.agent.engines.kv_events import EventSequence, MessageOrder, decode_batch
 from kvmanager.agent.engines.merged_blocks import MergedBlocks
 from kvmanager.layout import KVLayout
+from transport.backoff import Backoff
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -115,19 +116,18 @@ class _Follower:
 
     async def run(self) -> None:
         """Follow the engine until cancelled."""
-        retry_s = RETRY_S
+        backoff = Backoff(RETRY_S, MAX_RETRY_S)
         while True:
             try:
                 async with self._socket(zmq.SUB) as events:
                     await self._follow(events)
-                retry_s = RETRY_S
+                backoff.reset()
             except Exception as error:
                 # Whatever it is, it must not cost more than this engine's claims.
                 text = f"{type(error).__name__}: {error}"
                 logger.warning("cannot follow the KV events of %s: %s", self._instance, text)
-                retry_s = min(MAX_RETRY_S, 2 * retry_s)
             await self._reset()
-            await asyncio.sleep(retry_s)
+            await asyncio.sleep(backoff.after(0.0))
 
     async def _follow(self, events: zmq.asyncio.Socket) -> None:
         events.rcvhwm = MAX_WAITING
