@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ from deploy.gateway.file import (
 )
 from deploy.gateway.server import serve_gateway
 from kvmanager.config_files.yaml_files import exit_on_bad_file
+from kvmanager.logs import set_up_logging
 
 
 def gateway_command(
@@ -37,7 +37,7 @@ def gateway_command(
     log_level: Annotated[str, typer.Option(help="Level of this process's log.")] = "INFO",
 ) -> None:
     """Serve the OpenAI API for a region and route each request to one of its clusters."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
+    set_up_logging(log_level)
     with exit_on_bad_file():
         loaded = load_gateway_file(config)
     changes: dict[str, object] = {}

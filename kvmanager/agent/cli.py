@@ -26,6 +26,7 @@ from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
 from kvmanager.config_files.options import setting
 from kvmanager.config_files.yaml_files import exit_on_bad_file
+from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.pool.ssd import SsdError
@@ -72,9 +73,7 @@ def agent_command(
     options = {name: value for name, value in locals().items() if name in AgentConfig.model_fields}
     if placement is not None:
         options["placement"] = yaml.safe_load(placement)
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up_logging(log_level)
     with exit_on_bad_file():
         settings = load(config, options)
     try:

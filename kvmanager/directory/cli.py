@@ -29,6 +29,7 @@ from kvmanager.directory.feed_client import DirectoryFollower, FollowTiming
 from kvmanager.directory.messages import SERVICE, NodeState
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
+from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from transport import Endpoint
@@ -53,9 +54,7 @@ def directory_command(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a directory: follows node agents, knows what is cached where."""
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up_logging(log_level)
     agents = dict(item.partition("=")[::2] for item in agent) if agent else None
     options = {"listen": listen, "agents": agents, "redis": redis, "metrics_port": metrics_port}
     with exit_on_bad_file():

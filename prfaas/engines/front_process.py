@@ -17,6 +17,7 @@ import typer
 from prometheus_client import REGISTRY, start_http_server
 
 from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
+from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from prfaas.engines.front_config import EXPECTED, FrontConfig
@@ -51,7 +52,7 @@ def run_front(
 
     Exits 2 when the file is wrong, 1 when the address is not free; stderr says why.
     """
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
+    set_up_logging(log_level)
     with exit_on_bad_file():
         config = read_settings(path, kind, expected=EXPECTED, options={"listen": listen})
     try:

@@ -18,6 +18,7 @@ from threading import Thread
 from typing import Any, Final
 
 from prfaas.engines.guard import live_session_members
+from prfaas.engines.log_files import open_log
 from prfaas.engines.ownership import finished
 from prfaas.engines.spawn import spawn
 
@@ -123,7 +124,10 @@ class ChildProcess:
         try:
             with self.spec.log_path.open("rb") as log:
                 end_bytes = log.seek(0, os.SEEK_END)
-                log.seek(max(self._started.log_offset_bytes, end_bytes - _TAIL_BYTES))
+                # A log that was rotated since holds lines of this run only.
+                begin_bytes = self._started.log_offset_bytes
+                begin_bytes = begin_bytes if begin_bytes <= end_bytes else 0
+                log.seek(max(begin_bytes, end_bytes - _TAIL_BYTES))
                 text = log.read().decode("utf-8", "replace")
         except OSError:
             return []
@@ -177,7 +181,7 @@ def _live(
 
 def _spawned(spec: ProcessSpec) -> _Started:
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-    with spec.log_path.open("ab") as log:
+    with open(open_log(spec.log_path), "ab") as log:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
         log.write(f"=== {stamp} start {spec.name}\n".encode())
         log.flush()

@@ -37,7 +37,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], output: Path) -> int:
         path = os.fsencode(output)
         for error in (
             libc.posix_spawn_file_actions_addopen(actions, 0, b"/dev/null", os.O_RDONLY, 0),
-            libc.posix_spawn_file_actions_addopen(actions, 1, path, append, 0o666),
+            libc.posix_spawn_file_actions_addopen(actions, 1, path, append, 0o600),
             libc.posix_spawn_file_actions_adddup2(actions, 1, 2),
             libc.posix_spawnattr_setflags(attributes, _SETSID),
         ):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.log_files import rotate
 from prfaas.engines.ownership import finished
 from prfaas.engines.process import ChildProcess, ProcessSpec
 from prfaas.engines.restart import RestartConfig, RestartPolicy
@@ -189,11 +190,18 @@ class Supervisor:
             elif was_healthy and self.state is ProcessState.HEALTHY:
                 self._move(ProcessState.UNHEALTHY, "probe failed")
             patience_s = config.hang_timeout_s if was_healthy else config.start_timeout_s
+            await self._rotate_log()
             if time.monotonic() - last_good_s > patience_s:
                 return f"not healthy for {patience_s:g} s"
             interval_s = config.probe_interval_s if was_healthy else config.start_probe_interval_s
             await asyncio.wait({exited}, timeout=interval_s)
         return None
+
+    async def _rotate_log(self) -> None:
+        try:
+            await asyncio.to_thread(rotate, self.spec.log_path)
+        except OSError as error:  # a full disk must not end the process whose log it is
+            logger.warning("%s: its log cannot be rotated: %s", self.spec.name, error)
 
     async def _is_healthy(self) -> bool:
         try:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +17,8 @@ from rich.console import Console
 from deploy.region.launch.launcher import ProcessProgress, RunningRegion
 from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.spec.region import RegionSpec
+from kvmanager.logs import set_up_logging
+from prfaas.engines.log_files import MAX_LOG_BYTES, NUM_OLD_LOGS
 
 
 async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> bool:
@@ -60,9 +62,11 @@ async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: boo
 
 def _log_to(path: Path) -> None:
     # Opened with the first record, which comes after the run directory has been made.
-    handler = logging.FileHandler(path, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    set_up_logging(
+        handler=RotatingFileHandler(
+            path, maxBytes=MAX_LOG_BYTES, backupCount=NUM_OLD_LOGS, delay=True
+        )
+    )
 
 
 async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event) -> bool:

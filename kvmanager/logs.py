@@ -1,0 +1,79 @@
+"""How our processes log: one format, and no message that fills a disk by repeating itself.
+
+A peer that sends garbage, or an agent that is down, sets off the same message again and again. The
+first ones of a minute are worth reading, the rest only their number. It does not know where the
+lines go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final
+
+PERIOD_S: Final = 60.0
+MAX_A_PERIOD: Final = 100
+"""Messages with one text, arguments aside, that are written in a period."""
+MAX_TEXTS: Final = 1000
+"""Texts whose number is kept; a program has a few hundred of them."""
+
+
+@dataclass(slots=True)
+class _Count:
+    since_s: float
+    num: int = 0
+
+
+class Repeats:
+    """Counts what repeats. Time is an argument."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, _Count] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def admit(self, key: Hashable, now_s: float) -> int | None:
+        """None: leave it out. Else how many like it were left out since one was written last."""
+        count = self._counts.get(key)
+        num_left_out = 0
+        if count is None:
+            if len(self._counts) >= MAX_TEXTS:
+                del self._counts[next(iter(self._counts))]  # the one that began first
+            count = self._counts[key] = _Count(now_s)
+        elif now_s - count.since_s >= PERIOD_S:
+            num_left_out = max(0, count.num - MAX_A_PERIOD)
+            del self._counts[key]
+            count = self._counts[key] = _Count(now_s)
+        count.num += 1
+        return num_left_out if count.num <= MAX_A_PERIOD else None
+
+
+class RepeatsFilter(logging.Filter):
+    """Leaves out what repeats too often, whoever's logger it comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._repeats = Repeats()
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key = record.name, record.levelno, record.msg if isinstance(record.msg, str) else ""
+        with self._lock:
+            num_left_out = self._repeats.admit(key, record.created)
+        if num_left_out:
+            record.msg, record.args = (
+                f"{record.getMessage()} ({num_left_out} more were left out)",
+                (),
+            )
+        return num_left_out is not None
+
+
+def set_up_logging(level: str = "info", handler: logging.Handler | None = None) -> None:
+    """Log from now on, to stderr unless there is a handler, without endless repeats."""
+    handler = handler or logging.StreamHandler()
+    handler.addFilter(RepeatsFilter())
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
