@@ -185,6 +185,8 @@ class GatewaySection(Section):
     """How requests are routed, queued and refused, and roles changed."""
     recorder: RecorderSection | None = None
     """Records scheduling to files. Left out: nothing is recorded."""
+    timeouts: TimeoutConfig = TimeoutConfig()
+    """Limits on every wait."""
 
 
 class GatewayConfig(GatewaySection):
@@ -218,8 +220,6 @@ class GatewayConfig(GatewaySection):
     """Between two reports of a cluster, seconds or such as 500ms."""
     report_stale_s: Seconds = 5.0
     """An older report of a cluster says nothing, seconds or such as 5s."""
-    timeouts: TimeoutConfig = TimeoutConfig()
-    """Limits on every wait."""
 
     @model_validator(mode="after")
     def _check(self) -> GatewayConfig:

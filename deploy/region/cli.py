@@ -10,9 +10,8 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import psutil
 import typer
@@ -29,6 +28,9 @@ from deploy.region.launch.rundir import (
     remove_leftovers,
 )
 from kvmanager.config_files.problems import FileError
+
+if TYPE_CHECKING:
+    from deploy.region.spec.region import RegionSpec
 
 NameArgument = Annotated[
     str | None, typer.Argument(metavar="[NAME]", help="region; not needed if only one runs")
@@ -92,7 +94,10 @@ def status_command(
 def down_command(
     name: NameArgument = None,
     run_dir: RunDirOption = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds to wait")] = 60.0,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout", help="seconds to wait [as long as its processes may take]"),
+    ] = None,
 ) -> None:
     """Stop a region that `prfaas up` keeps running, and wait until nothing of it is left.
 
@@ -101,6 +106,7 @@ def down_command(
     prfaas down --run-dir /run/prfaas/demo
     """
     root, state = find_run(run_dir, name, or_left_behind=True)
+    timeout_s = timeout_s or _stop_limit_s(state)  # the launcher removes the region's file
     if state.launcher_lives():
         os.kill(state.launcher_pid, signal.SIGTERM)
     deadline_s = time.monotonic() + timeout_s
@@ -125,14 +131,30 @@ def clean_up(state: RegionState, root: Path) -> None:
         lock.release()
 
 
+def _stop_limit_s(state: RegionState) -> float:
+    from deploy.gateway.config import TimeoutConfig
+    from deploy.region.launch.plan import stop_limit_s
+
+    region = _region_of(state)
+    return stop_limit_s(TimeoutConfig() if region is None else region.gateway.timeouts)
+
+
+def _region_of(state: RegionState) -> RegionSpec | None:
+    """What a launcher wrote of its region; None where it is gone, or of an older version."""
+    from deploy.region.spec.region import RegionSpec
+
+    try:
+        return RegionSpec.model_validate_json(Path(state.region_file).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def _discard_arenas(state: RegionState, root: Path) -> None:
     """The arenas that the agents of a killed launcher kept."""
     from deploy.region.launch.arenas import discard_arenas
-    from deploy.region.spec.region import RegionSpec
 
     # What an older version wrote must not keep a region from being taken down.
-    with suppress(FileNotFoundError, ValueError):
-        region = RegionSpec.model_validate_json(Path(state.region_file).read_bytes())
+    if (region := _region_of(state)) is not None:
         discard_arenas(region, root)
 
 

@@ -28,6 +28,8 @@ _GUARD: Final = str(Path(__file__).with_name("guard.py"))
 _TAIL_BYTES: Final = 64 << 10
 _KILL_TIMEOUT_S: Final = 5.0
 _GUARD_MARGIN_S: Final = 3.0
+KILL_S: Final = _GUARD_MARGIN_S + _KILL_TIMEOUT_S
+"""How much longer than its grace a process that does not end by itself may take."""
 _UNKNOWN_STATUS: Final = 255 << 8
 
 

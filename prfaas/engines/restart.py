@@ -1,4 +1,4 @@
-"""When a process that ended is started again: exponential backoff, jittered, with memory of failures.
+"""When a process that ended is started again: jittered exponential backoff that remembers failures.
 
 Pure: time is an argument, nothing is started here, and what the process does is not known.
 """

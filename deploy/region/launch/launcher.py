@@ -23,7 +23,7 @@ import psutil
 from deploy.command_line import CommandFailed
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.launch.arenas import discard_arenas
-from deploy.region.launch.plan import Kind, PlannedProcess, Planner, gateway_url
+from deploy.region.launch.plan import STOP_ORDER, Kind, PlannedProcess, Planner, gateway_url
 from deploy.region.launch.ports import ResolvedRegion, resolve_ports, taken_ports
 from deploy.region.launch.probes import Prober, region_trouble
 from deploy.region.launch.rundir import (
@@ -51,7 +51,6 @@ logger = logging.getLogger("prfaas.deploy.region")
 
 # Relays and agents first: engines connect to their agent, the gateway needs all.
 _STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("gateway",))
-_STOP_ORDER: tuple[Kind, ...] = ("gateway", "engine", "agent", "relay")
 
 
 class RegionStartFailed(CommandFailed):
@@ -291,7 +290,7 @@ class RunningRegion:
     async def _stop(self) -> None:
         self._phase = "stopping"
         self._write_state()
-        for kind in _STOP_ORDER:
+        for kind in STOP_ORDER:
             processes = [item for item in self._processes.values() if item.kind == kind]
             await asyncio.gather(*(process.stop() for process in processes))
         if self._prober is not None:

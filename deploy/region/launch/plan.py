@@ -14,7 +14,7 @@ from typing import Literal
 
 from blake3 import blake3
 
-from deploy.gateway.config import GatewayConfig, GatewaySection, ModelConfig
+from deploy.gateway.config import GatewayConfig, GatewaySection, ModelConfig, TimeoutConfig
 from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
 from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
@@ -25,12 +25,29 @@ from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, Reg
 from kvmanager.agent.config import AgentSection
 from prfaas.engines.command import EngineOptions, EngineSpec
 from prfaas.engines.instances import InstanceSpec
-from prfaas.engines.process import ProcessSpec
+from prfaas.engines.process import KILL_S, ProcessSpec
 from transport import Endpoint
 
 Kind = Literal["relay", "agent", "engine", "gateway"]
 
-_GRACE_S: dict[Kind, float] = {"relay": 2.0, "agent": 5.0, "engine": 15.0, "gateway": 10.0}
+STOP_ORDER: tuple[Kind, ...] = ("gateway", "engine", "agent", "relay")
+
+_CLOSE_S = 5.0
+_ENGINE_GRACE_S = 15.0
+
+
+def grace_s(kind: Kind, timeouts: TimeoutConfig) -> float:
+    """How long a process may take to end by itself, before it is killed."""
+    if kind == "gateway":  # it drains, then gives back what requests still held
+        return timeouts.drain_s + timeouts.cluster_s + _CLOSE_S
+    return _ENGINE_GRACE_S if kind == "engine" else _CLOSE_S
+
+
+def stop_limit_s(timeouts: TimeoutConfig) -> float:
+    """How long a region takes to stop at most: its kinds of processes one after the other, each
+    killed at the end of its grace.
+    """
+    return sum(grace_s(kind, timeouts) + KILL_S for kind in STOP_ORDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +174,7 @@ class Planner:
             argv=spec.argv(),
             log_path=self.directory.logs / f"{instance.name}.log",
             env=spec.environment(self.environment),
-            term_grace_s=_GRACE_S["engine"],
+            term_grace_s=grace_s("engine", self.resolved.region.gateway.timeouts),
         )
         return PlannedProcess(instance.name, "engine", spec.url, process)
 
@@ -168,7 +185,8 @@ class Planner:
     def _planned(self, name: str, kind: Kind, address: str, argv: list[str]) -> PlannedProcess:
         env = module_environment(self.environment)
         log_path = self.directory.logs / f"{name}.log"
-        process = ProcessSpec(name, argv, log_path, env, term_grace_s=_GRACE_S[kind])
+        patience_s = grace_s(kind, self.resolved.region.gateway.timeouts)
+        process = ProcessSpec(name, argv, log_path, env, term_grace_s=patience_s)
         return PlannedProcess(name, kind, address, process)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.file import GatewayFile
-from deploy.region.launch.plan import Planner, gateway_file, gateway_url
+from deploy.region.launch.plan import Planner, gateway_file, gateway_url, stop_limit_s
 from deploy.region.launch.ports import resolve_ports
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.loading import parse_region
@@ -144,6 +145,16 @@ def test_without_prefix_caching_agents_have_no_cache() -> None:
     engine = next(item for item in plan.processes() if item.kind == "engine")
     assert "--no-enable-prefix-caching" in engine.process.argv
     assert "--kv-events-config" not in engine.process.argv
+
+
+def test_a_gateway_may_drain_as_long_as_the_file_says(region: RegionSpec) -> None:
+    timeouts = TimeoutConfig(drain_s=300.0, cluster_s=7.0)
+    gateway = region.gateway.model_copy(update={"timeouts": timeouts})
+    planned = planner(region.model_copy(update={"gateway": gateway}))
+    grace_s = {item.kind: item.process.term_grace_s for item in planned.processes()}
+    assert grace_s["gateway"] > 300.0 + 7.0
+    assert gateway_file(planned.resolved).gateway.timeouts == timeouts
+    assert stop_limit_s(timeouts) > sum(grace_s.values())
 
 
 def test_wildcard_gateways_are_reached_on_loopback(region: RegionSpec) -> None:
