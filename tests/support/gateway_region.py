@@ -1,0 +1,512 @@
+"""A region on loopback for gateway tests: HTTP doubles of engines, in-process doubles of fronts.
+
+The doubles keep the promises of the real ones that the gateway relies on: an engine that was given
+a landing waits for it and prefills by itself once the landing is given back.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from msgspec import structs
+
+from deploy.gateway.app import Gateway
+from deploy.gateway.cache.region_caches import RegionCaches
+from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
+from deploy.gateway.server import start_server
+from kvmanager.agent.messages import CacheModel
+from kvmanager.landing import ReservedLanding, consumer_params
+from local_pd.errors import NoInstance, NoLandingRoom, RoleRefused
+from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
+from prfaas.engines.errors import PrefillFailed
+from prfaas.jobs import PrefillJob, PrefillResult
+from scheduler.live.long_term.conversion import RoleChange, RoleStatus
+from scheduler.reports import ClusterReport, InstanceReport
+
+Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+class OpenAiEngine:
+    """Speaks enough of vLLM's OpenAI server; `reply` replaces its way of answering."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.url = ""
+        self.requests: list[tuple[str, dict[str, str], bytes]] = []
+        self.waiting: dict[str, asyncio.Future[str]] = {}
+        self.sources: list[str] = []
+        self.num_aborted = 0
+        self.num_serving = 0
+        self.reply: Reply | None = None
+        self.render_reply: Reply | None = None
+        self.load: Callable[[dict[str, Any]], Awaitable[str]] | None = None
+        # What its own prefix cache holds of any prompt; None: it does not say what was cached.
+        self.local_hit: int | None = None
+        self.first_token = asyncio.Event()
+        self.first_token.set()
+        self.next_token = asyncio.Event()
+        self.next_token.set()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 28)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._serve)
+            app.router.add_post(path + "/render", self._render)
+        for path in ("/health", "/metrics"):
+            app.router.add_get(path, self._healthy)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def bodies(self, path: str = "/v1/completions") -> list[bytes]:
+        return [body for seen, _, body in self.requests if seen == path]
+
+    async def _healthy(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _render(self, request: web.Request) -> web.StreamResponse:
+        body = await self._note(request)
+        if self.render_reply is not None:
+            return await self.render_reply(request, body)
+        ids = token_ids(body)
+        rendered = {"token_ids": ids, "features": None, "sampling_params": {"n": 1}}
+        is_chat = request.path.startswith("/v1/chat")
+        return web.json_response(rendered if is_chat else [rendered])
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        body = await self._note(request)
+        self.num_serving += 1
+        try:
+            if self.reply is not None:
+                return await self.reply(request, body)
+            return await self.answer(request, body)
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        except ConnectionError:
+            self.num_aborted += 1
+            raise
+        finally:
+            self.num_serving -= 1
+
+    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await self._load_landing(body)
+        payload = completion(request, body)
+        if self.local_hit is not None:
+            # Like vLLM's, it counts what a connector brought as cached.
+            has_landed = self.sources[-1] == "landing"
+            num_tokens = len(token_ids(body)) - 1 if has_landed else self.local_hit
+            payload["usage"]["prompt_tokens_details"] = {"cached_tokens": num_tokens}
+        if not body.get("stream"):
+            await self.first_token.wait()
+            return web.json_response(payload)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "x-engine": self.name}
+        )
+        await response.prepare(request)
+        await self.first_token.wait()
+        for event in events(payload, body):
+            await response.write(event)
+            await self.next_token.wait()
+        return response
+
+    async def _load_landing(self, body: dict[str, Any]) -> None:
+        params = body.get("kv_transfer_params")
+        if params is None:
+            self.sources.append("prompt")
+            return
+        if self.load is not None:
+            self.sources.append(await self.load(params["prfaas"]))
+            return
+        transfer_id = params["prfaas"]["transfer_id"]
+        waiting = self.waiting.setdefault(transfer_id, asyncio.get_running_loop().create_future())
+        self.sources.append(await waiting)
+
+    async def _note(self, request: web.Request) -> dict[str, Any]:
+        raw = await request.read()
+        headers = {key.lower(): value for key, value in request.headers.items()}
+        self.requests.append((request.path, headers, raw))
+        body: dict[str, Any] = json.loads(raw)
+        return body
+
+    def tell(self, transfer_id: str, source: str) -> None:
+        """The landing came ("landing") or was given back ("recomputed")."""
+        waiting = self.waiting.setdefault(transfer_id, asyncio.get_running_loop().create_future())
+        if not waiting.done():
+            waiting.set_result(source)
+
+
+def token_ids(body: dict[str, Any]) -> list[int]:
+    if "prompt" in body:
+        prompt = body["prompt"]
+        return list(prompt) if isinstance(prompt, list) else list(prompt.encode())
+    text = "".join(str(message.get("content")) for message in body["messages"])
+    return [1, *text.encode(), 2]
+
+
+def completion(request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
+    """An answer that depends on everything but the transfer."""
+    seen = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+    return {
+        "id": f"cmpl-{request.headers.get('X-Request-Id')}",
+        "object": "text_completion",
+        "created": 1,
+        "model": body.get("model"),
+        "choices": [{"index": 0, "text": json.dumps(seen, sort_keys=True), "logprobs": None}],
+        "usage": {"prompt_tokens": len(token_ids(body)), "completion_tokens": 4},
+    }
+
+
+def events(payload: dict[str, Any], body: dict[str, Any]) -> list[bytes]:
+    text = payload["choices"][0]["text"]
+    step = max(1, len(text) // 4)
+    out = []
+    for start in range(0, len(text), step):
+        chunk = payload | {"choices": [{"index": 0, "text": text[start : start + step]}]}
+        del chunk["usage"]
+        out.append(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    if (body.get("stream_options") or {}).get("include_usage"):
+        out.append(b"data: " + json.dumps(payload | {"choices": []}).encode() + b"\n\n")
+    return [*out, b"data: [DONE]\n\n"]
+
+
+class FakePd:
+    """A local PD cluster front over fake engines."""
+
+    name = "home"
+
+    def __init__(self, engines: list[OpenAiEngine]) -> None:
+        self.engines = {engine.name: engine for engine in engines}
+        self.held: dict[str, str] = {}
+        self.landings: dict[str, asyncio.Future[LandingReport]] = {}
+        self.awaiting: set[str] = set()
+        self.agent_is_gone = False
+        self.reports_landings = True
+        self.released: list[str] = []
+        self.ended_at: list[str] = []
+        self.num_reserved = 0
+        self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
+        self.tenants: list[str] = []
+        """Whose KVCache memory was asked for."""
+        self.direct_preferences: list[tuple[str, ...]] = []
+        self.cache_model: CacheModel | None = None
+        self.cached_tokens = 0
+        self.is_full = False
+        self.down: set[str] = set()
+        self.reserving = asyncio.Event()
+        self.reserve_gate = asyncio.Event()
+        self.reserve_gate.set()
+        self.prefill: FakePrefill | None = None
+        self.engine_numbers: dict[str, Any] = {}
+        """Fields that reports of engines have besides."""
+
+    @property
+    def has_prefill_instances(self) -> bool:
+        return self.prefill is not None
+
+    async def reserve(
+        self,
+        num_tokens: int,
+        token_digest: str,
+        request_id: str,
+        model: str = "",
+        *,
+        block_keys: bytes = b"",
+        prefer_nodes: Sequence[str] = (),
+        tenant: str = "",
+    ) -> DecodeSlot:
+        self.reserved_with.append((block_keys, tuple(prefer_nodes)))
+        self.tenants.append(tenant)
+        self.reserving.set()
+        await self.reserve_gate.wait()
+        if self.is_full:
+            raise NoLandingRoom("every landing is full")
+        engine = self._usable()[0]
+        self.num_reserved += 1
+        transfer_id = f"{self.num_reserved:032x}"
+        self.held[transfer_id] = engine.name
+        self.landings[transfer_id] = asyncio.get_running_loop().create_future()
+        landing = ReservedLanding(
+            transfer_id=transfer_id,
+            token="ab" * 32,
+            nbytes=(num_tokens - self.cached_tokens) * 512,
+            num_tokens=num_tokens,
+            cached_tokens=self.cached_tokens,
+            host="127.0.0.1",
+            port=7100,
+            layout_fingerprint="cd" * 32,
+            token_digest=token_digest,
+        )
+        return DecodeSlot(
+            landing=landing,
+            instance=engine.name,
+            engine_url=engine.url,
+            kv_transfer_params=consumer_params(landing, arena_epoch="e1", runs=[(0, 4)]),
+            lease_s=30.0,
+        )
+
+    async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
+        transfer_id = slot.landing.transfer_id
+        if self.agent_is_gone:
+            return LandingReport(state="unknown", error="no answer from the node agent")
+        self.awaiting.add(transfer_id)
+        try:
+            await asyncio.wait((self.landings[transfer_id],), timeout=timeout_s)
+        finally:
+            self.awaiting.remove(transfer_id)
+        landing = self.landings[transfer_id]
+        return landing.result() if landing.done() else LandingReport(state="open")
+
+    def end_landing(self, transfer_id: str, state: Any, error: str = "") -> None:
+        """Say so to whoever waits for it, and to the engine."""
+        landing = self.landings[transfer_id]
+        if self.reports_landings and not landing.done():
+            landing.set_result(LandingReport(state=state, error=error))
+        source = "landing" if state == "landed" else "recomputed"
+        self.engines[self.held[transfer_id]].tell(transfer_id, source)
+
+    async def request_ended(self, instance: str) -> None:
+        self.ended_at.append(instance)
+
+    async def release(self, slot: DecodeSlot, reason: str) -> None:
+        transfer_id = slot.landing.transfer_id
+        self.held.pop(transfer_id, None)
+        self.released.append(transfer_id)
+        self.engines[slot.instance].tell(transfer_id, "recomputed")
+
+    async def direct(
+        self,
+        request_id: str,
+        model: str = "",
+        exclude: Sequence[str] = (),
+        *,
+        prefer_nodes: Sequence[str] = (),
+    ) -> DirectTarget:
+        self.direct_preferences.append(tuple(prefer_nodes))
+        usable = self._usable()
+        engine = next((item for item in usable if item.name not in exclude), usable[0])
+        return DirectTarget(instance=engine.name, engine_url=engine.url)
+
+    async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
+        assert self.prefill is not None
+        return await self.prefill.submit(job)
+
+    async def report(self) -> ClusterReport:
+        instances = [
+            report("both", engine.name, engine.name not in self.down, self.cache_model)
+            for engine in self.engines.values()
+        ]
+        instances = [structs.replace(item, **self.engine_numbers) for item in instances]
+        if self.prefill is not None:
+            instances.append(report("prefill", "p0", True))
+        return ClusterReport(
+            name=self.name,
+            healthy=len(self.down) < len(self.engines),
+            queue_depth=0,
+            running=0,
+            instances=tuple(instances),
+        )
+
+    async def drain(self, instance: str) -> None: ...
+
+    async def resume(self, instance: str) -> None: ...
+
+    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+        raise RoleRefused(f"{self.name}: {instance} never changes")
+
+    async def close(self) -> None: ...
+
+    def _usable(self) -> list[OpenAiEngine]:
+        usable = [engine for name, engine in self.engines.items() if name not in self.down]
+        if not usable:
+            raise NoInstance("no healthy engine")
+        return usable
+
+
+class FakePrefill:
+    """A prefill cluster front whose KVCache lands at once when `gate` is open."""
+
+    def __init__(self, name: str, pd: FakePd) -> None:
+        self.name = name
+        self.pd = pd
+        self.jobs: list[PrefillJob] = []
+        self.num_cancelled = 0
+        self.num_running = 0
+        self.error: Exception | None = None
+        self.late_error: Exception | None = None
+        self.cached_tokens = 0
+        self.is_healthy = True
+        self.started = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.report_gate = asyncio.Event()
+        self.report_gate.set()
+
+    async def submit(self, job: PrefillJob) -> PrefillResult:
+        self.jobs.append(job)
+        self.num_running += 1
+        self.started.set()
+        try:
+            await self.gate.wait()
+            if self.error is not None:
+                raise self.error
+            transfer_id = job.landing.transfer_id
+            if transfer_id not in self.pd.held:
+                raise PrefillFailed("transfer_failed", "the landing is gone")
+            self.pd.end_landing(transfer_id, "landed")
+            await self.report_gate.wait()
+            if self.late_error is not None:
+                raise self.late_error
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_running -= 1
+        return PrefillResult(
+            instance=f"{self.name}-0",
+            queue_s=1e-6,
+            prefill_s=2e-6,
+            transfer_tail_s=3e-6,
+            nbytes=job.landing.nbytes,
+            sent_share_at_prefill_end=0.9,
+            cached_tokens=self.cached_tokens,
+        )
+
+    async def report(self) -> ClusterReport:
+        return ClusterReport(
+            name=self.name,
+            healthy=self.is_healthy,
+            queue_depth=0,
+            running=self.num_running,
+            instances=(report("prefill", f"{self.name}-0", self.is_healthy),),
+            max_queued=64,
+        )
+
+    async def drain(self, instance: str) -> None: ...
+
+    async def resume(self, instance: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def report(role: Any, name: str, healthy: bool, cache: CacheModel | None = None) -> InstanceReport:
+    """Every instance has a node of its own name, whose agent is at NAME:1."""
+    return InstanceReport(
+        name=name,
+        role=role,
+        model="tiny",
+        healthy=healthy,
+        draining=False,
+        running=0,
+        max_concurrent=4,
+        node=f"{name}:1",
+        node_name=name,
+        cache=cache,
+    )
+
+
+class Region:
+    """What a test holds in its hands."""
+
+    def __init__(self, gateway: Gateway, url: str, pd: FakePd, session: Any) -> None:
+        self.gateway = gateway
+        self.url = url
+        self.pd = pd
+        self.engines = list(pd.engines.values())
+        self.prefill: dict[str, FakePrefill] = {}
+        self.session: aiohttp.ClientSession = session
+
+    @property
+    def engine(self) -> OpenAiEngine:
+        return self.engines[0]
+
+    @property
+    def far(self) -> FakePrefill:
+        return self.prefill["far"]
+
+    def long_body(self, **fields: Any) -> dict[str, Any]:
+        """Above the threshold of 100 tokens."""
+        return {"model": "tiny", "prompt": "x" * 300} | fields
+
+    async def post(
+        self, body: Any, path: str = "/v1/completions", **kwargs: Any
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and whole body."""
+        async with self.session.post(self.url + path, json=body, **kwargs) as response:
+            headers = {key.lower(): value for key, value in response.headers.items()}
+            return response.status, headers, await response.read()
+
+    async def record(self) -> Any:
+        """The latest record, once nothing about it changes any more."""
+        async with asyncio.timeout(5):
+            while not (latest := self.gateway.records) or not latest[-1].is_settled:
+                await asyncio.sleep(0.005)
+        return latest[-1]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for what happens in the background."""
+        async with asyncio.timeout(5):
+            while not holds():
+                await asyncio.sleep(0.005)
+
+    async def assert_nothing_held(self) -> None:
+        """Both legs are over, the landing is back and nobody waits for it."""
+        await self.until(lambda: not self.pd.awaiting)
+        await self.until(lambda: not self.pd.held)
+        await self.until(lambda: all(cluster.num_running == 0 for cluster in self.prefill.values()))
+        await self.until(lambda: all(engine.num_serving == 0 for engine in self.engines))
+        await self.until(lambda: self.gateway.num_in_flight == 0)
+        assert len(set(self.pd.released)) == len(self.pd.released), "released twice"
+
+
+@asynccontextmanager
+async def open_region(
+    *,
+    num_engines: int = 1,
+    prefill: Sequence[str] = ("far",),
+    caches: RegionCaches | None = None,
+    cache_model: CacheModel | None = None,
+    **config: Any,
+) -> AsyncIterator[Region]:
+    engines = [OpenAiEngine(f"d{index}") for index in range(num_engines)]
+    for engine in engines:
+        await engine.start()
+    pd = FakePd(engines)
+    pd.cache_model = cache_model
+    clusters = {name: FakePrefill(name, pd) for name in prefill}
+    settings: dict[str, Any] = {
+        "port": 0,
+        "models": (ModelConfig(name="tiny", max_model_len=8192),),
+        "threshold_tokens": 100,
+        "template_tokens": 20,
+        "report_interval_s": 0.02,
+        "report_stale_s": 2.0,
+        "timeouts": TimeoutConfig(result_grace_s=0.5, drain_s=5.0, cluster_s=2.0),
+    }
+    gateway = Gateway(GatewayConfig(**(settings | config)), pd, clusters, caches=caches)
+    runner = await start_server(gateway)
+    host, port = runner.addresses[0][:2]
+    try:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            region = Region(gateway, f"http://{host}:{port}", pd, session)
+            region.prefill = clusters
+            yield region
+    finally:
+        await runner.cleanup()
+        for engine in engines:
+            await engine.stop()
