@@ -15,7 +15,8 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt_token_ids` excludes the prompt's last token, which the decode engine recomputes.
     A lower `priority` is served earlier. `model` is the served name; "" means that the cluster
-    serves only one. `traceparent` is a W3C trace context header or "". `cached_tokens` says by
+    serves only one. `tenant` is whose KVCache it is, for the shares and budgets of links.
+    `traceparent` is a W3C trace context header or "". `cached_tokens` says by
     instance or node (`InstanceReport.node`) how much of the prompt need not be computed there.
     """
 
@@ -23,6 +24,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: TokenIds
     landing: ReservedLanding
     cache_salt: str | None = None
+    tenant: str = ""
     priority: int = 0
     traceparent: str = ""
     model: str = ""

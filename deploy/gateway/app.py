@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Final
 
 from aiohttp import web
 
+from deploy.gateway.cache.api import KeyNames
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
 from deploy.gateway.cache.placement import PrefixPlacement, node_loads
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -22,6 +24,7 @@ from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import Intake, ServedModels, usable_request_id
 from deploy.gateway.intake.auth import KeyRing
+from deploy.gateway.intake.cache_salts import CacheSalts
 from deploy.gateway.intake.inbound import Kind
 from deploy.gateway.intake.limits import Limits
 from deploy.gateway.links.region_links import RegionLinks
@@ -82,6 +85,7 @@ class Gateway:
             limits=self._limits,
             models=self._models,
             metrics=self.metrics,
+            salts=CacheSalts(config.shared_caches),
             template_tokens=config.template_tokens,
         )
         self._watcher = RegionWatcher(config, pd, prefill_clusters, on_report=self._note_nodes)
@@ -246,6 +250,7 @@ class Gateway:
             caches=self._caches,
             links=self._region_links,
             link_names=dict(link_names),
+            key_names=KeyNames(secrets.token_bytes(32)),
             services=self._started,
         )
 

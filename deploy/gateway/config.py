@@ -177,6 +177,10 @@ class GatewaySection(Section):
     """
     operators: tuple[str, ...] = ()
     """Names of the API keys that may change roles and see what is protected. None: all may."""
+    shared_caches: dict[str, tuple[str, ...]] = Field(default={})
+    """Tenants that share what is cached of their prompts, by the name of their group. A tenant in
+    none shares with nobody.
+    """
     max_body_bytes: Bytes = 32 << 20
     """Most bytes of a request's body, a number or such as 32MiB."""
     directory: DirectorySection = DirectorySection()
@@ -276,8 +280,8 @@ def parse_api_keys(text: str, where: str) -> tuple[ApiKey, ...]:
 
 
 def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfig:
-    """`config` with these keys. Raises `ValueError` for a key that two tenants have, and for limits
-    or the rights of a tenant that has no key.
+    """`config` with these keys. Raises `ValueError` for a key that two tenants have, for limits or
+    the rights of a tenant that has no key, and for a tenant that shares with two groups.
     """
     tenants: dict[str, str] = {}
     keys = tuple(keys)
@@ -285,9 +289,13 @@ def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfi
         tenant = tenants.setdefault(key.key.get_secret_value(), key.tenant)
         if tenant != key.tenant:
             raise ValueError(f"API keys: {tenant} and {key.tenant} have the same key; remove one")
+    sharing = [name for names in config.shared_caches.values() for name in names]
+    if twice := sorted({name for name in sharing if sharing.count(name) > 1}):
+        raise ValueError(f"gateway.shared_caches: {', '.join(twice)} may be in one group only")
     named = {
         "gateway.scheduling.admission.tenants": config.scheduling.admission.tenants.keys(),
         "gateway.operators": config.operators,
+        "gateway.shared_caches": sharing,
     }
     for where, names in named.items():
         if unknown := sorted(set(names).difference(tenants.values())):

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from deploy.gateway.cache.api import (
     CacheOverview,
+    KeyNames,
     TopPrefixes,
     explanation,
     hot_prefixes,
@@ -75,6 +76,7 @@ class Pages:
     caches: RegionCaches | None
     links: RegionLinks | None
     link_names: Mapping[str, str]
+    key_names: KeyNames
     services: Callable[[], Services]
 
     def routes(self) -> Iterable[web.RouteDef]:
@@ -184,7 +186,7 @@ class Pages:
         limit, order = _limit(request, 20), _order(request)
         listed = await caches.prefixes(limit, order)
         errors = {str(name): reply for name, reply in listed.items() if isinstance(reply, str)}
-        return TopPrefixes(hot_prefixes(listed, order, limit), errors)
+        return TopPrefixes(hot_prefixes(listed, order, limit, self.key_names), errors)
 
     async def _explain_cache(self, request: web.Request) -> web.Response:
         """POST /prfaas/cache/explain: how a prompt would fare now. The body is that of a completion
@@ -200,7 +202,8 @@ class Pages:
                 status = 503 if error.reason is Reason.RENDER_UNAVAILABLE else 400
                 raise ApiError(status, "not_rendered", message) from error
             model, decision = exchange.inbound.model, judged.decision
-            return _json(explanation(model, judged.shape, judged.cached, decision))
+            names = self.key_names
+            return _json(explanation(model, judged.shape, judged.cached, decision, names))
 
     def _needed_caches(self) -> RegionCaches:
         if self.caches is None:

@@ -93,8 +93,9 @@ def top_command(
 ) -> None:
     """Show the hottest prefixes of the region, and which nodes hold them.
 
-    A prefix is named by the key of its last block. Resumable: this many tokens of a prompt that
-    begins with the prefix need not be computed. Branch: other prompts differ after this many.
+    A prefix has a name that this gateway process gives its last block, as in `explain`. Resumable:
+    this many tokens of a prompt that begins with it need not be computed. Branch: other prompts
+    differ after this many.
 
     \b
     prfaas cache top

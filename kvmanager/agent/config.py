@@ -49,6 +49,8 @@ class AgentSection(Section):
     """Most of the arena for KVCache on its way in, GiB or such as 512MiB; the rest is left to what
     goes out. Left out: all of it.
     """
+    tenant_landing_gib: Gib | None = None
+    """Most memory for the landings of one tenant, GiB or such as 512MiB. Left out: no limit."""
     cache_gib: GibOrZero | None = None
     """Most of the arena for the prefix cache, which gives way to transfers, GiB or such as 512MiB.
     Left out: all that they leave; 0: no prefix cache.
@@ -110,8 +112,6 @@ class AgentConfig(AgentSection):
     """Bytes of one block of the arena, or such as 64KiB."""
     prefault: bool = True
     """Map the whole arena at the start, not page by page at first use."""
-    tenant_landing_gib: Gib | None = None
-    """Most memory for the landings of one tenant, GiB or such as 512MiB. Left out: no limit."""
     arena_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")] | None = None
     """With a name the arena and its index stay when the agent ends, and the next agent of this name
     takes them over with what is cached.

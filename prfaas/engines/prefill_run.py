@@ -119,7 +119,7 @@ class PrefillRunner:
                 job.landing,
                 self._config.lease_s,
                 self._config.rpc_timeout_s,
-                tenant=job.cache_salt or "",
+                tenant=job.tenant,
             )
         )
         landed = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import msgspec
+from blake3 import blake3
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.cache.region_caches import Order
@@ -19,6 +20,7 @@ from kvmanager.agent.messages import (
     StatusReply,
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState
+from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.shape import PartKind
 from scheduler.routing.decision import Decision, Number, RequestShape
 
@@ -46,7 +48,7 @@ class CacheOverview(msgspec.Struct, frozen=True):
 
 class RegionPrefix(msgspec.Struct, frozen=True, kw_only=True):
     """A cached prefix that no longer one continues, and all `nodes` ("cluster/node") that hold it.
-    Bytes and hits are summed over the nodes.
+    Bytes and hits are summed over the nodes. `key` is as `KeyNames` has it.
     """
 
     key: str
@@ -99,8 +101,8 @@ class RouteWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """How one prompt would fare now. `key` is the key of its last full block, "" if it has none.
-    `note` says why nothing is known to be cached, "" if something is.
+    """How one prompt would fare now. `key` is that of its last full block, as `KeyNames` has it, ""
+    if it has none. `note` says why nothing is known to be cached, "" if something is.
     """
 
     model: str
@@ -130,8 +132,21 @@ def node_caches(
     ]
 
 
+class KeyNames:
+    """What cache keys are shown as. A key tells those who can guess the prompt that it is cached;
+    its name, made with a secret of this process, tells nothing.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        """`secret` has 32 bytes."""
+        self._secret = secret
+
+    def name(self, key: bytes) -> str:
+        return blake3(key, key=self._secret).hexdigest(KEY_BYTES)
+
+
 def hot_prefixes(
-    listed: Mapping[NodeName, ListCacheReply | str], order: Order, limit: int
+    listed: Mapping[NodeName, ListCacheReply | str], order: Order, limit: int, names: KeyNames
 ) -> list[RegionPrefix]:
     """The first `limit` prefixes of all nodes; a prefix that several nodes hold is listed once."""
     held: dict[str, list[tuple[NodeName, PrefixLeaf]]] = {}
@@ -139,13 +154,13 @@ def hot_prefixes(
         reply = listed[name]
         for prefix in reply.prefixes if isinstance(reply, ListCacheReply) else ():
             held.setdefault(prefix.key, []).append((name, prefix))
-    merged = [_merged(key, entries) for key, entries in held.items()]
+    merged = [_merged(names.name(bytes.fromhex(key)), held[key]) for key in held]
     merged.sort(key=lambda item: (_rank(item, order), item.key))
     return merged[:limit]
 
 
 def explanation(
-    model: str, shape: RequestShape, cached: CachedPrompt, decision: Decision
+    model: str, shape: RequestShape, cached: CachedPrompt, decision: Decision, names: KeyNames
 ) -> Explanation:
     """How a prompt of `shape` fares with what is `cached` of it."""
     keys = cached.keys
@@ -155,7 +170,7 @@ def explanation(
         num_prompt_tokens=shape.num_prompt_tokens,
         block_tokens=block_tokens,
         num_blocks=len(keys.blocks) if keys is not None else 0,
-        key=keys.blocks[-1].hex() if keys is not None else "",
+        key=names.name(keys.blocks[-1]) if keys is not None else "",
         note=_note(cached),
         nodes=[_node_tokens(item, block_tokens) for item in cached.coverage],
         routes=_routes(shape, cached),

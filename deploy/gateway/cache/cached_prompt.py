@@ -187,14 +187,16 @@ class CachedPrompt:
         return num_blocks * (self.keys.model.block_tokens if self.keys is not None else 0)
 
 
-async def prompt_keys(model: CacheModel, token_ids: TokenIds, tenant: str) -> PromptKeys | None:
+async def prompt_keys(
+    model: CacheModel, token_ids: TokenIds, salt: str = "", tenant: str = ""
+) -> PromptKeys | None:
     """The keys of a whole prompt's blocks without the last token; None if it has no full block.
-    The event loop runs between every `_STEP_BLOCKS`.
+    `salt` is the request's `cache_salt`. The event loop runs between every `_STEP_BLOCKS`.
     """
     prefix = token_ids[:-1]
     if len(prefix) < model.block_tokens:
         return None
-    root = root_key(bytes.fromhex(model.namespace), tenant=tenant)
+    root = root_key(bytes.fromhex(model.namespace), tenant=salt)
     keys: list[bytes] = []
     step_tokens = _STEP_BLOCKS * model.block_tokens
     for start in range(0, len(prefix), step_tokens):

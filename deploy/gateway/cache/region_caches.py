@@ -71,15 +71,17 @@ class RegionCaches:
                 if self._follow is not None:
                     await self._follow(targets)
 
-    async def look_up(self, places: CachePlaces, token_ids: TokenIds, tenant: str) -> CachedPrompt:
-        """Who has what of a prompt of `tenant` (its cache_salt). Never raises: nothing is known of
-        a prompt that cannot be hashed, and its engine words the error.
+    async def look_up(
+        self, places: CachePlaces, token_ids: TokenIds, salt: str = "", tenant: str = ""
+    ) -> CachedPrompt:
+        """Who has what of a prompt of `tenant` with this `cache_salt`. Never raises: nothing is
+        known of a prompt that cannot be hashed, and its engine words the error.
         """
         if places.model is None:
             return CachedPrompt(places=places)
         try:
             rule = ResumeRule.of_model(places.model)
-            keys = await prompt_keys(places.model, token_ids, tenant)
+            keys = await prompt_keys(places.model, token_ids, salt, tenant)
         except ValueError as error:
             logger.warning("a prompt cannot be hashed: %s", error)
             return CachedPrompt(places=places)

@@ -21,7 +21,14 @@ from aiohttp import web
 from deploy.gateway.config import ModelConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.auth import KeyRing
-from deploy.gateway.intake.inbound import InboundRequest, Kind, kind_of, parsing_request
+from deploy.gateway.intake.cache_salts import CacheSalts
+from deploy.gateway.intake.inbound import (
+    InboundRequest,
+    Kind,
+    kind_of,
+    parsing_request,
+    salted,
+)
 from deploy.gateway.intake.limits import Limits
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.serving.exchange import Exchange
@@ -96,6 +103,7 @@ class Intake:
     limits: Limits
     models: ServedModels
     metrics: GatewayMetrics
+    salts: CacheSalts
     template_tokens: int
 
     @asynccontextmanager
@@ -115,6 +123,8 @@ class Intake:
             )
             # What is learnt of a model must not depend on whether clients bother to name it.
             inbound = msgspec.structs.replace(inbound, model=self.models.resolve(inbound.model))
+            inbound = salted(inbound, self.salts.salt(tenant, inbound.cache_salt))
+            accepted.body = inbound.body  # one copy of it is enough
             headers = engine_headers(request.headers, inbound)
             record = _new_record(inbound, headers, tenant)
             record.parts.read_s = time.monotonic() - started_s

@@ -47,6 +47,8 @@ class _Body(msgspec.Struct):
     use_beam_search: Raw | UnsetType = UNSET
     truncate_prompt_tokens: Raw | UnsetType = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET
+    ec_transfer_params: Raw | UnsetType = UNSET
+    vllm_xargs: Raw | UnsetType = UNSET
     cache_salt: Raw | UnsetType = UNSET
     priority: Raw | UnsetType = UNSET
     request_id: Raw | UnsetType = UNSET
@@ -66,6 +68,8 @@ _messages_decoder: Final = msgspec.json.Decoder(list[_Message])
 _part_decoder: Final = msgspec.json.Decoder(_Part)
 _str_decoder: Final = msgspec.json.Decoder(str)
 _int_decoder: Final = msgspec.json.Decoder(int)
+_names_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
+_TRANSFER_PARAMS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _PART_TYPE: Final = re.compile(rb'\{\s*"type"\s*:\s*"(\w+)"')
 """Clients write the type first, so the megabytes that follow need not be parsed."""
 _IDS: Final = re.compile(rb"[\s\[]*\d")
@@ -99,24 +103,17 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
         fields = _body_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _invalid_json(body, error) from None
-    # These parameters name memory on the region's nodes, so no client may send them.
-    if _is_set(fields.kv_transfer_params):
-        raise ApiError(
-            400,
-            "unsupported_parameter",
-            "kv_transfer_params is set by the gateway and cannot be sent by a client.",
-            param="kv_transfer_params",
-        )
+    _check_transfer_params(fields)
     token_ids = yield from _client_token_ids(kind, fields)
     content = _content(kind, body, fields, token_ids)
     return InboundRequest(
         kind=kind,
         body=body,
-        model=_model(fields.model),
+        model=_string("model", fields.model) or "",
         shape=_shape(kind, fields, token_ids, content, bound=len(body) + template_tokens),
         content=content,
         token_ids=token_ids,
-        cache_salt=_optional(_str_decoder, fields.cache_salt),
+        cache_salt=_string("cache_salt", fields.cache_salt),
         priority=_optional(_int_decoder, fields.priority) or 0,
         request_id=_optional(_str_decoder, fields.request_id),
     )
@@ -135,9 +132,32 @@ def kind_of(body: bytes) -> Kind:
 
 def with_kv_transfer_params(body: bytes, params: dict[str, Any]) -> bytes:
     """`body`, a JSON object, with kv_transfer_params appended; all other bytes stay."""
+    return _with_field(body, b"kv_transfer_params", params)
+
+
+def salted(request: InboundRequest, cache_salt: str | None) -> InboundRequest:
+    """The request with this salt, in the body too, whatever salt the client has sent."""
+    if cache_salt == request.cache_salt:
+        return request
+    body = _with_field(request.body, b"cache_salt", cache_salt)
+    return msgspec.structs.replace(request, body=body, cache_salt=cache_salt)
+
+
+def _with_field(body: bytes, name: bytes, value: object) -> bytes:
     head = body.rstrip(_WHITESPACE)[:-1].rstrip(_WHITESPACE)
     comma = b"" if head.endswith(b"{") else b","
-    return b"".join((head, comma, b'"kv_transfer_params":', msgspec.json.encode(params), b"}"))
+    return b"".join((head, comma, b'"', name, b'":', msgspec.json.encode(value), b"}"))
+
+
+def _check_transfer_params(fields: _Body) -> None:
+    """These parameters name memory on the region's nodes, so no client may send them: raises
+    `ApiError`. An engine takes those in vllm_xargs as it takes its own.
+    """
+    sent = {name for name in _TRANSFER_PARAMS if _is_set(getattr(fields, name))}
+    sent |= _TRANSFER_PARAMS & (_optional(_names_decoder, fields.vllm_xargs) or {}).keys()
+    for name in sorted(sent):
+        message = f"{name} is set by the gateway and cannot be sent by a client."
+        raise ApiError(400, "unsupported_parameter", message, param=name)
 
 
 def _shape(
@@ -263,13 +283,14 @@ def _num_bytes(value: Raw | UnsetType) -> int:
     return memoryview(value).nbytes if isinstance(value, Raw) else 0
 
 
-def _model(value: Raw | UnsetType) -> str:
+def _string(name: str, value: Raw | UnsetType) -> str | None:
+    """A string or, where it is absent or null, None. Raises `ApiError` for another type."""
     if not _is_set(value):
-        return ""
-    name: str | None = _optional(_str_decoder, value)
-    if name is None:
-        raise ApiError(400, "invalid_type", "model must be a string.", param="model")
-    return name
+        return None
+    text: str | None = _optional(_str_decoder, value)
+    if text is None:
+        raise ApiError(400, "invalid_type", f"{name} must be a string.", param=name)
+    return text
 
 
 def _optional(decoder: msgspec.json.Decoder[Any], value: Raw | UnsetType) -> Any:

@@ -145,8 +145,7 @@ class Offload:
                     model=self._inbound.model,
                     block_keys=self._cached.block_keys,
                     prefer_nodes=self._cached.landing_nodes(),
-                    # The tenant that its bytes count for on links, too.
-                    tenant=self._inbound.cache_salt or "",
+                    tenant=self._exchange.record.tenant,
                 )
         except (TimeoutError, PdError, RpcError, OSError) as error:
             is_full = isinstance(error, NoLandingRoom)
@@ -183,6 +182,7 @@ class Offload:
             prompt_token_ids=self._prefix,
             landing=slot.landing,
             cache_salt=self._inbound.cache_salt,
+            tenant=self._exchange.record.tenant,
             priority=self._inbound.priority,
             traceparent=self._exchange.headers["traceparent"],
             model=self._inbound.model,

@@ -86,7 +86,9 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
     cached = CachedPrompt()
     if services.caches is not None:
         places = services.places(inbound.model)
-        cached = await services.caches.look_up(places, token_ids, inbound.cache_salt or "")
+        cached = await services.caches.look_up(
+            places, token_ids, inbound.cache_salt or "", exchange.record.tenant
+        )
     shape = cached.shape(replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True))
     decision = services.scheduler.route(inbound.model, shape, priority=inbound.priority)
     return RequestPlan(decision, shape, token_ids, cached)

@@ -165,6 +165,9 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     if gateway.scheduling.admission.tenants and not has_keys:
         message = "tenants are API keys; give api_keys_file or api_keys_env, or use default_tenant"
         yield Problem(("gateway", "scheduling", "admission", "tenants"), message)
+    if gateway.shared_caches and not has_keys:
+        message = "tenants are API keys; give api_keys_file or api_keys_env; without, all share"
+        yield Problem(("gateway", "shared_caches"), message)
     if gateway.operators and not has_keys:
         message = "operators are names of API keys; give api_keys_file or api_keys_env"
         yield Problem(("gateway", "operators"), message)

@@ -1,6 +1,6 @@
 """What /prfaas/cache answers, from what agents and the directory say."""
 
-from deploy.gateway.cache.api import explanation, hot_prefixes, node_caches
+from deploy.gateway.cache.api import KeyNames, explanation, hot_prefixes, node_caches
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, prompt_keys
 from kvmanager.agent.messages import (
     CacheModel,
@@ -10,6 +10,7 @@ from kvmanager.agent.messages import (
     StatusReply,
 )
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName, NodeState
+from kvmanager.hashing import KEY_BYTES
 from kvmanager.token_ids import TokenIds
 from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
 
@@ -54,6 +55,13 @@ def test_every_node_is_listed_with_what_is_known_of_it() -> None:
     assert node_caches({B1: "b1:1"}, {B1: status(CacheStatus())}, [])[0].hit_share is None
 
 
+NAMES = KeyNames(bytes(32))
+
+
+def name(key: str) -> str:
+    return NAMES.name(bytes.fromhex(key))
+
+
 def prefix(key: str, hits: int, *, nbytes: int = 10, idle_s: float = 1.0) -> PrefixLeaf:
     return PrefixLeaf(key, 640, {"arena/kv": nbytes}, hits, idle_s, 0, 320, False)
 
@@ -64,15 +72,22 @@ def test_a_prefix_that_several_nodes_hold_comes_once() -> None:
         A1: ListCacheReply([prefix("aa", 3)], 1),
         B2: "no answer",
     }
-    first, second = hot_prefixes(listed, "hits", 10)
-    assert (first.key, first.hits, first.nodes) == ("aa", 5, ["far/a1", "home/b1"])
+    first, second = hot_prefixes(listed, "hits", 10, NAMES)
+    assert (first.key, first.hits, first.nodes) == (name("aa"), 5, ["far/a1", "home/b1"])
     assert (first.nbytes, first.idle_s) == ({"arena/kv": 20}, 1.0)
-    assert second.key == "bb"
-    assert [item.key for item in hot_prefixes(listed, "size", 1)] == ["aa"]
+    assert second.key == name("bb")
+    assert [item.key for item in hot_prefixes(listed, "size", 1, NAMES)] == [name("aa")]
     latest: dict[NodeName, ListCacheReply | str] = {
-        B1: ListCacheReply([prefix("old", 9, idle_s=60.0), prefix("new", 1)], 2)
+        B1: ListCacheReply([prefix("0d", 9, idle_s=60.0), prefix("ee", 1)], 2)
     }
-    assert [item.key for item in hot_prefixes(latest, "recent", 10)] == ["new", "old"]
+    recent = hot_prefixes(latest, "recent", 10, NAMES)
+    assert [item.key for item in recent] == [name("ee"), name("0d")]
+
+
+def test_keys_are_shown_by_names_that_only_this_process_can_make() -> None:
+    assert name("aa") == name("aa") != name("bb")
+    assert KeyNames(bytes(31) + b"x").name(b"\xaa") != name("aa")
+    assert len(name("aa")) == 2 * KEY_BYTES
 
 
 async def test_an_explanation_says_what_each_route_would_take() -> None:
@@ -82,7 +97,7 @@ async def test_an_explanation_says_what_each_route_would_take() -> None:
         decode_nodes={"b1": "b1:1"},
         prefill_nodes={"far": {"a1": "a1:1"}},
     )
-    keys = await prompt_keys(MODEL, TokenIds.of(range(1001)), "")
+    keys = await prompt_keys(MODEL, TokenIds.of(range(1001)))
     assert keys is not None
     coverage = (
         NodeCoverage("far", "a1", Hit(10, 10), Hit(), Hit(), Hit(), Hit(10, 10), 1.0),
@@ -91,8 +106,9 @@ async def test_an_explanation_says_what_each_route_would_take() -> None:
     cached = CachedPrompt(keys, places, coverage)
     shape = cached.shape(RequestShape(num_prompt_tokens=1001))
     decision = Decision("prefill_cluster", "far", Reason.ABOVE_THRESHOLD)
-    told = explanation("tiny", shape, cached, decision)
-    assert (told.num_blocks, told.block_tokens, told.key) == (15, 64, keys.blocks[-1].hex())
+    told = explanation("tiny", shape, cached, decision, NAMES)
+    key = NAMES.name(keys.blocks[-1])
+    assert (told.num_blocks, told.block_tokens, told.key) == (15, 64, key)
     assert (told.route, told.target, told.note) == ("prefill_cluster", "far", "")
     local, far = told.routes
     assert (local.target, local.computed_tokens, local.sent_bytes) == ("home", 1001, 0)
@@ -105,9 +121,9 @@ async def test_an_explanation_says_what_each_route_would_take() -> None:
 def test_an_explanation_says_why_nothing_is_known() -> None:
     shape = RequestShape(num_prompt_tokens=10)
     decision = one_engine(shape, Reason.NOTHING_TO_HAND_OVER)
-    uncached = explanation("tiny", shape, CachedPrompt(), decision)
+    uncached = explanation("tiny", shape, CachedPrompt(), decision, NAMES)
     assert "no engine of the PD cluster" in uncached.note
     assert (uncached.block_tokens, uncached.key) == (0, "")
     places = CachePlaces(pd_cluster="home", model=MODEL)
-    short = explanation("tiny", shape, CachedPrompt(places=places), decision)
+    short = explanation("tiny", shape, CachedPrompt(places=places), decision, NAMES)
     assert short.note == "shorter than a block of 64 tokens"

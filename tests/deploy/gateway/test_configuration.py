@@ -107,6 +107,22 @@ def test_limits_of_tenants_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("shared", "words"),
+    [
+        ({"team": ["ann", "zoe"]}, "gateway.shared_caches: no API key has the name 'zoe'"),
+        ({"team": ["ann"], "all": ["ann", "bob"]}, "ann may be in one group only"),
+    ],
+)
+def test_groups_that_share_are_of_tenants_with_keys_and_apart(
+    tmp_path: Path, shared: dict[str, list[str]], words: str
+) -> None:
+    gateway = {"models": [{"name": "tiny"}], "shared_caches": shared}
+    path = write(tmp_path, minimal(gateway=gateway, api_keys_env="KEYS"))
+    with pytest.raises(FileError, match=words):
+        load_gateway_file(path, {"KEYS": "ann=a,bob=b"})
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         ({}, "none, as there are no API keys"),

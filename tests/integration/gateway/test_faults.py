@@ -88,10 +88,9 @@ async def test_no_landing_room_means_local(region: Any) -> None:
     assert region.engine.sources == ["prompt"]
 
 
-async def test_memory_is_asked_for_in_the_name_of_its_tenant(region: Any) -> None:
-    for fields in ({}, {"cache_salt": "blue"}):
-        assert (await region.post(region.long_body(**fields)))[0] == 200
-    assert region.pd.tenants == ["", "blue"]
+async def test_memory_is_not_asked_for_in_the_name_of_a_salt(region: Any) -> None:
+    assert (await region.post(region.long_body(cache_salt="blue")))[0] == 200
+    assert region.pd.tenants == [""], "a salt names no tenant"
 
 
 async def test_a_reservation_that_takes_too_long_means_local(open_region: Any) -> None:
