@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from kvmanager.config_files.fields import tls_files
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.front_config import PdFrontConfig
 from local_pd.server import PdServer
@@ -35,7 +34,7 @@ async def serve_pd(config: PdFrontConfig) -> None:
     cluster = EmbeddedPdCluster(config.name, config.instances, cluster_config)
     await serve_front(
         cluster,
-        PdServer(cluster, config.listen, tls_files(config.tls)),
+        PdServer(cluster, config.listen, config.credentials(config.role)),
         Endpoint.parse(config.listen).host,
         metrics_prefix="prfaas_pd",
         metrics_port=config.metrics_port,

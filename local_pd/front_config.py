@@ -5,7 +5,7 @@ Does not know how requests are placed or leases are kept.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from kvmanager.config_files.fields import Seconds, Section, filled_from, setting
 from local_pd.embedded import PdClusterConfig
 from prfaas.engines.front_config import FrontConfig
 from prfaas.engines.instances import InstancesConfig
+from transport import Role
 
 
 @filled_from(PdClusterConfig)
@@ -29,3 +30,5 @@ class PdPlacement(Section):
 
 class PdFrontConfig(FrontConfig, PdPlacement):
     """The file of `prfaas pd`."""
+
+    role: ClassVar[Role] = "pd-front"

@@ -32,7 +32,7 @@ from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import JOB_TIMEOUT_S, REPORT_TIMEOUT_S
 from scheduler.live.long_term.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
-from transport import TlsFiles
+from transport import Credentials
 from transport.rpc import RpcClient, RpcError
 
 logger = logging.getLogger("prfaas.local_pd")
@@ -52,11 +52,11 @@ class RemotePdCluster:
         target: str,
         *,
         has_prefill_instances: bool,
-        tls: TlsFiles | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self._name = name
         self._has_prefill_instances = has_prefill_instances
-        self._client = RpcClient(target, SERVICE, tls)
+        self._client = RpcClient(target, SERVICE, credentials)
         self._leases = LeaseKeeper()
         self._cleanups = Cleanups()
         self._closed = False

@@ -25,7 +25,7 @@ from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
-from transport import TlsFiles
+from transport import Credentials
 from transport.rpc import ErrorCode, Method, RpcError, RpcServer
 
 SERVICE: Final = "prfaas.PdCluster"
@@ -44,7 +44,9 @@ T = TypeVar("T")
 class PdServer(RpcServer):
     """`cluster` behind gRPC at `bind` ("host:port", port 0 picks one). Does not own the cluster."""
 
-    def __init__(self, cluster: EmbeddedPdCluster, bind: str, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, cluster: EmbeddedPdCluster, bind: str, credentials: Credentials | None = None
+    ) -> None:
         self._cluster = cluster
         methods: Mapping[str, Method[Any, Any]] = {
             "Reserve": Method(ReserveRequest, DecodeSlot, self._reserve),
@@ -59,7 +61,7 @@ class PdServer(RpcServer):
             "Resume": Method(InstanceName, Empty, self._resume),
             "SetRole": Method(RoleRequest, RoleReply, self._set_role),
         }
-        super().__init__(bind, {SERVICE: methods}, tls)
+        super().__init__(bind, {SERVICE: methods}, credentials)
 
     async def _reserve(self, request: ReserveRequest) -> DecodeSlot:
         return await _mapped(

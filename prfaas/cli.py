@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from kvmanager.config_files.fields import tls_files
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.front_process import run_front, serve_front
 from prfaas.front_config import PrefillFrontConfig
@@ -38,7 +37,7 @@ async def serve_prefill(config: PrefillFrontConfig) -> None:
     )
     await serve_front(
         cluster,
-        PrefillServer(cluster, config.listen, tls_files(config.tls)),
+        PrefillServer(cluster, config.listen, config.credentials(config.role)),
         Endpoint.parse(config.listen).host,
         metrics_prefix="prfaas_prefill",
         metrics_port=config.metrics_port,

@@ -7,7 +7,7 @@ or jobs.
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,7 @@ from kvmanager.config_files.units import parse_tokens
 from prfaas.engines.front_config import FrontConfig
 from prfaas.queue_values import QueueConfig
 from scheduler.routing.queue_order import DEFAULT_BUCKETS, LengthBucket, OrderConfig
+from transport import Role
 
 
 class BucketSection(Section):
@@ -78,6 +79,8 @@ class QueueBounds(Section):
 
 class PrefillFrontConfig(FrontConfig, QueueBounds):
     """The file of `prfaas prefill`."""
+
+    role: ClassVar[Role] = "prefill-front"
 
     queue: QueueSection = QueueSection.of()
     """The order in which waiting jobs start."""

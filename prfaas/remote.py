@@ -11,7 +11,7 @@ from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_r
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.server import SERVICE
 from scheduler.reports import ClusterReport
-from transport import TlsFiles
+from transport import Credentials
 from transport.rpc import RpcClient, RpcError
 
 JOB_TIMEOUT_S: Final = 900.0
@@ -23,9 +23,9 @@ DRAIN_TIMEOUT_S: Final = 900.0
 class RemotePrefillCluster:
     """Client of a `prfaas prefill` front at `target` ("host:port")."""
 
-    def __init__(self, name: str, target: str, tls: TlsFiles | None = None) -> None:
+    def __init__(self, name: str, target: str, credentials: Credentials | None = None) -> None:
         self._name = name
-        self._client = RpcClient(target, SERVICE, tls)
+        self._client = RpcClient(target, SERVICE, credentials)
         self._closed = False
 
     @property

@@ -12,7 +12,7 @@ from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
-from transport import TlsFiles
+from transport import Credentials
 from transport.rpc import Method, RpcError, RpcServer
 
 SERVICE: Final = "prfaas.PrefillCluster"
@@ -21,7 +21,9 @@ SERVICE: Final = "prfaas.PrefillCluster"
 class PrefillServer(RpcServer):
     """`cluster` behind gRPC at `bind` ("host:port", port 0 picks one). Does not own the cluster."""
 
-    def __init__(self, cluster: PrefillCluster, bind: str, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, cluster: PrefillCluster, bind: str, credentials: Credentials | None = None
+    ) -> None:
         self._cluster = cluster
         methods: Mapping[str, Method[Any, Any]] = {
             "Submit": Method(PrefillJob, PrefillReply, self._submit),
@@ -29,7 +31,7 @@ class PrefillServer(RpcServer):
             "Drain": Method(InstanceName, Empty, self._drain),
             "Resume": Method(InstanceName, Empty, self._resume),
         }
-        super().__init__(bind, {SERVICE: methods}, tls)
+        super().__init__(bind, {SERVICE: methods}, credentials)
 
     async def _submit(self, job: PrefillJob) -> PrefillReply:
         return await to_reply(self._cluster.submit(job))

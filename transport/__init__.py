@@ -8,6 +8,7 @@ wire format is in WIRE.md.
 from transport.config import TlsFiles, TransportConfig
 from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, PeerError, Refused, TransportError
+from transport.identity import Identity, Role
 from transport.interfaces import (
     ByteSpace,
     Elements,
@@ -19,13 +20,16 @@ from transport.interfaces import (
     TransferState,
 )
 from transport.receiving.receiver import Receiver
+from transport.region_key import Credentials, RegionKey
 from transport.sending.link_state import LinkState
 from transport.sending.sender import OutgoingTransfer, Sender
 
 __all__ = [
     "ByteSpace",
+    "Credentials",
     "Elements",
     "Endpoint",
+    "Identity",
     "LandingRegistry",
     "LinkError",
     "LinkState",
@@ -36,6 +40,8 @@ __all__ = [
     "Priority",
     "Receiver",
     "Refused",
+    "RegionKey",
+    "Role",
     "Sender",
     "TlsFiles",
     "TransferListener",

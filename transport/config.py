@@ -22,14 +22,19 @@ class TlsFiles:
     """PEM files for mutual TLS: both ends show a certificate signed by `ca`. They may be replaced
     while the process runs: new connections use the new ones.
 
-    A sender checks the receiver's name only when `server_name` is set: nodes of a region are mostly
-    addressed by IP, and a private CA that signs nothing but nodes is the usual boundary.
+    `cert` names its holder in URIs `spiffe://REGION/ROLE/NAME` (`transport.identity`), and both
+    ends check region and role of the other. `server_name` is a host name that a sender or caller
+    wants to see in the other's certificate as well.
     """
 
     cert: Path
     key: Path
     ca: Path
     server_name: str | None = None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.cert, self.key, self.ca)
 
     @classmethod
     def in_directory(cls, path: Path) -> TlsFiles:

@@ -7,7 +7,9 @@ A service is a mapping from method name to `Method`. Requests and replies are `m
 encoded as msgpack, so adding a field with a default keeps old and new processes compatible. A
 handler fails by raising `RpcError`; the code travels as a gRPC status plus a trailer that names it.
 
-Certificate files that are replaced on disk are used for new connections, as the transport does it.
+With `Credentials` both ends show who they are, `transport.access` says what that allows, and one
+place, `_adapt`, asks it for every call. Certificate and key files that are replaced on disk are
+used for new connections, as the transport does it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,19 @@ import grpc.aio
 import msgspec
 
 from transport import LocalError, TlsFiles
+from transport.access import ACCESS
+from transport.region_key import Credentials, RegionKey
+from transport.rpc_auth import (
+    PROOF,
+    CallerAuth,
+    CallSigner,
+    Metadata,
+    NotAdmitted,
+    Seal,
+    ServerLook,
+    WrongServer,
+    caller_auth,
+)
 from transport.tls import Rotating, client_context, server_context
 
 logger = logging.getLogger("prfaas.transport.rpc")
@@ -36,6 +51,7 @@ MAX_MESSAGE_BYTES: Final = 64 << 20
 """Bound on one request or reply; a million token ids take about 5 MB."""
 
 _CODE_TRAILER: Final = "prfaas-code"
+_OK: Final = "OK"
 
 _STATUS_OF: Final[dict[str, Any]] = {
     "NO_ROOM": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -120,23 +136,29 @@ class RpcServer:
         self,
         bind: str,
         services: Mapping[str, Mapping[str, Method[Any, Any]]],
-        tls: TlsFiles | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        """`bind` is "host:port"; port 0 picks a free one."""
+        """`bind` is "host:port"; port 0 picks a free one. Without credentials anybody may call."""
         self._bind = bind
         self._services = services
-        self._tls = tls
+        self._credentials = credentials
         self._server: Any = None
 
     async def start(self) -> int:
         """Begin to serve on the running loop; the real port.
 
-        RpcError(UNAVAILABLE): not bound; RpcError(INVALID): the TLS files cannot be used.
+        RpcError(UNAVAILABLE): not bound; RpcError(INVALID): files of TLS or keys cannot be used.
         """
         server = grpc.aio.server(options=_SERVER_OPTIONS)
+        try:
+            auth = caller_auth(self._credentials)
+        except LocalError as error:
+            raise RpcError("INVALID", error.message) from error
         for name, methods in self._services.items():
             handlers = {
-                method_name: grpc.unary_unary_rpc_method_handler(_adapt(method))
+                method_name: grpc.unary_unary_rpc_method_handler(
+                    _adapt(name, method_name, method, auth)
+                )
                 for method_name, method in methods.items()
             }
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
@@ -159,9 +181,9 @@ class RpcServer:
             await server.stop(grace_s)
 
     def _add_port(self, server: Any) -> int:
-        if self._tls is None:
+        if not isinstance(self._credentials, TlsFiles):
             return int(server.add_insecure_port(self._bind))
-        certificates = Rotating(self._tls, _server_certificates)
+        certificates = Rotating(self._credentials, _server_certificates)
         credentials = grpc.dynamic_ssl_server_credentials(
             certificates.current(time.monotonic()),
             lambda: certificates.current(time.monotonic()),
@@ -176,15 +198,20 @@ class RpcClient:
     The channel is opened by the first call and reconnects by itself.
     """
 
-    def __init__(self, target: str, service: str, tls: TlsFiles | None = None) -> None:
+    def __init__(self, target: str, service: str, credentials: Credentials | None = None) -> None:
         """`target` is "host:port".
 
-        With `tls` the server's certificate must name that host (or address), or `tls.server_name`.
+        With TLS the server's certificate must name that host (or address), or `server_name`, and
+        like the signature of a region's key a role that serves `service`.
         """
         self.target = target
         self._service = service
-        self._tls = tls
-        self._credentials: Rotating[Any] | None = None
+        self._tls = credentials if isinstance(credentials, TlsFiles) else None
+        self._key = credentials if isinstance(credentials, RegionKey) else None
+        self._signer: CallSigner | None = None
+        self._look: ServerLook | None = None
+        self._looking = asyncio.Lock()
+        self._channel_credentials: Rotating[TlsFiles, Any] | None = None
         self._used_credentials: Any = None
         self._channel: Any = None
         self._retiring: set[asyncio.Task[None]] = set()
@@ -196,13 +223,22 @@ class RpcClient:
 
         Cancelling the awaiting task cancels the handler at the server.
         """
-        invoke = self._current_channel().unary_unary(f"/{self._service}/{method}")
+        body = msgspec.msgpack.encode(request)
         try:
-            raw: bytes = await invoke(msgspec.msgpack.encode(request), timeout=timeout_s)
+            if self._key is not None:
+                raw = await self._call_signed(self._key, method, body, timeout_s)
+            else:
+                if self._tls is not None:
+                    await self._look_at_server(self._tls, timeout_s)
+                raw = await self._invoke(method)(body, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._explain(method, error) from error
         except grpc.aio.UsageError as error:
             raise RpcError("UNAVAILABLE", f"{self.target}: client is closed") from error
+        except WrongServer as error:
+            raise RpcError("REFUSED", f"{self.target}: {error}") from error
+        except LocalError as error:
+            raise RpcError("INVALID", error.message) from error
         try:
             return msgspec.msgpack.decode(raw, type=reply_type)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -218,6 +254,51 @@ class RpcClient:
         for task in self._retiring:
             task.cancel()
         await asyncio.gather(*self._retiring, return_exceptions=True)
+
+    def _invoke(self, method: str) -> Any:
+        return self._current_channel().unary_unary(f"/{self._service}/{method}")
+
+    async def _call_signed(
+        self, key: RegionKey, method: str, body: bytes, timeout_s: float
+    ) -> bytes:
+        """One call and its answer, both signed. A server that wants another challenge has done
+        nothing yet, so that the call may be made again.
+        """
+        if self._signer is None:
+            self._signer = CallSigner(key, self._service)
+        signer, deadline_s = self._signer, time.monotonic() + timeout_s
+        while True:
+            proof = signer.sign(method, body)
+            left_s = max(0.0, deadline_s - time.monotonic())
+            call = self._invoke(method)(body, timeout=left_s, metadata=((PROOF, str(proof)),))
+            try:
+                raw: bytes = await call
+            except grpc.aio.AioRpcError as error:
+                trailers = dict(error.trailing_metadata() or ())
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    if signer.is_worth_again(proof, trailers):
+                        continue
+                elif (code := trailers.get(_CODE_TRAILER)) in _STATUS_OF:
+                    signer.check(proof, code, (error.details() or "").encode(), trailers)
+                raise
+            signer.check(proof, _OK, raw, dict(await call.trailing_metadata() or ()))
+            return raw
+
+    async def _look_at_server(self, tls: TlsFiles, timeout_s: float) -> None:
+        """Before a connection is made, and made again: is the server who it should be?"""
+        if self._service not in ACCESS:
+            return
+        async with self._looking:
+            if self._current_channel().get_state() is grpc.ChannelConnectivity.READY:
+                return
+            if self._look is None:
+                self._look = ServerLook(tls, self.target, self._service)
+            try:
+                await self._look.check(timeout_s)
+            except (OSError, TimeoutError) as error:
+                reason = str(error) or "no answer"
+                message = f"{self.target} {self._service}: {reason}"
+                raise RpcError("UNAVAILABLE", message) from error
 
     def _current_channel(self) -> Any:
         """The channel of the present certificates; running calls end on the one before."""
@@ -237,11 +318,11 @@ class RpcClient:
 
     def _current_credentials(self, tls: TlsFiles) -> Any:
         try:
-            if self._credentials is None:
-                self._credentials = Rotating(tls, _channel_credentials)
+            if self._channel_credentials is None:
+                self._channel_credentials = Rotating(tls, _channel_credentials)
         except LocalError as error:
             raise RpcError("INVALID", error.message) from error
-        return self._credentials.current(time.monotonic())
+        return self._channel_credentials.current(time.monotonic())
 
     def _retire(self) -> None:
         """Close the channel once its calls are done."""
@@ -259,33 +340,56 @@ class RpcClient:
         return RpcError(code, f"{self.target} {self._service}.{method}: {error.details()}")
 
 
-def _adapt(method: Method[Any, Any]) -> Callable[[bytes, Any], Awaitable[bytes]]:
-    """The gRPC-facing handler: raw bytes in and out, every failure a readable status."""
+def _adapt(
+    service: str, name: str, method: Method[Any, Any], auth: CallerAuth | None
+) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    """The gRPC-facing handler: raw bytes in and out, every failure a readable status.
+
+    The only place that lets a call in.
+    """
     decoder = msgspec.msgpack.Decoder(method.request_type)
 
     async def handle(raw: bytes, context: Any) -> bytes:
+        seal: Seal | None = None
+        if auth is not None:
+            try:
+                seal = auth.admit(service, name, raw, context)
+            except NotAdmitted as error:
+                await _refuse(context, error)
         try:
             request = decoder.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            await _abort(context, "INVALID", f"bad {method.request_type.__name__}: {error}")
+            message = f"bad {method.request_type.__name__}: {error}"
+            await _abort(context, "INVALID", message, seal)
         try:
             reply = await method.handler(request)
         except RpcError as error:
-            await _abort(context, error.code, error.message)
+            await _abort(context, error.code, error.message, seal)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             logger.exception("handler of %s failed", method.request_type.__name__)
-            await _abort(context, "INTERNAL", f"{type(error).__name__}: {error}")
-        return msgspec.msgpack.encode(reply)
+            await _abort(context, "INTERNAL", f"{type(error).__name__}: {error}", seal)
+        answer: bytes = msgspec.msgpack.encode(reply)
+        if seal is not None:
+            context.set_trailing_metadata(seal(_OK, answer))
+        return answer
 
     return handle
 
 
-async def _abort(context: Any, code: ErrorCode, message: str) -> NoReturn:
+async def _abort(context: Any, code: ErrorCode, message: str, seal: Seal | None) -> NoReturn:
+    details = message or code
+    sealed = seal(code, details.encode()) if seal is not None else ()
     await context.abort(
-        _STATUS_OF[code], message or code, trailing_metadata=((_CODE_TRAILER, code),)
+        _STATUS_OF[code], details, trailing_metadata=((_CODE_TRAILER, code), *sealed)
     )
+    raise AssertionError("abort returned")
+
+
+async def _refuse(context: Any, error: NotAdmitted) -> NoReturn:
+    trailers: Metadata = ((_CODE_TRAILER, "REFUSED"), *error.metadata)
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message, trailing_metadata=trailers)
     raise AssertionError("abort returned")
 
 

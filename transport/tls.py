@@ -19,11 +19,19 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from transport.config import TlsFiles
 from transport.errors import LinkError, LocalError, PeerError, TransportError
+from transport.identity import (
+    SCHEME,
+    Identity,
+    certificate_identities,
+    identities_of,
+    refusal,
+)
 from transport.sockets import Buffer, SocketOwner, lost
 
 logger = logging.getLogger("prfaas.transport")
@@ -38,11 +46,19 @@ HOLD_BYTES: Final = 64 * RECORD_BYTES
 RECHECK_S: Final = 1.0
 
 T = TypeVar("T")
+FilesT = TypeVar("FilesT", bound="WatchedFiles")
 Stamp = tuple[tuple[int, int, int, int] | None, ...]
 
 
-class Rotating(Generic[T]):
-    """What `load` makes of certificate files, made anew when the files on disk have changed.
+class WatchedFiles(Protocol):
+    """Files that belong together: certificates (`TlsFiles`) or a region's keys (`RegionKey`)."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]: ...
+
+
+class Rotating(Generic[FilesT, T]):
+    """What `load` makes of certificate or key files, made anew when they have changed on disk.
 
     The files are looked at when `current` is called, at most once a second, through symbolic links,
     so a Kubernetes secret or cert-manager may replace them while this process runs. A set that
@@ -52,7 +68,7 @@ class Rotating(Generic[T]):
     `load` raises LocalError; the first time that error is the constructor's.
     """
 
-    def __init__(self, files: TlsFiles, load: Callable[[TlsFiles], T]) -> None:
+    def __init__(self, files: FilesT, load: Callable[[FilesT], T]) -> None:
         self._files = files
         self._load = load
         self._lock = threading.Lock()
@@ -77,16 +93,16 @@ class Rotating(Generic[T]):
         except LocalError as error:
             if _stamp(self._files) == stamp:  # else somebody is writing just now: look again later
                 self._stamp = stamp
-                logger.warning("new certificate files are not used: %s", error.message)
+                logger.warning("changed files are not used: %s", error.message)
             return
         if _stamp(self._files) == stamp:
             self._stamp = stamp
             self._current = loaded
-            logger.info("new connections use the new certificate files beside %s", self._files.cert)
+            logger.info("new connections use the changed files beside %s", self._files.paths[0])
 
 
-def _stamp(files: TlsFiles) -> Stamp:
-    return tuple(_stamp_of(path) for path in (files.cert, files.key, files.ca))
+def _stamp(files: WatchedFiles) -> Stamp:
+    return tuple(_stamp_of(path) for path in files.paths)
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int, int] | None:
@@ -131,6 +147,51 @@ def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
+@dataclass(frozen=True, slots=True)
+class RegionTls:
+    """What a handshake needs: the context, and the region that the other end must be of."""
+
+    context: ssl.SSLContext
+    region: str
+
+
+def client_tls(files: TlsFiles) -> RegionTls:
+    """For the sending side; raises LocalError("tls_files")."""
+    return RegionTls(client_context(files), own_region(files))
+
+
+def server_tls(files: TlsFiles) -> RegionTls:
+    """For the receiving side; raises LocalError("tls_files")."""
+    return RegionTls(server_context(files), own_region(files))
+
+
+def own_identities(files: TlsFiles) -> tuple[Identity, ...]:
+    """The names in one's own certificate; LocalError("tls_files") unless they are of one region."""
+    # Only processes with TLS pay for loading it.
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificates(files.cert.read_bytes())[0]
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        found = identities_of(names.get_values_for_type(x509.UniformResourceIdentifier))
+    except (OSError, ValueError) as error:
+        raise LocalError("tls_files", f"cannot use {files.cert} for TLS: {error}") from error
+    except x509.ExtensionNotFound:
+        found = ()
+    if len({one.region for one in found}) != 1:
+        message = (
+            f"cannot use {files.cert} for TLS: its URI subject alternative names must say who it "
+            f"is in one region, as {SCHEME}REGION/ROLE/NAME"
+        )
+        raise LocalError("tls_files", message)
+    return found
+
+
+def own_region(files: TlsFiles) -> str:
+    """The region of one's own certificate; LocalError("tls_files")."""
+    return own_identities(files)[0].region
+
+
 class TlsStream(SocketOwner):
     """TCP with TLS, after its handshake: a Stream.
 
@@ -146,6 +207,11 @@ class TlsStream(SocketOwner):
         self._read: Callable[[int, memoryview], int] = sock.read  # type: ignore[assignment]
         self._use = threading.Lock()
         self._end: TransportError | None = None
+
+    def wrong_peer(self, region: str) -> str | None:
+        """Why the other end may not exchange KVCache with an agent of `region`; None: it may."""
+        presented = certificate_identities(self._tls.getpeercert())
+        return refusal(presented, region=region, roles={"agent"}, what="the data connection")
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         pieces = _joined(buffers)

@@ -66,10 +66,13 @@ class Gateway:
         caches: RegionCaches | None = None,
         *,
         region_links: RegionLinks | None = None,
+        open_doors: str | None = None,
     ) -> None:
         """`links` names the link to each prefill cluster, for display. `caches` tells what is
         cached of a prompt, `region_links` what links carry; the gateway closes both.
+        `open_doors`, what everybody on the network may do, is shown by /health.
         """
+        self._open_doors = open_doors
         self.config = config
         self.metrics = GatewayMetrics()
         self.records: deque[RequestRecord] = deque(maxlen=config.num_records)
@@ -252,6 +255,7 @@ class Gateway:
             link_names=dict(link_names),
             key_names=KeyNames(secrets.token_bytes(32)),
             services=self._started,
+            open_doors=self._open_doors,
         )
 
 

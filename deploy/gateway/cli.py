@@ -29,6 +29,8 @@ from deploy.gateway.server import serve_gateway
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 
+logger = logging.getLogger("prfaas.deploy.gateway")
+
 
 def gateway_command(
     config: Annotated[Path, typer.Option(help="YAML file: limits, models, clusters.")],
@@ -67,6 +69,9 @@ async def run(file: GatewayFile) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    doors = file.open_doors("gateway")
+    if doors is not None:
+        logger.warning("%s", doors)
     agents = agent_clients(file)
     caches = build_caches(file, agents)
     clusters = build_clusters(file)
@@ -79,6 +84,7 @@ async def run(file: GatewayFile) -> None:
             clusters.links,
             caches,
             region_links=build_links(file, agents),
+            open_doors=doors,
         )
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:

@@ -26,8 +26,9 @@ from deploy.gateway.config import (
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
 from kvmanager.agent.client import AgentClients
-from kvmanager.config_files.fields import Address, Section, TlsSection, filled_from, tls_files
+from kvmanager.config_files.fields import Address, Section, filled_from
 from kvmanager.config_files.problems import FileError, Problem
+from kvmanager.config_files.security import SecuritySection
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.reader import DirectoryReader
@@ -79,7 +80,7 @@ class PdSource(_Source, PdPlacement):
 
 
 @filled_from(InstancesConfig)
-class GatewayFile(ApiKeysSection):
+class GatewayFile(ApiKeysSection, SecuritySection):
     """Everything `prfaas gateway` needs."""
 
     gateway: GatewayConfig
@@ -88,8 +89,6 @@ class GatewayFile(ApiKeysSection):
     """The local PD cluster."""
     prefill: tuple[PrefillSource, ...] = ()
     """The prefill clusters."""
-    tls: TlsSection | None = None
-    """Mutual TLS with fronts and agents; left out: none."""
     log_dir: Path
 
     @model_validator(mode="after")
@@ -145,14 +144,14 @@ def build_clusters(file: GatewayFile) -> Clusters:
 
 def agent_clients(file: GatewayFile) -> AgentClients:
     """The gateway's ways to node agents, shared by its caches and links."""
-    return AgentClients(tls_files(file.tls))
+    return AgentClients(file.credentials("gateway"))
 
 
 def build_caches(file: GatewayFile, agents: AgentClients) -> RegionCaches:
     """The gateway's view of what is cached, as `file` says. Raises `FileError`."""
     directory = file.gateway.directory
     if directory.target is not None:
-        remote = RemoteDirectory(directory.target, tls_files(file.tls))
+        remote = RemoteDirectory(directory.target, file.credentials("gateway"))
         return RegionCaches(remote, agents.open)
     if directory.kind == "redis":
         return RegionCaches(_redis_directory(directory.url), agents.open)
@@ -184,15 +183,15 @@ def _redis_directory(url: str) -> DirectoryReader:
 
 
 def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
-    source, tls = file.pd, tls_files(file.tls)
+    source, credentials = file.pd, file.credentials("gateway")
     if source.front:
         return RemotePdCluster(
             source.name,
             source.front,
             has_prefill_instances=source.has_prefill_instances,
-            tls=tls,
+            credentials=credentials,
         )
-    instances = InstancesConfig(log_dir=file.log_dir, tls=tls, poll_load=True)
+    instances = InstancesConfig(log_dir=file.log_dir, credentials=credentials, poll_load=True)
     config = source.cluster_config(instances, keep_leases=True)
     return EmbeddedPdCluster(source.name, source.instances, config)
 
@@ -200,12 +199,12 @@ def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
 def _prefill(
     file: GatewayFile, source: PrefillSource
 ) -> EmbeddedPrefillCluster | RemotePrefillCluster:
-    tls = tls_files(file.tls)
+    credentials = file.credentials("gateway")
     if source.front:
-        return RemotePrefillCluster(source.name, source.front, tls)
+        return RemotePrefillCluster(source.name, source.front, credentials)
     config = PrefillClusterConfig(
         queue=source.queue_config(file.gateway.scheduling.queue.order()),
-        instances=InstancesConfig(log_dir=file.log_dir, tls=tls),
+        instances=InstancesConfig(log_dir=file.log_dir, credentials=credentials),
     )
     return EmbeddedPrefillCluster(source.name, source.instances, config)
 

@@ -78,6 +78,8 @@ class Pages:
     link_names: Mapping[str, str]
     key_names: KeyNames
     services: Callable[[], Services]
+    open_doors: str | None
+    """What everybody on the network may do, by this configuration; None: nothing."""
 
     def routes(self) -> Iterable[web.RouteDef]:
         """Every page, for the application's router."""
@@ -119,7 +121,8 @@ class Pages:
             return _json({"status": "draining"}, 503)
         if not self.watcher.is_healthy():
             return _json({"status": "no healthy engine"}, 503)
-        return _json({"status": "ok"})
+        doors = {} if self.open_doors is None else {"open": self.open_doors}
+        return _json({"status": "ok"} | doors)
 
     async def _version(self, _request: web.Request) -> web.Response:
         """GET /version."""

@@ -25,6 +25,7 @@ from kvmanager.agent.metrics import MetricsServer
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
 from kvmanager.config_files.options import setting
+from kvmanager.config_files.security import open_doors
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
@@ -97,9 +98,12 @@ async def serve(config: AgentConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    doors = open_doors(config.credentials, trusted_network=config.trusted_network)
+    if doors is not None:
+        logger.warning("%s", doors)
     agent = NodeAgent(config)
     await agent.start()
-    rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()}, config.tls)
+    rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()}, config.credentials)
     metrics: MetricsServer | None = None
     try:
         control_host = Endpoint.parse(config.control).host

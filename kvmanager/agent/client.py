@@ -59,7 +59,7 @@ from kvmanager.agent.probe_messages import (
     ProbeStatusReply,
 )
 from kvmanager.landing import ReservedLanding
-from transport import TlsFiles
+from transport import Credentials
 from transport.rpc import RpcClient, RpcError
 
 CALL_S: Final = 5.0
@@ -99,9 +99,9 @@ class CacheMoveResult:
 class AgentClient:
     """The agent at `target` ("host:port"), over one channel for everything that is asked of it."""
 
-    def __init__(self, target: str, tls: TlsFiles | None = None) -> None:
+    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
         self.target = target
-        self._rpc = RpcClient(target, SERVICE, tls)
+        self._rpc = RpcClient(target, SERVICE, credentials)
 
     async def close(self) -> None:
         """Close the channel. Idempotent."""
@@ -276,14 +276,14 @@ class AgentClient:
 class AgentClients:
     """Opens clients that share one channel to each agent; it closes with the last of them."""
 
-    def __init__(self, tls: TlsFiles | None = None) -> None:
-        self._tls = tls
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        self._credentials = credentials
         self._shared: dict[str, tuple[RpcClient, set[AgentClient]]] = {}
 
     def open(self, target: str) -> AgentClient:
         """A client of the agent with this control address, to be closed by the caller."""
         if target not in self._shared:
-            self._shared[target] = RpcClient(target, SERVICE, self._tls), set()
+            self._shared[target] = RpcClient(target, SERVICE, self._credentials), set()
         channel, users = self._shared[target]
         client = _SharingClient(target, channel, self._left)
         users.add(client)

@@ -6,7 +6,6 @@ It does not know command lines; the file form is YAML with the same names as the
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -26,12 +25,13 @@ from kvmanager.config_files.fields import (
     Section,
     filled_from,
 )
+from kvmanager.config_files.security import RegionKeySection, check_listeners, credentials_of
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers.shared import TableLimits
 from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
-from transport import Endpoint, TlsFiles, TransportConfig
+from transport import Credentials, Endpoint, TlsFiles, TransportConfig
 
 Eviction = Literal["lru", "lfu", "length", "cost"]
 """The policies of `kvmanager.pool.eviction`."""
@@ -150,8 +150,12 @@ class AgentConfig(AgentSection):
     """Compare a BLAKE3 digest of every transfer at its end, beside the checksums of its frames. Not
     with codec "fp8", which does not keep the bytes that the digest is of.
     """
+    region_key: RegionKeySection | None = None
+    """Signs calls where there is no TLS, and what the gateway lets this agent send. Left out:
+    none.
+    """
     trusted_network: bool = False
-    """Speak to other hosts without TLS."""
+    """Let every process that reaches this one's ports call everything."""
 
     @model_validator(mode="after")
     def _check_cache(self) -> Self:
@@ -175,13 +179,8 @@ class AgentConfig(AgentSection):
             raise ValueError("give tls_dir, or tls_cert, tls_key and tls_ca, not both")
         if any(files) and not all(files):
             raise ValueError("tls_cert, tls_key and tls_ca belong together: give all or none")
-        if self.tls is None and not self.trusted_network:
-            for name in ("listen", "control"):
-                if not is_loopback(Endpoint.parse(getattr(self, name)).host):
-                    raise ValueError(
-                        f"{name}: {getattr(self, name)} is reachable from other hosts without "
-                        "TLS; give tls_dir or tls_cert, tls_key and tls_ca, or set trusted_network"
-                    )
+        listeners = {name: getattr(self, name) for name in ("listen", "control")}
+        check_listeners(listeners, self.credentials, trusted_network=self.trusted_network)
         if self.advertise is None and Endpoint.parse(self.listen).host in ("0.0.0.0", "::"):
             raise ValueError(
                 "advertise: needed when listen is a wildcard address; name the host or address "
@@ -201,6 +200,11 @@ class AgentConfig(AgentSection):
     def is_lossy(self) -> bool:
         """Whether KVCache that lands here may have lost precision on its way."""
         return self.transport.codec == "fp8"
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """What this agent shows to those who call it, and asks of them; None: nothing."""
+        return credentials_of(self.tls, self.region_key, "agent")
 
     @property
     def transport_config(self) -> TransportConfig:
@@ -249,11 +253,3 @@ def load(path: Path | None, options: dict[str, Any]) -> AgentConfig:
 def _has_port(text: str) -> bool:
     """Whether it is "host:port" or "[v6]:port" rather than a bare host or IPv6 address."""
     return "]:" in text or text.count(":") == 1
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach what listens there."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

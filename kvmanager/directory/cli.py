@@ -19,7 +19,6 @@ import uvloop
 from prometheus_client import start_http_server
 
 from kvmanager.agent.client import AgentClients
-from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.options import setting
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.directory.config import DirectoryConfig, load
@@ -76,6 +75,9 @@ async def serve(config: DirectoryConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    doors = config.open_doors("directory")
+    if doors is not None:
+        logger.warning("%s", doors)
     if config.redis is None:
         await _serve_grpc(config, stopping)
     else:
@@ -83,10 +85,10 @@ async def serve(config: DirectoryConfig) -> None:
 
 
 async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
-    tls = tls_files(config.tls)
+    credentials = config.credentials("directory")
     timing = FollowTiming(forget_s=config.forget_s)
-    directory = EmbeddedDirectory(AgentClients(tls).open, timing=timing)
-    server = RpcServer(config.listen, {SERVICE: DirectoryService(directory).methods()}, tls)
+    directory = EmbeddedDirectory(AgentClients(credentials).open, timing=timing)
+    server = RpcServer(config.listen, {SERVICE: DirectoryService(directory).methods()}, credentials)
     host = Endpoint.parse(config.listen).host
     metrics = _Metrics(config, directory.follower)
     try:
@@ -107,11 +109,13 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
     from kvmanager.directory.redis_sink import RedisSink
     from kvmanager.directory.redis_store import RedisDirectory, RedisSettings, connect, reached
 
-    tls = tls_files(config.tls)
+    credentials = config.credentials("directory")
     settings = RedisSettings(forget_s=config.forget_s)
     redis = connect(url, timeout_s=_REDIS_TIMEOUT_S)
     timing = FollowTiming(forget_s=config.forget_s)
-    follower = DirectoryFollower(RedisSink(redis, settings), AgentClients(tls).open, timing=timing)
+    follower = DirectoryFollower(
+        RedisSink(redis, settings), AgentClients(credentials).open, timing=timing
+    )
     reader = RedisDirectory(redis, settings)
     metrics = _Metrics(config, follower)
     try:

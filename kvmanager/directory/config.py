@@ -10,24 +10,21 @@ from typing import Any, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from kvmanager.agent.config import is_loopback
 from kvmanager.config_files.fields import (
     Address,
     ListenAddress,
     Port,
     Seconds,
-    Section,
-    TlsSection,
     filled_from,
 )
+from kvmanager.config_files.security import SecuritySection, check_listeners
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.feed_client import FollowTiming
 from kvmanager.directory.messages import NodeName
-from transport import Endpoint
 
 
 @filled_from(FollowTiming)
-class DirectoryConfig(Section):
+class DirectoryConfig(SecuritySection):
     """One directory process."""
 
     listen: ListenAddress = "127.0.0.1:7300"
@@ -41,10 +38,6 @@ class DirectoryConfig(Section):
     forget_s: Seconds
     metrics_port: Port = 0
     """Prometheus port on the host of `listen`; 0: none."""
-    tls: TlsSection | None = None
-    """Mutual TLS with gateways and agents; left out: none."""
-    trusted_network: bool = False
-    """Serve other hosts without TLS."""
 
     @field_validator("agents")
     @classmethod
@@ -55,12 +48,9 @@ class DirectoryConfig(Section):
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:
-        serves = self.redis is None and not is_loopback(Endpoint.parse(self.listen).host)
-        if serves and self.tls is None and not self.trusted_network:
-            raise ValueError(
-                f"listen: {self.listen} is reachable from other hosts without TLS; give tls, or "
-                "set trusted_network"
-            )
+        listeners = {"listen": self.listen} if self.redis is None else {}
+        credentials = self.credentials("directory")
+        check_listeners(listeners, credentials, trusted_network=self.trusted_network)
         return self
 
     @property

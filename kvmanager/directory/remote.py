@@ -18,7 +18,7 @@ from kvmanager.directory.messages import (
     short_key_bytes,
 )
 from kvmanager.directory.reader import Outage
-from transport import TlsFiles
+from transport import Credentials
 from transport.rpc import RpcClient, RpcError
 
 _NODES_TIMEOUT_S: Final = 5.0
@@ -31,9 +31,9 @@ class RemoteDirectory:
     """
 
     def __init__(
-        self, target: str, tls: TlsFiles | None = None, *, timeout_s: float = 0.25
+        self, target: str, credentials: Credentials | None = None, *, timeout_s: float = 0.25
     ) -> None:
-        self._client = RpcClient(target, SERVICE, tls)
+        self._client = RpcClient(target, SERVICE, credentials)
         self._timeout_s = timeout_s
         self._outage = Outage(f"directory at {target}")
 

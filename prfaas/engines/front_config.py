@@ -4,26 +4,28 @@ What both kinds of front are told. It does not know region files; a launcher wri
 each front it starts.
 """
 
-from pathlib import Path
+from __future__ import annotations
 
-from pydantic import Field
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
 
 from kvmanager.config_files.fields import (
     ListenAddress,
     Port,
     Seconds,
-    Section,
-    TlsSection,
     filled_from,
-    tls_files,
 )
+from kvmanager.config_files.security import SecuritySection, check_listeners
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from transport import Role
 
 EXPECTED = "a front's file is a mapping with the keys name and instances"
 
 
 @filled_from(InstancesConfig)
-class FrontConfig(Section):
+class FrontConfig(SecuritySection):
     """One front, without what only one kind of front knows."""
 
     name: str = Field(min_length=1)
@@ -36,14 +38,20 @@ class FrontConfig(Section):
     """The engines of the cluster."""
     drained_hold_s: Seconds
     log_dir: Path
-    tls: TlsSection | None = None
-    """Mutual TLS with agents and gateways; left out: none."""
+    role: ClassVar[Role]
+    """What a front of this kind is to others."""
+
+    @model_validator(mode="after")
+    def _check_security(self) -> Self:
+        credentials = self.credentials(self.role)
+        check_listeners({"listen": self.listen}, credentials, trusted_network=self.trusted_network)
+        return self
 
     def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:
         """What the instances are told; with `poll_load` the engines' metrics are read."""
         return InstancesConfig(
             log_dir=self.log_dir,
-            tls=tls_files(self.tls),
+            credentials=self.credentials(self.role),
             poll_load=poll_load,
             drained_hold_s=self.drained_hold_s,
         )

@@ -55,6 +55,9 @@ def run_front(
     set_up_logging(log_level)
     with exit_on_bad_file():
         config = read_settings(path, kind, expected=EXPECTED, options={"listen": listen})
+    doors = config.open_doors(config.role)
+    if doors is not None:
+        logger.warning("%s", doors)
     try:
         asyncio.run(serve(config))
     except RpcError as error:
@@ -77,7 +80,7 @@ async def serve_front(
     try:
         await front.start()
         port = await server.start()
-        metrics = start_http_server(metrics_port) if metrics_port else None
+        metrics = start_http_server(metrics_port, host) if metrics_port else None
         ready = {
             "event": "ready",
             "front": front.name,

@@ -31,7 +31,7 @@ from prfaas.engines.supervisor import (
     engine_process,
 )
 from scheduler.reports import InstanceReport, Role
-from transport import TlsFiles
+from transport import Credentials
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.engines")
@@ -98,7 +98,7 @@ class InstancesConfig:
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     log_dir: Path = Path("logs")
     """Directory for the logs of the engines that the front starts."""
-    tls: TlsFiles | None = None
+    credentials: Credentials | None = None
 
 
 class Instance:
@@ -213,7 +213,7 @@ class Instances:
         self._config = config
         self._on_change = on_change
         self._session: aiohttp.ClientSession | None = None
-        self._agents = AgentClients(config.tls)
+        self._agents = AgentClients(config.credentials)
         self._instances: dict[str, Instance] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._holds: dict[str, asyncio.TimerHandle] = {}

@@ -149,7 +149,8 @@ def tls_directory(folder: Path) -> Path:
     ca = make_authority(folder, "ca")
     cert, key, request = folder / "tls.crt", folder / "tls.key", folder / "node.csr"
     names = folder / "names"
-    names.write_text("subjectAltName=IP:127.0.0.1\n")
+    uris = ",".join(f"URI:spiffe://r/{role}/x" for role in ("agent", "operator"))
+    names.write_text(f"subjectAltName=IP:127.0.0.1,{uris}\n")
     openssl(
         *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
         *("-subj", "/CN=node", "-keyout", key, "-out", request),

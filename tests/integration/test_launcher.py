@@ -36,6 +36,7 @@ from kvmanager.config_files.problems import FileError
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig
 from prfaas.engines.supervisor import ProcessState
+from transport.identity import ROLES
 from transport.rpc import RpcError
 from transport.wire.frames import FrameType
 from transport.wire.handshake import MAGIC, own_hello
@@ -155,7 +156,6 @@ def document(dummy: Path, **changes: Any) -> dict[str, Any]:
             },
         ],
         "links": [{"from": "prefill-a", "to": "pd-b", "emulate": {"rate": "1Gbit", "rtt": "20ms"}}],
-        "security": {"trusted_network": True},
     }
     return region | changes
 
@@ -326,7 +326,8 @@ def make_certificate(folder: Path) -> dict[str, str]:
     """A certificate for 127.0.0.1 that is its own CA."""
     key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
     argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    argv += ["-nodes", "-subj", "/CN=node", "-addext", "subjectAltName=IP:127.0.0.1"]
+    names = ["IP:127.0.0.1", *(f"URI:spiffe://test/{role}/x" for role in ROLES)]
+    argv += ["-nodes", "-subj", "/CN=node", "-addext", f"subjectAltName={','.join(names)}"]
     argv += ["-keyout", key, "-out", cert]
     subprocess.run(argv, check=True, capture_output=True, timeout=30)
     return {"cert": cert, "key": key, "ca": cert}

@@ -169,6 +169,50 @@ def test_the_receivers_name_is_checked_when_asked(node: TlsFiles, name: str, mat
             assert "mismatch" in str(error)
 
 
+@pytest.mark.parametrize("uri", ["spiffe://r/gateway/x", "spiffe://elsewhere/agent/x"])
+def test_another_role_or_region_is_refused_by_both_ends(
+    folder: Path, node: TlsFiles, uri: str
+) -> None:
+    """Certificates of one authority; each end of the data plane must be an agent of the region."""
+    other = make_node(folder, "other", node.ca, uris=(uri,))
+    for sender, receiver in ((node, other), (other, node)):
+        pair = LoopbackPair(
+            replace(CONFIG, tls=sender), receiver_config=replace(CONFIG, tls=receiver)
+        )
+        with closing(pair):
+            error = outcome(pair)
+            assert isinstance(error, PeerError), error
+            assert error.code == "tls"
+            assert "the data connection needs role agent of region" in error.message
+            assert pair.registry.num_asked == 0
+
+
+def test_a_receiver_refuses_a_sender_that_does_not_look(folder: Path, node: TlsFiles) -> None:
+    """The refusal says what was shown, to whoever listens."""
+    other = make_node(folder, "deaf", node.ca, uris=("spiffe://r/gateway/x",))
+    registry = MemoryRegistry()
+    with closing(Receiver(LOOPBACK, replace(CONFIG, tls=node), registry)) as receiver:
+        receiver.start()
+        with (
+            connection(receiver.endpoint) as sock,
+            client_context(other).wrap_socket(sock) as wrapped,
+        ):
+            said = b""
+            while piece := wrapped.recv(4096):
+                said += piece
+    assert b"the other side shows spiffe://r/gateway/x" in said
+    assert registry.num_asked == 0
+
+
+@pytest.mark.parametrize("uris", [(), ("spiffe://r/agent/a", "spiffe://s/agent/a")])
+def test_a_certificate_must_name_its_holder_in_one_region(
+    folder: Path, node: TlsFiles, uris: tuple[str, ...]
+) -> None:
+    unnamed = make_node(folder, "unnamed", node.ca, uris=uris)
+    with pytest.raises(LocalError, match=r"unnamed\.pem .*spiffe://REGION/ROLE/NAME"):
+        Sender(replace(CONFIG, tls=unnamed))
+
+
 def test_unusable_files_are_named(node: TlsFiles) -> None:
     with pytest.raises(LocalError, match=r"missing\.pem"):
         Sender(replace(CONFIG, tls=replace(node, cert=Path("missing.pem"))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from transport import TlsFiles
@@ -23,12 +24,24 @@ def make_authority(folder: Path, name: str) -> Path:
 
 
 def make_node(
-    folder: Path, name: str, ca: Path, *, trusts: Path | None = None, num_days: int = 2
+    folder: Path,
+    name: str,
+    ca: Path,
+    *,
+    trusts: Path | None = None,
+    num_days: int = 2,
+    uris: Sequence[str] | None = None,
 ) -> TlsFiles:
-    """Files of a node certified by `ca` for `num_days` from now; it trusts `trusts`, else `ca`."""
+    """Files of a node certified by `ca` for `num_days` from now; it trusts `trusts`, else `ca`.
+
+    The certificate is for the host `name` and 127.0.0.1. Unless `uris` says otherwise its holder is
+    the agent `name` of the region "r".
+    """
     request, cert, key = (folder / f"{name}.{kind}" for kind in ("csr", "pem", "key"))
     extensions = folder / f"{name}.ext"
-    extensions.write_text(f"subjectAltName=DNS:{name}\n")
+    uris = (f"spiffe://r/agent/{name}",) if uris is None else uris
+    names = (f"DNS:{name}", "IP:127.0.0.1", *(f"URI:{uri}" for uri in uris))
+    extensions.write_text(f"subjectAltName={','.join(names)}\n")
     openssl(
         *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
         *("-subj", f"/CN={name}", "-keyout", key, "-out", request),

@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Collection
@@ -30,7 +29,7 @@ from transport.sockets import (
     listen,
     prepare,
 )
-from transport.tls import Rotating, TlsStream, server_context, tls_handshake, wrap_tls
+from transport.tls import RegionTls, Rotating, TlsStream, server_tls, tls_handshake, wrap_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
 
@@ -53,7 +52,7 @@ class Receiver:
     def __init__(self, bind: Endpoint, config: TransportConfig, registry: LandingRegistry) -> None:
         self._bind = bind
         self._config = config
-        self._tls = Rotating(config.tls, server_context) if config.tls else None
+        self._tls = Rotating(config.tls, server_tls) if config.tls else None
         self._instance = os.urandom(16)
         self._reception = Reception(config, registry, self)
         self._lock = threading.Lock()
@@ -199,7 +198,7 @@ class Receiver:
         return self._config
 
     @property
-    def tls(self) -> ssl.SSLContext | None:
+    def tls(self) -> RegionTls | None:
         """What a connection that begins now uses."""
         return self._tls.current(time.monotonic()) if self._tls else None
 
@@ -289,7 +288,7 @@ class _Connection:
     def _error_of(self, session: ReceiverSession) -> TransportError:
         """Serve until the end and return why; no view of any ByteSpace is left in the result."""
         try:
-            stream = self._stream = self._open_stream()
+            stream = self._open_stream()
             while True:
                 self._serve(stream, session)
         except TransportError as error:
@@ -302,16 +301,22 @@ class _Connection:
 
     def _open_stream(self) -> Stream:
         prepare(self._sock, self._config)
-        context = self._receiver.tls
-        if context is None:
-            stream: PlainStream | TlsStream = PlainStream(self._sock)
+        tls = self._receiver.tls
+        stream: PlainStream | TlsStream
+        wrong = None
+        if tls is None:
+            stream = PlainStream(self._sock)
         else:
-            wrapped = wrap_tls(context, self._sock, is_server=True)
+            wrapped = wrap_tls(tls.context, self._sock, is_server=True)
             self._owner = SocketOwner(wrapped)
             stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
-        self._owner = stream
+            wrong = stream.wrong_peer(tls.region)
+        self._owner = self._stream = stream
         if self._error is not None:
             raise self._error
+        if wrong is not None:
+            self.push(encode_reason(FrameType.ERROR, "tls", wrong))
+            raise PeerError("tls", wrong)
         return stream
 
     def _serve(self, stream: Stream, session: ReceiverSession) -> None:

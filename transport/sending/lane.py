@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import socket
-import ssl
 import threading
 import time
 from typing import TYPE_CHECKING, Final
 
 from transport.backoff import Backoff
+from transport.config import TlsFiles
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare, release_frames
 from transport.receiving.incoming import RAW_LENGTH
 from transport.sending.link_work import Work
@@ -28,7 +28,7 @@ from transport.sockets import (
     resolve,
     suit_to_distance,
 )
-from transport.tls import Rotating, tls_handshake, wrap_tls
+from transport.tls import RegionTls, Rotating, tls_handshake, wrap_tls
 from transport.wire.digest import digest_of
 from transport.wire.frames import (
     FrameType,
@@ -144,13 +144,18 @@ class Lane:
             raise LinkError(error.code, message) from error
         return events
 
-    def _establish_tls(self, sock: socket.socket, contexts: Rotating[ssl.SSLContext]) -> Stream:
+    def _establish_tls(
+        self, sock: socket.socket, contexts: Rotating[TlsFiles, RegionTls]
+    ) -> Stream:
         assert self._config.tls is not None
-        context = contexts.current(time.monotonic())
-        wrapped = wrap_tls(context, sock, server_name=self._config.tls.server_name)
+        tls = contexts.current(time.monotonic())
+        wrapped = wrap_tls(tls.context, sock, server_name=self._config.tls.server_name)
         self._own(SocketOwner(wrapped))
         stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
         self._own(stream)
+        wrong = stream.wrong_peer(tls.region)
+        if wrong is not None:
+            raise PeerError("tls", wrong)
         return stream
 
     def _own(self, owner: SocketOwner) -> None:

@@ -19,7 +19,7 @@ from transport.sending.link_state import LinkState
 from transport.sending.outgoing import OutgoingState
 from transport.sending.sender_link import SenderLink
 from transport.sockets import usable_congestion
-from transport.tls import Rotating, client_context
+from transport.tls import Rotating, client_tls
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -81,7 +81,7 @@ class Sender:
             congestion=usable_congestion(config.congestion),
             near_congestion=usable_congestion(config.near_congestion),
         )
-        self._tls = Rotating(config.tls, client_context) if config.tls else None
+        self._tls = Rotating(config.tls, client_tls) if config.tls else None
         self._instance = os.urandom(16)
         # Of all links, so that one which is closed and opened again uses none twice.
         self._connection_numbers = itertools.count(1)

@@ -8,13 +8,12 @@ frame and no socket.
 from __future__ import annotations
 
 import logging
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from transport.codec.coder import LinkCoder
-from transport.config import TransportConfig
+from transport.config import TlsFiles, TransportConfig
 from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, PeerError, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
@@ -25,7 +24,7 @@ from transport.sending.link_state import LinkState
 from transport.sending.link_work import AbortConnection, Effect, Work
 from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
 from transport.sockets import SocketOwner
-from transport.tls import Rotating
+from transport.tls import RegionTls, Rotating
 from transport.wire.handshake import Hello
 from transport.wire.sender_session import (
     Acked,
@@ -50,7 +49,7 @@ class SenderLink:
         self,
         endpoint: Endpoint,
         config: TransportConfig,
-        tls: Rotating[ssl.SSLContext] | None,
+        tls: Rotating[TlsFiles, RegionTls] | None,
         *,
         instance: bytes,
         numbers: Iterator[int],

@@ -105,7 +105,6 @@ def demo_region(
                 "emulate": link or {"rate": "1Gbit", "rtt": "20ms"},
             }
         ],
-        "security": {"trusted_network": True},
     }
     return RegionSpec.model_validate(spec)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from deploy.command_line import CommandFailed
 from deploy.region.launch.ports import advertised_address
 from deploy.region.launch.rundir import RegionState, find_run
+from deploy.region.launch.trust import credentials_in
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
-from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import suggestion
-from transport import Endpoint, TlsFiles
+from transport import Credentials, Endpoint
 
 
 class UnknownAgent(CommandFailed):
@@ -39,7 +39,7 @@ class Pair:
 
     sender: AgentPlace
     receiver: AgentPlace
-    tls: TlsFiles | None
+    credentials: Credentials | None
     via: Endpoint | None
 
 
@@ -55,14 +55,14 @@ def find_pair(
     those of `find_run` do. Raises UnknownAgent, WhichRun, RunDirectoryError.
     """
     # Two addresses need no region: the agents may be on any hosts.
-    if is_address(sender) and is_address(receiver):
+    if is_address(sender) and is_address(receiver) and run_dir is None and region is None:
         return Pair(AgentPlace(sender, sender), AgentPlace(receiver, receiver), None, None)
     hint = "give control ports as host:port"
     _, state = find_run(run_dir, region, base=base, hint=hint)
     spec = RegionSpec.model_validate_json(Path(state.region_file).read_bytes())
     places = _places(spec, state)
     first, second = _find(sender, places), _find(receiver, places)
-    return Pair(first, second, tls_files(spec.security.tls), _via(spec, first, second))
+    return Pair(first, second, credentials_in(state), _via(spec, first, second))
 
 
 def is_address(text: str) -> bool:

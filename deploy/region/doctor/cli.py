@@ -101,9 +101,9 @@ async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRu
     from kvmanager.config_files.units import format_rate
     from transport import TlsFiles
 
-    tls = pair.tls if tls_dir is None else TlsFiles.in_directory(tls_dir)
+    credentials = pair.credentials if tls_dir is None else TlsFiles.in_directory(tls_dir)
     agents = [
-        NamedAgent(place.name, AgentClient(place.control, tls))
+        NamedAgent(place.name, AgentClient(place.control, credentials))
         for place in (pair.sender, pair.receiver)
     ]
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[seen]}"))

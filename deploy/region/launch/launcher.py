@@ -36,6 +36,7 @@ from deploy.region.launch.rundir import (
     remove_leftovers,
 )
 from deploy.region.launch.running import RunningProcess
+from deploy.region.launch.trust import operator_credentials
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
@@ -46,6 +47,7 @@ from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig
 from prfaas.engines.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Endpoint
+from transport.region_key import new_key
 
 logger = logging.getLogger("prfaas.deploy.region")
 
@@ -239,14 +241,16 @@ class RunningRegion:
         directory = self._directory = open_run_directory(self._root)
         self._resolved = resolve_ports(self._wanted)
         self._planner = Planner(self._resolved, directory, self._environment)
+        if self._wanted.security.region_key is None:
+            write_private(directory.region_key, f"{new_key()}\n".encode())
         for path, text in self._planner.files().items():
             write_private(path, text.encode())  # keys and passwords are among it
 
     async def _start_all(self) -> None:
         self._session = open_session()
-        tls = self.region.security.tls
-        self._prober = Prober(self._session, tls)
         assert self._planner is not None
+        made = self._planner.directory.region_key
+        self._prober = Prober(self._session, operator_credentials(self.region, made))
         for item in self._planner.processes():
             self._processes[item.name] = self._supervised(self._adapt(item), self._prober)
         self._write_state()

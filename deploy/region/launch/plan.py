@@ -21,6 +21,7 @@ from deploy.processes import module_argv, module_environment
 from deploy.region.launch.arenas import arena_name
 from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address
 from deploy.region.launch.rundir import RunDirectory
+from deploy.region.launch.trust import region_key_of
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from kvmanager.agent.config import AgentSection
 from prfaas.engines.command import EngineOptions, EngineSpec
@@ -87,7 +88,7 @@ class Planner:
             directory.region_file: region.model_dump_json(
                 by_alias=True, exclude_none=True, indent=1
             ),
-            directory.gateway_file: gateway_file(resolved).model_dump_json(
+            directory.gateway_file: gateway_file(resolved, directory).model_dump_json(
                 exclude={"gateway": {"api_keys"}}, indent=1
             ),
         }
@@ -127,6 +128,9 @@ class Planner:
             "trusted_network": security.trusted_network,
         }
         settings |= self._cache_settings(node)
+        key = region_key_of(self.resolved.region, self.directory.region_key, node.name)
+        if key is not None:
+            settings["region_key"] = key.model_dump(mode="json")
         if security.tls is not None:
             settings |= {f"tls_{key}": str(path) for key, path in security.tls}
         return settings
@@ -216,7 +220,7 @@ def engine_spec(
     )
 
 
-def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
+def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFile:
     """What the gateway's process is told: the clusters with their fronts embedded in it."""
     region = resolved.region
     gateway, pd = region.gateway, region.pd_cluster
@@ -241,6 +245,8 @@ def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
             for cluster in region.prefill_clusters
         ),
         tls=region.security.tls,
+        region_key=region_key_of(region, directory.region_key, "gateway"),
+        trusted_network=region.security.trusted_network,
     )
 
 

@@ -14,10 +14,9 @@ from deploy.region.client import CannotAsk, asked
 from deploy.region.launch.plan import PlannedProcess
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
-from kvmanager.config_files.fields import TlsSection
 from prfaas.engines.supervisor import Probe
 from scheduler.reports import ClusterReport
-from transport import TlsFiles
+from transport import Credentials
 
 _TIMEOUT_S = 5.0
 
@@ -47,9 +46,9 @@ async def region_trouble(gateway_url: str) -> str | None:
 class Prober:
     """Makes probes; `session` stays its owner's, `close` ends the connections to agents."""
 
-    def __init__(self, session: aiohttp.ClientSession, tls: TlsSection | None) -> None:
+    def __init__(self, session: aiohttp.ClientSession, credentials: Credentials | None) -> None:
         self._session = session
-        self._tls = None if tls is None else TlsFiles(cert=tls.cert, key=tls.key, ca=tls.ca)
+        self._credentials = credentials
         self._agents: dict[str, AgentClient] = {}
 
     def probe(self, planned: PlannedProcess) -> Probe:
@@ -63,7 +62,7 @@ class Prober:
     async def agent_status(self, control: str) -> StatusReply:
         """What a node agent holds. RpcError."""
         if control not in self._agents:
-            self._agents[control] = AgentClient(control, self._tls)
+            self._agents[control] = AgentClient(control, self._credentials)
         return await self._agents[control].status(_TIMEOUT_S)
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Final, Literal
 
 import msgspec
 import psutil
@@ -22,6 +22,8 @@ import psutil
 from deploy.command_line import CommandFailed
 from kvmanager.private_files import make_private_directory, open_private, write_private
 
+REGION_KEY: Final = "region.key"
+"""Name of the file with the key that a run makes for itself."""
 Phase = Literal["starting", "running", "stopping"]
 
 # The kernel's limit for a unix socket's path is 107 bytes.
@@ -102,6 +104,11 @@ class RunDirectory:
     def gateway_file(self) -> Path:
         return self.root / "gateway.json"
 
+    @property
+    def region_key(self) -> Path:
+        """The key that this run's processes share, where the region names no other file."""
+        return self.root / REGION_KEY
+
     def socket(self, name: str) -> Path:
         """The path of a socket; RunDirectoryError if the kernel would not take it."""
         path = self.sockets / f"{name}.sock"
@@ -175,7 +182,7 @@ def remove_leftovers(root: Path) -> None:
     pointer = root / "sockets.path"
     if pointer.exists():
         shutil.rmtree(pointer.read_text(), ignore_errors=True)
-    for path in (pointer, *root.glob("*.json")):
+    for path in (pointer, root / REGION_KEY, *root.glob("*.json")):
         path.unlink(missing_ok=True)
 
 

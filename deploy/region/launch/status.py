@@ -23,13 +23,13 @@ from deploy.lab.emulator.faults import LinkReport
 from deploy.region.cache_identity import unlike_engines
 from deploy.region.client import CannotAsk, asked
 from deploy.region.launch.rundir import RegionState
-from deploy.region.spec.region import RegionSpec
+from deploy.region.launch.trust import credentials_in
 from deploy.table_style import new_table
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
 from prfaas.engines.guard import live_session_members
-from transport import TlsFiles
+from transport import Credentials
 from transport.rpc import RpcError
 
 _TIMEOUT_S = 2.0
@@ -57,11 +57,11 @@ class RegionStatus(msgspec.Struct, frozen=True):
 async def region_status(state: RegionState) -> RegionStatus:
     """Ask everything at once; at most a few seconds."""
     lives = state.launcher_lives()
-    tls = _tls(state) if lives else None
+    credentials = credentials_in(state) if lives else None
     # The agents of a dead launcher are gone; asking them would only take time.
     agents, plan = await asyncio.gather(
         asyncio.gather(
-            *(_agent(control, tls) for control in (state.agents.values() if lives else ()))
+            *(_agent(control, credentials) for control in (state.agents.values() if lives else ()))
         ),
         _plan(state.gateway_url if lives else ""),
     )
@@ -205,8 +205,8 @@ async def _plan(gateway_url: str) -> PlanOverview | None:
         return None
 
 
-async def _agent(control: str, tls: TlsFiles | None) -> StatusReply | None:
-    client = AgentClient(control, tls)
+async def _agent(control: str, credentials: Credentials | None) -> StatusReply | None:
+    client = AgentClient(control, credentials)
     try:
         return await client.status(_TIMEOUT_S)
     except RpcError:
@@ -220,12 +220,6 @@ def _link(path: Path) -> LinkReport | None:
         return RelayControl(path, timeout_s=_TIMEOUT_S).report()
     except RelayError:
         return None
-
-
-def _tls(state: RegionState) -> TlsFiles | None:
-    region = RegionSpec.model_validate_json(Path(state.region_file).read_bytes())
-    tls = region.security.tls
-    return None if tls is None else TlsFiles(cert=tls.cert, key=tls.key, ca=tls.ca)
 
 
 def _use(session: int) -> ProcessUse:

@@ -17,6 +17,7 @@ from deploy.region.spec.region import (
     role_of,
 )
 from kvmanager.config_files.problems import KeyPath, Problem, suggestion
+from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import parse_rate
 
 MAX_NUM_SEQS: Final = "--max-num-seqs"
@@ -151,17 +152,21 @@ def _check_emulation(at: KeyPath, rate: str) -> Iterator[Problem]:
 
 def _check_security(region: RegionSpec) -> Iterator[Problem]:
     security = region.security
-    if security.tls is None and not security.trusted_network:
-        message = "give `tls: {cert, key, ca}`, or `trusted_network: true` to do without TLS"
-        yield Problem(("security",), message)
-    if security.tls is not None and security.trusted_network:
-        message = "true contradicts `tls`; remove one of the two"
-        yield Problem(("security", "trusted_network"), message)
+    for name in ("tls", "region_key"):
+        if security.trusted_network and getattr(security, name) is not None:
+            message = f"true contradicts `{name}`; remove one of the two"
+            yield Problem(("security", "trusted_network"), message)
     gateway = region.gateway
     if gateway.api_keys_file is not None and gateway.api_keys_env is not None:
         message = "api_keys_file is given too; keep one of the two"
         yield Problem(("gateway", "api_keys_env"), message)
     has_keys = bool(gateway.api_keys_file or gateway.api_keys_env)
+    if not (has_keys or security.trusted_network or is_loopback(gateway.host)):
+        message = (
+            f"{gateway.host} is reachable from other hosts and anybody could use the models; give "
+            "api_keys_file or api_keys_env, or set security.trusted_network"
+        )
+        yield Problem(("gateway", "host"), message)
     if gateway.scheduling.admission.tenants and not has_keys:
         message = "tenants are API keys; give api_keys_file or api_keys_env, or use default_tenant"
         yield Problem(("gateway", "scheduling", "admission", "tenants"), message)

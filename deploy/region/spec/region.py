@@ -6,6 +6,7 @@ and files are read by `loading.load_region`. Does not know processes, nor which 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -152,12 +153,16 @@ class GatewaySpec(GatewaySection, ApiKeysSection):
 
 
 class SecuritySpec(Section):
-    """Either `tls`, or the word that the network between the nodes is trusted."""
+    """`tls`, the region's key, or the word that everybody on the network is trusted."""
 
     tls: TlsSection | None = None
-    """Mutual TLS between agents, fronts and gateway."""
+    """Mutual TLS between agents, fronts and gateway. The certificate names all of them
+    (docs/security.md). Left out: calls are signed with the region's key.
+    """
+    region_key: Path | None = None
+    """File of the region's key (docs/security.md). Left out: `prfaas up` makes one for its run."""
     trusted_network: bool = False
-    """true: no TLS between agents, fronts and gateway."""
+    """true: neither; every process that reaches the ports of another may call everything."""
 
 
 class RegionSpec(Section):
@@ -173,7 +178,7 @@ class RegionSpec(Section):
     """Prefill clusters, and one PD cluster."""
     links: tuple[LinkSpec, ...] = ()
     """From each prefill cluster to the PD cluster."""
-    security: SecuritySpec
+    security: SecuritySpec = SecuritySpec()
     """How the processes of the region trust each other."""
 
     @property

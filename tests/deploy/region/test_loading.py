@@ -61,7 +61,11 @@ def test_the_example_is_right() -> None:
         ("name: b1-decode", "name: gateway", "clusters[1].nodes[0].instances[1].name", "another"),
         ("role: decode", "role: prefill", "clusters[1]", "no instance decodes"),
         ("landing_gib: 0.75", "landing_gib: 2", "clusters[1].nodes[0].agent.landing_gib", "arena"),
-        ("trusted_network: true", "trusted_network: false", "security", "tls: {cert, key, ca}"),
+        ("port: 8000", "port: 8000\n  host: 0.0.0.0", "gateway.host", "give api_keys_file"),
+        ("links:", "security: {trusted_network: true, region_key: k}\nlinks:",
+         "security.trusted_network", "contradicts `region_key`"),
+        ("links:", "security: {trusted_network: true, tls: {cert: c, key: k, ca: a}}\nlinks:",
+         "security.trusted_network", "contradicts `tls`"),
         ("max_model_len: 8192", "max_model_len: one", "models[0].max_model_len", "write 32Ki"),
         ("name: a1-prefill", "name: a1-prefill\n            model: dmo",
          "clusters[0].nodes[0].instances[0].model", "did you mean 'demo'"),
@@ -116,8 +120,7 @@ def test_decode_slots_fit_into_a_step() -> None:
 
 def test_a_missing_link_is_asked_for() -> None:
     text = EXAMPLE.read_text()
-    start, end = text.index("links:"), text.index("security:")
-    problems = problems_of(text[:start] + text[end:])
+    problems = problems_of(text[: text.index("links:")])
     assert "{from: prefill-a, to: " in problems["links"]
 
 
@@ -184,7 +187,7 @@ def test_json_round_trip() -> None:
 
 def test_the_schema_describes_the_file() -> None:
     schema = json.loads(json.dumps(region_schema()))
-    assert set(schema["required"]) == {"models", "clusters", "security"}
+    assert set(schema["required"]) == {"models", "clusters"}
     link = schema["$defs"]["LinkSpec"]
     assert set(link["required"]) == {"from", "to"}
     assert link["additionalProperties"] is False

@@ -16,6 +16,7 @@ from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.config import AgentConfig
+from kvmanager.config_files.security import RegionKeySection
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "region" / "examples" / "demo.yaml"
 
@@ -83,7 +84,7 @@ def test_the_gateway_is_told_clusters_and_links(region: RegionSpec) -> None:
     plan = planner(region)
     text = plan.files()[plan.directory.gateway_file]
     file = GatewayFile.model_validate(yaml.safe_load(text))
-    assert file == gateway_file(plan.resolved)
+    assert file == gateway_file(plan.resolved, plan.directory)
     assert file.gateway.threshold_tokens == 512
     assert [item.role for item in file.pd.instances] == ["prefill", "decode"]
     assert {item.decode_slots for item in file.pd.instances} == {256}
@@ -101,10 +102,35 @@ def test_agents_are_told_what_they_understand(region: RegionSpec) -> None:
     config = AgentConfig.model_validate(yaml.safe_load(text))
     assert config.landing_gib == 0.75
     assert config.socket == Path("/run/demo/sockets/b1.sock")
-    assert config.trusted_network
+    assert config.region_key == RegionKeySection(
+        file=Path("/run/demo/region.key"), region="demo", name="b1"
+    )
+    assert not config.trusted_network
     assert config.arena_name is not None
     assert config.arena_name.startswith("demo-b1-")
     assert config.cache_gib is None
+
+
+def test_how_processes_know_each_other_is_told_to_all() -> None:
+    key = Path("/etc/prfaas/key")
+    for security, section in (
+        ("", RegionKeySection(file=Path("/run/demo/region.key"), region="demo", name="gateway")),
+        (
+            "security: {region_key: /etc/prfaas/key, tls: {cert: c, key: k, ca: a}}",
+            RegionKeySection(file=key, region="demo", name="gateway"),
+        ),
+        ("security: {trusted_network: true}", None),
+    ):
+        region = parse_region(f"{EXAMPLE.read_text()}{security}\n", {"MODEL": "/models/tiny"})
+        plan = planner(region)
+        file = gateway_file(plan.resolved, plan.directory)
+        agent = AgentConfig.model_validate(
+            yaml.safe_load(plan.files()[Path("/run/demo/agent.b1.json")])
+        )
+        assert file.region_key == section
+        assert (agent.region_key is None) == (section is None)
+        assert (file.tls is None) == (agent.tls is None) == ("tls" not in security)
+        assert file.trusted_network == agent.trusted_network == (section is None)
 
 
 def test_cache_settings_reach_agent_engines_and_gateway() -> None:
@@ -130,7 +156,7 @@ def test_cache_settings_reach_agent_engines_and_gateway() -> None:
         assert config.kv_events[name] == told
         assert told.startswith("ipc:///run/demo/sockets/kv.")
     assert len(set(config.kv_events.values())) == 2
-    file = gateway_file(plan.resolved)
+    file = gateway_file(plan.resolved, plan.directory)
     assert file.gateway.directory.target == "10.0.0.5:7400"
     assert [item.node for item in file.pd.instances] == ["b1", "b1"]
 

@@ -7,6 +7,7 @@ import pytest
 from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.yaml_files import read_settings
 from prfaas.engines.front_config import EXPECTED, FrontConfig
+from prfaas.front_config import PrefillFrontConfig
 
 GOOD = """
 name: east
@@ -27,7 +28,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def load(path: Path) -> FrontConfig:
-    return read_settings(path, FrontConfig, expected=EXPECTED)
+    return read_settings(path, PrefillFrontConfig, expected=EXPECTED)
 
 
 def test_a_good_file(tmp_path: Path) -> None:

@@ -242,7 +242,8 @@ class TestNames:
 
     def test_addresses_need_no_region(self, tmp_path: Path) -> None:
         pair = find_pair("[::1]:1", "h:2", base=tmp_path)
-        assert (pair.sender.control, pair.receiver.control, pair.tls) == ("[::1]:1", "h:2", None)
+        assert (pair.sender.control, pair.receiver.control) == ("[::1]:1", "h:2")
+        assert pair.credentials is None
         assert not any(map(is_address, ("a1", "h:", ":1", "h:x", "h:70000")))
 
 

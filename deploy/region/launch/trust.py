@@ -1,0 +1,37 @@
+"""How the processes of a run know each other, and how commands of its user speak to them.
+
+It reads the region's file and makes none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deploy.region.launch.rundir import REGION_KEY, RegionState
+from deploy.region.spec.region import RegionSpec
+from kvmanager.config_files.fields import tls_files
+from kvmanager.config_files.security import RegionKeySection, credentials_of
+from transport import Credentials
+
+
+def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection | None:
+    """The key of the process `name`: the region's file, or the one `made` for its run. None where
+    the network is trusted.
+    """
+    security = region.security
+    if security.trusted_network:
+        return None
+    return RegionKeySection(file=security.region_key or made, region=region.name, name=name)
+
+
+def operator_credentials(region: RegionSpec, made: Path) -> Credentials | None:
+    """What a command of the region's user shows to its processes."""
+    tls = tls_files(region.security.tls)
+    return credentials_of(tls, region_key_of(region, made, "operator"), "operator")
+
+
+def credentials_in(state: RegionState) -> Credentials | None:
+    """What a command of the user shows to the processes of this run."""
+    path = Path(state.region_file)
+    region = RegionSpec.model_validate_json(path.read_bytes())
+    return operator_credentials(region, path.parent / REGION_KEY)

@@ -1,0 +1,97 @@
+"""How a process shows who it is, and what it may listen on: the settings that all processes share.
+
+It opens no file and no port. A process beyond loopback needs TLS or the region's key; the word
+`trusted_network` stands for neither, and `open_doors` says what that leaves open.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from kvmanager.config_files.fields import Section, TlsSection, tls_files
+from transport import Credentials, Endpoint, Identity, RegionKey, Role, TlsFiles
+
+PeerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+
+
+class RegionKeySection(Section):
+    """The key that the processes of a region share, and this process's name."""
+
+    file: Path
+    """File of keys, one a line as 64 hex digits, readable by its owner or group only. The first
+    signs, all are accepted; it is read again when it changes.
+    """
+    region: PeerName
+    """Name of the region; calls of another one are refused."""
+    name: PeerName
+    """Name of this process, in refusals and logs."""
+
+
+class SecuritySection(Section):
+    """How a process and its peers know each other: `tls`, `region_key`, or neither on loopback."""
+
+    tls: TlsSection | None = None
+    """Mutual TLS with the other processes of the region. Left out: none."""
+    region_key: RegionKeySection | None = None
+    """Signs calls where there is no TLS, and what agents may move. Left out: none."""
+    trusted_network: bool = False
+    """Let every process that reaches this one's ports call everything."""
+
+    def credentials(self, role: Role) -> Credentials | None:
+        """What a process of this role shows; None: nothing."""
+        return credentials_of(tls_files(self.tls), self.region_key, role)
+
+    def open_doors(self, role: Role) -> str | None:
+        """For the log of a process that starts; None: nothing is open."""
+        return open_doors(self.credentials(role), trusted_network=self.trusted_network)
+
+
+def credentials_of(
+    tls: TlsFiles | None, key: RegionKeySection | None, role: Role
+) -> Credentials | None:
+    """TLS if there is any, else the region's key."""
+    if tls is not None or key is None:
+        return tls
+    return RegionKey(key.file, Identity(key.region, role, key.name))
+
+
+def check_listeners(
+    listeners: Mapping[str, str], credentials: Credentials | None, *, trusted_network: bool
+) -> None:
+    """ValueError that names the setting whose address others reach, if anybody may call there."""
+    if credentials is not None or trusted_network:
+        return
+    for name, address in listeners.items():
+        if not is_loopback(Endpoint.parse(address).host):
+            raise ValueError(
+                f"{name}: {address} is reachable from other hosts and everybody could call it; "
+                "give TLS or region_key, or set trusted_network"
+            )
+
+
+def open_doors(credentials: Credentials | None, *, trusted_network: bool) -> str | None:
+    """What somebody on the network may do, for logs and pages; None: nothing of note."""
+    if isinstance(credentials, RegionKey):
+        return (
+            "region_key without TLS: calls are signed, but whoever listens on the network reads "
+            "KVCache, and the tokens of transfers with which to send in another's place"
+        )
+    if credentials is None and trusted_network:
+        return (
+            "trusted_network: whoever reaches the ports of this process may read and plant the "
+            "KVCache of all tenants and make agents connect to any address"
+        )
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

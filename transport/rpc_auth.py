@@ -1,0 +1,217 @@
+"""Who may call and who answers, on the two ends of a gRPC connection (`transport.rpc`).
+
+With TLS the certificates name both ends; without, each call and answer is signed with the region's
+key. What a role may do is said by `transport.access`. It knows no handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from transport.access import ACCESS, callers_of
+from transport.config import TlsFiles
+from transport.endpoint import Endpoint
+from transport.identity import (
+    ROLES,
+    Identity,
+    certificate_identities,
+    identities_of,
+    refusal,
+)
+from transport.region_key import (
+    Challenges,
+    Credentials,
+    Proof,
+    RegionKey,
+    answer_proof,
+    call_proof,
+    is_answer_proof,
+    is_call_proof,
+    load_keys,
+)
+from transport.tls import RegionTls, Rotating, client_tls, server_tls
+
+Metadata = tuple[tuple[str, str], ...]
+Seal = Callable[[str, bytes], Metadata]
+"""What goes with the answer that has this code and body."""
+
+PROOF: Final = "prfaas-proof"
+CHALLENGE: Final = "prfaas-challenge"
+LOOK_S: Final = 5.0
+"""Most time for a look at a server's certificate."""
+_NO_CHALLENGE: Final = "-"
+
+
+class NotAdmitted(Exception):
+    """The caller may not have what it asks for; `metadata` goes with the refusal."""
+
+    def __init__(self, message: str, metadata: Metadata = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = metadata
+
+
+class WrongServer(Exception):
+    """Who answers is not who was called; the message is for people."""
+
+
+class CallerAuth(Protocol):
+    """Decides over each call of a server, before its body is decoded."""
+
+    def admit(self, service: str, method: str, body: bytes, context: Any) -> Seal:
+        """How the answer is sealed. Raises NotAdmitted."""
+        ...
+
+
+def caller_auth(credentials: Credentials | None) -> CallerAuth | None:
+    """None: everybody may call everything. Raises LocalError for files that cannot be used."""
+    if credentials is None:
+        return None
+    if isinstance(credentials, RegionKey):
+        return KeyAuth(credentials)
+    return CertificateAuth(credentials)
+
+
+class CertificateAuth:
+    """Callers are who their certificates say, which TLS has verified already."""
+
+    def __init__(self, tls: TlsFiles) -> None:
+        self._tls = Rotating(tls, server_tls)
+
+    def admit(self, service: str, method: str, body: bytes, context: Any) -> Seal:
+        uris = context.auth_context().get("peer_uri", ())
+        why = refusal(
+            identities_of(uri.decode("utf-8", "replace") for uri in uris),
+            region=self._tls.current(time.monotonic()).region,
+            roles=callers_of(service, method),
+            what=f"calling {service}/{method}",
+        )
+        if why is not None:
+            raise NotAdmitted(why)
+        return _unsealed
+
+
+class KeyAuth:
+    """Callers are who they say, if the region's key has signed the call."""
+
+    def __init__(self, key: RegionKey) -> None:
+        self._identity = key.identity
+        self._keys = Rotating(key, load_keys)
+        self._challenges = Challenges(time.monotonic())
+
+    def admit(self, service: str, method: str, body: bytes, context: Any) -> Seal:
+        now_s = time.monotonic()
+        keys = self._keys.current(now_s)
+        what = f"calling {service}/{method}"
+        again: Metadata = ((CHALLENGE, self._challenges.current(now_s)),)
+        proof = _proof_in(dict(context.invocation_metadata() or ()))
+        region, roles = self._identity.region, callers_of(service, method)
+        if proof is None:
+            raise NotAdmitted(str(refusal((), region=region, roles=roles, what=what)), again)
+        if not self._challenges.is_known(proof.challenge, now_s):
+            raise NotAdmitted(f"{what} needs a challenge of the last minutes", again)
+        if not is_call_proof(keys, proof, f"{service}/{method}", body):
+            raise NotAdmitted(f"{what}: the call is not signed with a key of region {region}")
+        if not self._challenges.note(proof.challenge, proof.nonce):
+            raise NotAdmitted(f"{what}: this very call has been made before")
+        why = refusal((proof.identity,), region=region, roles=roles, what=what)
+        if why is not None:
+            raise NotAdmitted(why)
+
+        def seal(code: str, answer: bytes) -> Metadata:
+            challenge = self._challenges.current(time.monotonic())
+            key = self._keys.current(time.monotonic())[0]
+            sealed = answer_proof(key, self._identity, challenge, proof.nonce, code, answer)
+            return ((PROOF, str(sealed)),)
+
+        return seal
+
+
+class CallSigner:
+    """A client's side of `KeyAuth`: signs calls, checks answers, keeps the latest challenge."""
+
+    def __init__(self, key: RegionKey, service: str) -> None:
+        """Raises LocalError."""
+        self._identity = key.identity
+        self._service = service
+        self._keys = Rotating(key, load_keys)
+        self._challenge = _NO_CHALLENGE
+
+    def sign(self, method: str, body: bytes) -> Proof:
+        key = self._keys.current(time.monotonic())[0]
+        return call_proof(key, self._identity, self._challenge, f"{self._service}/{method}", body)
+
+    def is_worth_again(self, proof: Proof, trailers: Mapping[str, Any]) -> bool:
+        """Whether the server refused the call for its challenge only, and gave another one."""
+        given = trailers.get(CHALLENGE)
+        if not isinstance(given, str) or given == proof.challenge:
+            return False
+        self._challenge = given
+        return True
+
+    def check(self, asked: Proof, code: str, body: bytes, trailers: Mapping[str, Any]) -> None:
+        """Raises WrongServer unless a server of the region gave this answer to this call."""
+        region = self._identity.region
+        proof = _proof_in(trailers)
+        keys = self._keys.current(time.monotonic())
+        if proof is None or not is_answer_proof(keys, proof, asked.nonce, code, body):
+            raise WrongServer(f"the answer is not signed with a key of region {region}")
+        self._challenge = proof.challenge
+        _check_server(self._service, (proof.identity,), region)
+
+
+class ServerLook:
+    """Looks at the certificate that a server shows, because gRPC tells a client only that its
+    authority has signed it and that it names the host.
+    """
+
+    def __init__(self, tls: TlsFiles, target: str, service: str) -> None:
+        """Raises LocalError."""
+        self._target = target
+        self._service = service
+        self._tls = Rotating(tls, _looking_tls)
+
+    async def check(self, timeout_s: float) -> None:
+        """Raises WrongServer, OSError (ssl.SSLError included), TimeoutError."""
+        host, port = Endpoint.parse(self._target)
+        tls = self._tls.current(time.monotonic())
+        async with asyncio.timeout(min(timeout_s, LOOK_S)):
+            _, writer = await asyncio.open_connection(
+                host, port, ssl=tls.context, server_hostname=host
+            )
+        shown = certificate_identities(writer.get_extra_info("peercert"))
+        writer.transport.abort()
+        _check_server(self._service, shown, tls.region)
+
+
+def _looking_tls(files: TlsFiles) -> RegionTls:
+    tls = client_tls(files)
+    tls.context.check_hostname = False  # gRPC does that, also with another name
+    tls.context.verify_mode = ssl.CERT_REQUIRED
+    tls.context.set_alpn_protocols(["h2"])
+    return tls
+
+
+def _check_server(service: str, shown: tuple[Identity, ...], region: str) -> None:
+    roles = ACCESS[service].servers if service in ACCESS else ROLES
+    why = refusal(shown, region=region, roles=roles, what=f"serving {service}")
+    if why is not None:
+        raise WrongServer(why)
+
+
+def _proof_in(metadata: Mapping[str, Any]) -> Proof | None:
+    text = metadata.get(PROOF)
+    if not isinstance(text, str):
+        return None
+    try:
+        return Proof.parse(text)
+    except ValueError:
+        return None
+
+
+def _unsealed(code: str, answer: bytes) -> Metadata:
+    return ()
