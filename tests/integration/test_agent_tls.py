@@ -23,7 +23,8 @@ def make_files(folder: Path) -> dict[str, str]:
     folder.mkdir()
     cert, key, ca, ca_key = (folder / f"{name}.pem" for name in ("cert", "key", "ca", "ca_key"))
     request, names = folder / "node.csr", folder / "names"
-    names.write_text("subjectAltName=IP:127.0.0.1\n")
+    uris = ",".join(f"URI:spiffe://r/{role}/x" for role in ("agent", "gateway"))
+    names.write_text(f"subjectAltName=IP:127.0.0.1,{uris}\n")
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     openssl("req", "-x509", *new_key, "-subj", "/CN=ca", "-keyout", ca_key, "-out", ca)
     openssl("req", "-new", *new_key, "-subj", "/CN=node", "-keyout", key, "-out", request)
