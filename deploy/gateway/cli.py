@@ -18,6 +18,7 @@ import typer
 import uvloop
 
 from deploy.gateway.app import Gateway
+from deploy.gateway.config import GatewayConfig
 from deploy.gateway.file import (
     GatewayFile,
     agent_clients,
@@ -27,6 +28,8 @@ from deploy.gateway.file import (
     load_gateway_file,
 )
 from deploy.gateway.server import serve_gateway
+from kvmanager.config_files.problems import FileError, Problem
+from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 
@@ -49,12 +52,24 @@ def gateway_command(
     if port >= 0:
         changes["port"] = port
     gateway = loaded.gateway.model_copy(update=changes)
+    with exit_on_bad_file():
+        check_listener(gateway, trusted_network=loaded.trusted_network)
     try:
         with exit_on_bad_file():
             uvloop.run(run(loaded.model_copy(update={"gateway": gateway})))
     except OSError as error:
         typer.echo(f"cannot serve on {gateway.host}:{gateway.port}: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def check_listener(gateway: GatewayConfig, *, trusted_network: bool) -> None:
+    """FileError: everybody who reaches it could use the models."""
+    if not (gateway.api_keys or trusted_network or is_loopback(gateway.host)):
+        message = (
+            f"{gateway.host} is reachable from other hosts and anybody could use the models; give "
+            "api_keys_file or api_keys_env, or set trusted_network"
+        )
+        raise FileError("the gateway's file", [Problem(("gateway", "host"), message)])
 
 
 async def run(file: GatewayFile) -> None:

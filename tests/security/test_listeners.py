@@ -1,0 +1,64 @@
+"""No process listens beyond loopback without authentication, unless its network is trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from deploy.gateway.cli import check_listener
+from deploy.gateway.config import GatewayConfig, ModelConfig, parse_api_keys
+from kvmanager.agent.config import AgentConfig
+from kvmanager.config_files.fields import Section
+from kvmanager.config_files.problems import FileError
+from kvmanager.config_files.security import open_doors
+from kvmanager.directory.config import DirectoryConfig
+from local_pd.front_config import PdFrontConfig
+from prfaas.front_config import PrefillFrontConfig
+from transport import Identity, RegionKey
+
+EVERYWHERE = "0.0.0.0:7999"
+INSTANCE = {"name": "p", "url": "http://127.0.0.1:1", "agent": "127.0.0.1:1", "role": "both"}
+FRONT = {"name": "c", "instances": [INSTANCE], "listen": EVERYWHERE}
+TLS = {"tls": {"cert": "c", "key": "k", "ca": "a"}}
+KEY = {"region_key": {"file": "key", "region": "r", "name": "x"}}
+PROCESSES: dict[str, tuple[type[Section], dict[str, Any]]] = {
+    "data": (AgentConfig, {"listen": EVERYWHERE, "advertise": "h"}),
+    "control": (AgentConfig, {"control": EVERYWHERE}),
+    "directory": (DirectoryConfig, {"agents": {"c/n": "h:1"}, "listen": EVERYWHERE}),
+    "prefill": (PrefillFrontConfig, FRONT),
+    "pd": (PdFrontConfig, FRONT),
+}
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_everybody_may_not_call_by_default(process: str) -> None:
+    kind, settings = PROCESSES[process]
+    with pytest.raises(ValidationError, match="reachable from other hosts"):
+        kind.model_validate(settings)
+    allowed = [KEY, {"trusted_network": True}]
+    allowed.append({"tls_dir": Path("d")} if kind is AgentConfig else TLS)
+    for security in allowed:
+        kind.model_validate(settings | security)
+
+
+def test_a_gateway_for_everybody_needs_keys() -> None:
+    models = (ModelConfig(name="m", max_model_len=1),)
+    everywhere = GatewayConfig(host="0.0.0.0", models=models)
+    with pytest.raises(FileError, match="anybody could use the models; give api_keys_file"):
+        check_listener(everywhere, trusted_network=False)
+    check_listener(everywhere, trusted_network=True)
+    keys = parse_api_keys("secret", "test")
+    check_listener(everywhere.model_copy(update={"api_keys": keys}), trusted_network=False)
+    check_listener(GatewayConfig(models=models), trusted_network=False)
+
+
+def test_what_a_trusted_network_leaves_open_is_said() -> None:
+    said = open_doors(None, trusted_network=True)
+    assert said is not None
+    assert "read and plant the KVCache of all tenants" in said
+    key = RegionKey(Path("k"), Identity("r", "agent", "a"))
+    assert "whoever listens on the network reads" in str(open_doors(key, trusted_network=False))
+    assert open_doors(None, trusted_network=False) is None
