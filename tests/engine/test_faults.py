@@ -211,8 +211,9 @@ async def test_a_client_that_leaves_frees_everything(faulty: Faulty, answered: b
 
 
 async def test_a_wrong_token_lands_nothing(faulty: Faulty) -> None:
-    sender = RpcClient(faulty.region.agent_control("a1"), SERVICE)
-    receiver = RpcClient(faulty.region.agent_control("b1"), SERVICE)
+    gateway = faulty.region.credentials("gateway")
+    sender = RpcClient(faulty.region.agent_control("a1"), SERVICE, gateway)
+    receiver = RpcClient(faulty.region.agent_control("b1"), SERVICE, gateway)
     try:
         landing = await receiver.call("Reserve", Reserve(300, 8.0), ReserveReply, 5.0)
         outbox = OpenOutbox(

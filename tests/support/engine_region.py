@@ -129,7 +129,7 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str, timeout_s: floa
 
 
 async def agent_status(region: RunningRegion, node: str) -> StatusReply:
-    client = RpcClient(region.agent_control(node), SERVICE)
+    client = RpcClient(region.agent_control(node), SERVICE, region.credentials("operator"))
     try:
         return await client.call("Status", Status(), StatusReply, 5.0)
     finally:

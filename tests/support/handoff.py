@@ -46,7 +46,7 @@ class Handoff:
         self._region = region
         self._model = model
         self._session = session
-        self._receiver = AgentClient(region.agent_control("b1"))
+        self._receiver = AgentClient(region.agent_control("b1"), region.credentials("gateway"))
         self._runner = PrefillRunner()
 
     async def close(self) -> None:
@@ -59,7 +59,7 @@ class Handoff:
         wanted = Reserve(len(token_ids), 60.0, token_digest=digest)
         reply = await self._receiver.reserve(wanted, TIMEOUT_S)
         landing = reserved_landing(reply, len(token_ids), digest)
-        agent = AgentClient(self._region.agent_control(node))
+        agent = AgentClient(self._region.agent_control(node), self._region.credentials("gateway"))
         try:
             place = PrefillPlace(
                 instance, self._http(instance), agent, asyncio.Event(), self._model

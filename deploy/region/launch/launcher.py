@@ -36,7 +36,7 @@ from deploy.region.launch.rundir import (
     remove_leftovers,
 )
 from deploy.region.launch.running import RunningProcess
-from deploy.region.launch.trust import operator_credentials
+from deploy.region.launch.trust import run_credentials
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
@@ -46,7 +46,7 @@ from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig
 from prfaas.engines.supervisor import SupervisorConfig, SupervisorEvent
-from transport import Endpoint
+from transport import Credentials, Endpoint, Role
 from transport.region_key import new_key
 
 logger = logging.getLogger("prfaas.deploy.region")
@@ -175,6 +175,12 @@ class RunningRegion:
         """host:port of a node agent's control service; KeyError if unknown."""
         return self._agent_controls()[node]
 
+    def credentials(self, role: Role) -> Credentials | None:
+        """What a process of this role shows to the region's processes, which it may then call as
+        the role allows (`transport.access`).
+        """
+        return run_credentials(self.region, self.directory.region_key, role)
+
     # -- life -------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
@@ -248,9 +254,8 @@ class RunningRegion:
 
     async def _start_all(self) -> None:
         self._session = open_session()
+        self._prober = Prober(self._session, self.credentials("operator"))
         assert self._planner is not None
-        made = self._planner.directory.region_key
-        self._prober = Prober(self._session, operator_credentials(self.region, made))
         for item in self._planner.processes():
             self._processes[item.name] = self._supervised(self._adapt(item), self._prober)
         self._write_state()

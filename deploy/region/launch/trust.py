@@ -11,7 +11,7 @@ from deploy.region.launch.rundir import REGION_KEY, RegionState
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.security import RegionKeySection, credentials_of
-from transport import Credentials
+from transport import Credentials, Role
 
 
 def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection | None:
@@ -24,14 +24,14 @@ def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection
     return RegionKeySection(file=security.region_key or made, region=region.name, name=name)
 
 
-def operator_credentials(region: RegionSpec, made: Path) -> Credentials | None:
-    """What a command of the region's user shows to its processes."""
+def run_credentials(region: RegionSpec, made: Path, role: Role) -> Credentials | None:
+    """What one more process of the run shows to the others, where it has this role."""
     tls = tls_files(region.security.tls)
-    return credentials_of(tls, region_key_of(region, made, "operator"), "operator")
+    return credentials_of(tls, region_key_of(region, made, role), role)
 
 
 def credentials_in(state: RegionState) -> Credentials | None:
     """What a command of the user shows to the processes of this run."""
     path = Path(state.region_file)
     region = RegionSpec.model_validate_json(path.read_bytes())
-    return operator_credentials(region, path.parent / REGION_KEY)
+    return run_credentials(region, path.parent / REGION_KEY, "operator")
