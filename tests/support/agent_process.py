@@ -40,7 +40,7 @@ from kvmanager.agent.messages import (
 )
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
-from transport import TlsFiles
+from transport import Credentials, TlsFiles
 from transport.rpc import RpcClient, RpcError
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
@@ -89,6 +89,8 @@ class AgentProcess:
         self.process: subprocess.Popen[str] | None = None
         self.ready: dict[str, Any] = {}
         self.transfer_ids: set[str] = set()
+        self.caller: Credentials | None = None
+        """What `call` shows; None: the agent's own certificate, if it has one."""
 
     def write_settings(self) -> Path:
         """The file that the agent is started with."""
@@ -155,7 +157,7 @@ class AgentProcess:
         """One call of the control plane; raises RpcError."""
 
         async def run() -> ReplyT:
-            client = RpcClient(self.ready["control"], SERVICE, self.tls)
+            client = RpcClient(self.ready["control"], SERVICE, self.caller or self.tls)
             try:
                 return await client.call(method, request, reply_type, timeout_s)
             finally:
