@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from kvmanager.arena import DEFAULT_BLOCK_BYTES
 from kvmanager.config_files.fields import (
     GIB,
+    Address,
     Bytes,
     CoreFields,
     Gib,
@@ -25,7 +26,12 @@ from kvmanager.config_files.fields import (
     Section,
     filled_from,
 )
-from kvmanager.config_files.security import RegionKeySection, check_listeners, credentials_of
+from kvmanager.config_files.security import (
+    BOTH_GIVEN,
+    RegionKeySection,
+    check_listeners,
+    credentials_of,
+)
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers.shared import TableLimits
@@ -108,6 +114,10 @@ class AgentConfig(AgentSection):
     """Unix socket for the engines of this host."""
     advertise: str | None = None
     """What senders are told to connect to, "host" or "host:port"; default: `listen`."""
+    send_to: tuple[Address, ...] | None = None
+    """The only addresses that this agent connects to, to send KVCache and probes, host:port,
+    whoever asks for it. Left out: any.
+    """
     block_bytes: Bytes = DEFAULT_BLOCK_BYTES
     """Bytes of one block of the arena, or such as 64KiB."""
     prefault: bool = True
@@ -151,9 +161,7 @@ class AgentConfig(AgentSection):
     with codec "fp8", which does not keep the bytes that the digest is of.
     """
     region_key: RegionKeySection | None = None
-    """Signs calls where there is no TLS, and what the gateway lets this agent send. Left out:
-    none.
-    """
+    """Signs calls where there is no TLS. Left out: none."""
     trusted_network: bool = False
     """Let every process that reaches this one's ports call everything."""
 
@@ -179,6 +187,8 @@ class AgentConfig(AgentSection):
             raise ValueError("give tls_dir, or tls_cert, tls_key and tls_ca, not both")
         if any(files) and not all(files):
             raise ValueError("tls_cert, tls_key and tls_ca belong together: give all or none")
+        if self.tls is not None and self.region_key is not None:
+            raise ValueError(BOTH_GIVEN)
         listeners = {name: getattr(self, name) for name in ("listen", "control")}
         check_listeners(listeners, self.credentials, trusted_network=self.trusted_network)
         if self.advertise is None and Endpoint.parse(self.listen).host in ("0.0.0.0", "::"):
@@ -205,6 +215,11 @@ class AgentConfig(AgentSection):
     def credentials(self) -> Credentials | None:
         """What this agent shows to those who call it, and asks of them; None: nothing."""
         return credentials_of(self.tls, self.region_key, "agent")
+
+    @property
+    def destinations(self) -> frozenset[Endpoint] | None:
+        """Where this agent may send; None: anywhere."""
+        return None if self.send_to is None else frozenset(map(Endpoint.parse, self.send_to))
 
     @property
     def transport_config(self) -> TransportConfig:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvmanager.agent.messages import LinkStatus
 from kvmanager.agent.sender_admission import SenderAdmission, TransferNews
+from kvmanager.transfers.records import BadRequest
 from transport import (
     ByteSpace,
     Endpoint,
@@ -51,8 +52,13 @@ class TransferIo:
         bind: Endpoint,
         news: TransferNews,
         on_refused: Callable[[str], None],
+        *,
+        send_to: Collection[Endpoint] | None = None,
     ) -> None:
-        """Raises transport.LocalError when TLS files cannot be used."""
+        """`send_to`: the only endpoints that it connects to; None: any. Raises
+        transport.LocalError when TLS files cannot be used.
+        """
+        self._send_to = None if send_to is None else frozenset(send_to)
         self._loop = asyncio.get_running_loop()
         self._news = news
         self._admission = SenderAdmission(news, self.post, on_refused)
@@ -108,7 +114,10 @@ class TransferIo:
     # Outboxes.
 
     def open(self, spec: OutgoingSpec, space: ByteSpace) -> None:
-        """Begin to send; `outbox_ended` follows. Raises ValueError or RuntimeError, then not."""
+        """Begin to send; `outbox_ended` follows. Raises BadRequest, ValueError or RuntimeError,
+        then not.
+        """
+        self._check(spec.endpoint)
         listener = SendListener(self, self._send_ended, now_s)
         handle = self._sender.open(spec, space, listener)
         self._outgoing[spec.transfer_id] = OutboxSend(
@@ -121,7 +130,14 @@ class TransferIo:
         """Begin to send what is no outbox: `listener`, not `news`, is told of its end, from a
         transport thread. Raises as `open`.
         """
+        self._check(spec.endpoint)
         return self._sender.open(spec, space, listener)
+
+    def _check(self, endpoint: Endpoint) -> None:
+        # Whoever may call could otherwise let this agent try any port that it reaches.
+        if self._send_to is not None and endpoint not in self._send_to:
+            known = ", ".join(sorted(map(str, self._send_to))) or "nowhere"
+            raise BadRequest(f"this agent sends to {known} (send_to), not to {endpoint}")
 
     def link_state(self, endpoint: Endpoint) -> LinkState | None:
         """What the sender knows of its link to this endpoint; None when there is none."""

@@ -87,6 +87,7 @@ class AgentTransfers:
             Endpoint.parse(config.listen),
             self,
             lambda code: metrics.refused_senders.labels(code).inc(),
+            send_to=config.destinations,
         )
         self.mover: CacheMover | None = None
         """Moves of cached prefixes; None without a cache."""

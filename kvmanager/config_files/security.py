@@ -9,13 +9,14 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvmanager.config_files.fields import Section, TlsSection, tls_files
 from transport import Credentials, Endpoint, Identity, RegionKey, Role, TlsFiles
 
+BOTH_GIVEN: Final = "region_key: it signs calls where there is no TLS; remove it or the TLS files"
 PeerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
 
@@ -38,9 +39,15 @@ class SecuritySection(Section):
     tls: TlsSection | None = None
     """Mutual TLS with the other processes of the region. Left out: none."""
     region_key: RegionKeySection | None = None
-    """Signs calls where there is no TLS, and what agents may move. Left out: none."""
+    """Signs calls where there is no TLS. Left out: none."""
     trusted_network: bool = False
     """Let every process that reaches this one's ports call everything."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if self.tls is not None and self.region_key is not None:
+            raise ValueError(BOTH_GIVEN)
+        return self
 
     def credentials(self, role: Role) -> Credentials | None:
         """What a process of this role shows; None: nothing."""

@@ -44,6 +44,14 @@ def test_everybody_may_not_call_by_default(process: str) -> None:
         kind.model_validate(settings | security)
 
 
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_key_beside_tls_is_a_mistake(process: str) -> None:
+    kind, settings = PROCESSES[process]
+    tls = {"tls_dir": Path("d")} if kind is AgentConfig else TLS
+    with pytest.raises(ValidationError, match="it signs calls where there is no TLS"):
+        kind.model_validate(settings | tls | KEY)
+
+
 def test_a_gateway_for_everybody_needs_keys() -> None:
     models = (ModelConfig(name="m", max_model_len=1),)
     everywhere = GatewayConfig(host="0.0.0.0", models=models)

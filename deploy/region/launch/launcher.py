@@ -36,7 +36,7 @@ from deploy.region.launch.rundir import (
     remove_leftovers,
 )
 from deploy.region.launch.running import RunningProcess
-from deploy.region.launch.trust import run_credentials
+from deploy.region.launch.trust import region_key_of, run_credentials
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
@@ -247,7 +247,8 @@ class RunningRegion:
         directory = self._directory = open_run_directory(self._root)
         self._resolved = resolve_ports(self._wanted)
         self._planner = Planner(self._resolved, directory, self._environment)
-        if self._wanted.security.region_key is None:
+        key = region_key_of(self._wanted, directory.region_key, "operator")
+        if key is not None and key.file == directory.region_key:
             write_private(directory.region_key, f"{new_key()}\n".encode())
         for path, text in self._planner.files().items():
             write_private(path, text.encode())  # keys and passwords are among it

@@ -124,6 +124,7 @@ class Planner:
             "control": str(Endpoint(node.host, agent.control_port)),
             "socket": str(self.directory.socket(node.name)),
             "advertise": advertised_address(node),
+            "send_to": self._destinations(),
             "metrics_port": agent.metrics_port,
             "trusted_network": security.trusted_network,
         }
@@ -134,6 +135,13 @@ class Planner:
         if security.tls is not None:
             settings |= {f"tls_{key}": str(path) for key, path in security.tls}
         return settings
+
+    def _destinations(self) -> list[str]:
+        """Where agents receive, and the detours of links to there."""
+        region = self.resolved.region
+        nodes = [node for cluster in region.clusters for node in cluster.nodes]
+        detours = {address for link in region.links for address in link.endpoints.values()}
+        return sorted(detours | {advertised_address(node) for node in nodes})
 
     def _cache_settings(self, node: NodeSpec) -> dict[str, object]:
         agent, region = node.agent, self.resolved.region

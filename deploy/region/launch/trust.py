@@ -15,11 +15,11 @@ from transport import Credentials, Role
 
 
 def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection | None:
-    """The key of the process `name`: the region's file, or the one `made` for its run. None where
-    the network is trusted.
+    """The key of the process `name`: the region's file, or the one `made` for its run. None with
+    TLS and where the network is trusted.
     """
     security = region.security
-    if security.trusted_network:
+    if security.trusted_network or security.tls is not None:
         return None
     return RegionKeySection(file=security.region_key or made, region=region.name, name=name)
 

@@ -152,6 +152,9 @@ def _check_emulation(at: KeyPath, rate: str) -> Iterator[Problem]:
 
 def _check_security(region: RegionSpec) -> Iterator[Problem]:
     security = region.security
+    if security.tls is not None and security.region_key is not None:
+        message = "it signs calls where there is no TLS; remove it or `tls`"
+        yield Problem(("security", "region_key"), message)
     for name in ("tls", "region_key"):
         if security.trusted_network and getattr(security, name) is not None:
             message = f"true contradicts `{name}`; remove one of the two"

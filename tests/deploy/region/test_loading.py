@@ -62,6 +62,8 @@ def test_the_example_is_right() -> None:
         ("role: decode", "role: prefill", "clusters[1]", "no instance decodes"),
         ("landing_gib: 0.75", "landing_gib: 2", "clusters[1].nodes[0].agent.landing_gib", "arena"),
         ("port: 8000", "port: 8000\n  host: 0.0.0.0", "gateway.host", "give api_keys_file"),
+        ("links:", "security: {region_key: k, tls: {cert: c, key: k, ca: a}}\nlinks:",
+         "security.region_key", "remove it or `tls`"),
         ("links:", "security: {trusted_network: true, region_key: k}\nlinks:",
          "security.trusted_network", "contradicts `region_key`"),
         ("links:", "security: {trusted_network: true, tls: {cert: c, key: k, ca: a}}\nlinks:",

@@ -106,6 +106,10 @@ def test_agents_are_told_what_they_understand(region: RegionSpec) -> None:
         file=Path("/run/demo/region.key"), region="demo", name="b1"
     )
     assert not config.trusted_network
+    (relay,) = plan.resolved.relays
+    nodes = [node for cluster in plan.resolved.region.clusters for node in cluster.nodes]
+    received = [f"127.0.0.1:{node.agent.data_port}" for node in nodes]
+    assert config.send_to == tuple(sorted([relay.listen, *received]))
     assert config.arena_name is not None
     assert config.arena_name.startswith("demo-b1-")
     assert config.cache_gib is None
@@ -116,9 +120,10 @@ def test_how_processes_know_each_other_is_told_to_all() -> None:
     for security, section in (
         ("", RegionKeySection(file=Path("/run/demo/region.key"), region="demo", name="gateway")),
         (
-            "security: {region_key: /etc/prfaas/key, tls: {cert: c, key: k, ca: a}}",
+            "security: {region_key: /etc/prfaas/key}",
             RegionKeySection(file=key, region="demo", name="gateway"),
         ),
+        ("security: {tls: {cert: c, key: k, ca: a}}", None),
         ("security: {trusted_network: true}", None),
     ):
         region = parse_region(f"{EXAMPLE.read_text()}{security}\n", {"MODEL": "/models/tiny"})
@@ -130,7 +135,7 @@ def test_how_processes_know_each_other_is_told_to_all() -> None:
         assert file.region_key == section
         assert (agent.region_key is None) == (section is None)
         assert (file.tls is None) == (agent.tls is None) == ("tls" not in security)
-        assert file.trusted_network == agent.trusted_network == (section is None)
+        assert file.trusted_network == agent.trusted_network == ("trusted" in security)
 
 
 def test_cache_settings_reach_agent_engines_and_gateway() -> None:
@@ -179,7 +184,7 @@ def test_a_gateway_may_drain_as_long_as_the_file_says(region: RegionSpec) -> Non
     planned = planner(region.model_copy(update={"gateway": gateway}))
     grace_s = {item.kind: item.process.term_grace_s for item in planned.processes()}
     assert grace_s["gateway"] > 300.0 + 7.0
-    assert gateway_file(planned.resolved).gateway.timeouts == timeouts
+    assert gateway_file(planned.resolved, planned.directory).gateway.timeouts == timeouts
     assert stop_limit_s(timeouts) > sum(grace_s.values())
 
 
