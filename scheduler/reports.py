@@ -56,6 +56,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     node_name: str = ""
     cache: CacheModel | None = None
+    layout_fingerprint: str = ""
+    """Instances with the same one can use each other's KVCache; "": not known yet."""
     role_epoch: int = 0
     role_ready: bool = True
     decode_slots: int = 0

@@ -180,6 +180,7 @@ class Instance:
             node=self.spec.agent,
             node_name=self.spec.node or self.spec.agent,
             cache=self.cache,
+            layout_fingerprint=self.layout_fingerprint,
             decode_slots=self.spec.decode_slots,
             looked_s=0.0 if load is None else max(0.0, time.monotonic() - self.looked_at_s),
             num_running=0 if load is None else load.num_running,

@@ -76,7 +76,8 @@ async def test_kvcache_of_the_other_checkpoint_is_never_used(region: RunningRegi
     assert not answer.error, answer.error
     record = await settled_record(region, answer.request_id)
     assert record["cached_tokens"] in (0, None), record
-    assert record["local_cached_tokens"] == record["landing_cached_tokens"] == 0, record
+    assert record["local_cached_tokens"] in (0, None), record
+    assert record["landing_cached_tokens"] in (0, None), record
     assert set(record["prefill_cached_tokens"].values()) <= {0}, record
     assert record["route"] == "local", record
     assert answer.token_ids == await computed_at(region, "b1-decode", PROMPT, cache_salt="alone")

@@ -10,15 +10,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
+
+from msgspec import structs
 
 from deploy.gateway.cache.cached_prompt import CachePlaces, places_of
 from deploy.gateway.config import GatewayConfig
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from scheduler.live.snapshots import Reported
-from scheduler.reports import ClusterReport
+from scheduler.reports import ClusterReport, InstanceReport
 
 logger = logging.getLogger("prfaas.deploy.gateway")
+
+STRANGER: Final = "its KVCache is none for the PD cluster, see `prfaas status`"
 
 
 @dataclass(slots=True)
@@ -70,8 +75,14 @@ class RegionWatcher:
         return self._fresh(self._pd)
 
     def prefill_reports(self) -> dict[str, ClusterReport | None]:
-        """The last report of every prefill cluster; None if there is none, or if it is too old."""
-        return {name: self._fresh(latest) for name, latest in self._prefill.items()}
+        """The last report of every prefill cluster; None if there is none, or if it is too old.
+        Instances whose KVCache nobody in the PD cluster can use are not healthy.
+        """
+        pd = self.pd_report()
+        return {
+            name: without_strangers(self._fresh(latest), pd)
+            for name, latest in self._prefill.items()
+        }
 
     def reports(self) -> list[ClusterReport | None]:
         """The last report of every cluster."""
@@ -84,11 +95,14 @@ class RegionWatcher:
 
     def reported_pd(self) -> Reported:
         """The PD cluster's report, and when it was asked for (on `clock`)."""
-        return self._reported(self._pd_name, self._pd)
+        return Reported(self._pd_name, self.pd_report(), self._pd.at_s)
 
     def reported_prefill(self) -> list[Reported]:
         """The same for every prefill cluster."""
-        return [self._reported(name, latest) for name, latest in self._prefill.items()]
+        return [
+            Reported(name, report, self._prefill[name].at_s)
+            for name, report in self.prefill_reports().items()
+        ]
 
     def cache_places(self, model: str) -> CachePlaces:
         """Where prompts for `model` may be cached."""
@@ -96,9 +110,6 @@ class RegionWatcher:
         return places_of(
             self.pd_report(), self.prefill_reports(), model, is_only_model=is_only_model
         )
-
-    def _reported(self, name: str, latest: _Latest) -> Reported:
-        return Reported(name, self._fresh(latest), latest.at_s)
 
     def _fresh(self, latest: _Latest) -> ClusterReport | None:
         is_fresh = self._clock() - latest.at_s <= self._config.report_stale_s
@@ -121,3 +132,34 @@ class RegionWatcher:
         while True:
             await asyncio.sleep(self._config.report_interval_s)
             await self._poll(latest)
+
+
+def without_strangers(
+    report: ClusterReport | None, pd: ClusterReport | None
+) -> ClusterReport | None:
+    """A prefill cluster's report without the health of instances that have other weights or
+    another KV layout than all those that decode their model.
+    """
+    if report is None or pd is None:
+        return report
+    usable: dict[str, set[str]] = {}
+    for item in pd.instances:
+        if item.role != "prefill" and item.layout_fingerprint:
+            usable.setdefault(item.model, set()).add(item.layout_fingerprint)
+
+    def is_stranger(item: InstanceReport) -> bool:
+        # Before both have said what they have, a transfer that fails tells.
+        known = usable.get(item.model, {""}) | {""}
+        return len(known) > 1 and item.layout_fingerprint not in known
+
+    if not any(item.healthy and is_stranger(item) for item in report.instances):
+        return report
+    instances = tuple(
+        structs.replace(item, healthy=False, reason=STRANGER)
+        if item.healthy and is_stranger(item)
+        else item
+        for item in report.instances
+    )
+    healthy = report.healthy and any(item.healthy and not item.draining for item in instances)
+    reason = report.reason if healthy else STRANGER
+    return structs.replace(report, instances=instances, healthy=healthy, reason=reason)

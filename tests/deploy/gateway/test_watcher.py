@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from deploy.gateway.config import GatewayConfig, ModelConfig
-from deploy.gateway.links.watcher import RegionWatcher
+from deploy.gateway.links.watcher import STRANGER, RegionWatcher, without_strangers
 from deploy.gateway.serving.background import Background
 from scheduler.reports import ClusterReport, InstanceReport
 
@@ -64,6 +64,34 @@ async def test_views_follow_the_reports_and_grow_stale() -> None:
     assert not watcher.is_healthy()
     assert watcher.reported_pd().report is None
     assert watcher.prefill_reports() == {"far": None}
+
+
+def cluster(*instances: InstanceReport) -> ClusterReport:
+    healthy = any(item.healthy and not item.draining for item in instances)
+    return ClusterReport(
+        name="c", healthy=healthy, queue_depth=0, running=0, instances=tuple(instances)
+    )
+
+
+def test_instances_whose_kvcache_nobody_can_use_get_no_prompts() -> None:
+    home = cluster(
+        instance(role="both", layout_fingerprint="a"),
+        instance("other", role="decode", layout_fingerprint="b"),
+        instance(role="prefill", layout_fingerprint="c"),
+    )
+    fine = cluster(instance(layout_fingerprint="a"), instance("other", layout_fingerprint="b"))
+    assert without_strangers(fine, home) is fine
+    for unknown in (cluster(instance()), cluster(instance("new", layout_fingerprint="x")), None):
+        assert without_strangers(unknown, home) is unknown
+    assert without_strangers(fine, None) is fine
+    mixed = without_strangers(cluster(*fine.instances, instance(layout_fingerprint="b")), home)
+    assert mixed is not None
+    assert [item.healthy for item in mixed.instances] == [True, True, False]
+    assert mixed.healthy
+    swapped = without_strangers(cluster(instance(layout_fingerprint="c")), home)
+    assert swapped is not None
+    assert not swapped.healthy
+    assert swapped.reason == swapped.instances[0].reason == STRANGER
 
 
 async def test_a_front_that_raises_is_not_healthy() -> None:
