@@ -130,7 +130,10 @@ class NodeAgent:
             told = self.cache.engine_blocks_changed
             self.engine_events = EngineCaches(self.config.kv_events, told)
         mover = self.transfers.mover
-        self.control_methods += control_methods(mover, self.book, digest=self.config.digest)
+        config = self.config
+        self.control_methods += control_methods(
+            mover, self.book, digest=config.digest, is_lossy=config.is_lossy
+        )
 
     async def stop(self) -> None:
         """Tell every peer, close everything, leave no file behind."""

@@ -3,6 +3,7 @@
 Real agents; engines that a test drives.
 """
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
-from caching_engine import B, CachingEngine
+from caching_engine import SHAPE, B, CachingEngine
 
-from kvmanager.agent.messages import ReserveReply
+from kvmanager.agent.client import AgentClient, CacheMoveOrder, CacheMoveResult, move_cache
+from kvmanager.agent.messages import Reserve, ReserveReply
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.layout import KVLayout
 from kvmanager.vllm_connector.cache.keys import namespace_of
@@ -130,3 +132,45 @@ def _send(
     assert producer.client.attach(transfer_id, outbox.attempt)
     producer.write(outbox.runs, bytes(range(256)) * (landing.nbytes // 256))
     assert producer.client.ready(transfer_id, outbox.attempt, [(0, landing.nbytes)])
+
+
+def test_a_moved_prefix_keeps_every_byte_where_transfers_may_lose_some(tmp_path: Path) -> None:
+    settings = SETTINGS | {"transport": {"num_connections": 2, "codec": "fp8"}}
+    told = keys(BF16)
+    with (
+        AgentProcess(tmp_path / "source", **settings) as source,
+        AgentProcess(tmp_path / "target", **settings) as target,
+        caching(source, BF16) as stored,
+        caching(target, BF16) as found,
+    ):
+        stored.store(told)
+        parts = list(SHAPE.resume_parts(len(told)))
+        known = join_keys([root_key(namespace(BF16)), *told])
+        order = CacheMoveOrder(BF16.fingerprint().hex(), known, parts)
+
+        async def move() -> CacheMoveResult:
+            ends = [AgentClient(agent.ready["control"]) for agent in (source, target)]
+            try:
+                return await move_cache(ends[0], ends[1], order)
+            finally:
+                for end in ends:
+                    await end.close()
+
+        assert asyncio.run(move()).kept_parts == len(parts)
+        found.check(told, len(told))
+
+
+def test_one_tenants_landings_leave_room_for_others(tmp_path: Path) -> None:
+    settings = SETTINGS | {"tenant_landing_gib": 0.5 / 1024}
+    with (
+        AgentProcess(tmp_path / "agent", **settings) as agent,
+        DrivenEngine(agent),
+    ):
+
+        def reserve_much(tenant: str) -> None:
+            for _ in range(100):
+                agent.call("Reserve", Reserve(16 * B, 30.0, tenant=tenant), ReserveReply)
+
+        with pytest.raises(RpcError, match="tenant 'mallory' holds"):
+            reserve_much("mallory")
+        agent.call("Reserve", Reserve(16 * B, 30.0, tenant="alice"), ReserveReply)

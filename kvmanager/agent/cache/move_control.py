@@ -47,12 +47,16 @@ class CacheMoveControl:
     """The handlers; errors are those of the transfer table, and UnknownLayout.
 
     `mover` None: this agent has no prefix cache. `digest`: whether a digest checks moves too.
+    `is_lossy`: whether transfers of requests may lose precision.
     """
 
-    def __init__(self, mover: CacheMover | None, book: InstanceBook, *, digest: bool) -> None:
+    def __init__(
+        self, mover: CacheMover | None, book: InstanceBook, *, digest: bool, is_lossy: bool
+    ) -> None:
         self._mover_or_none = mover
         self._book = book
         self._digest = digest
+        self._is_lossy = is_lossy
 
     async def reserve(self, request: ReserveCacheMove) -> ReserveCacheMoveReply:
         what, _ = self._what(request)
@@ -69,7 +73,8 @@ class CacheMoveControl:
             endpoint_of(request.host, request.port),
             priority=_PRIORITIES[request.priority],
             tenant=request.tenant or _REPLICATION_TENANT,
-            elements=Elements(layout.elements),
+            # The receiver keeps the parts under their exact keys: no lossy codec may take them.
+            elements=Elements.BYTES if self._is_lossy else Elements(layout.elements),
             digest=self._digest,
         )
         return SendCacheMoveReply(await self._mover.open_send(what, wire, request.lease_s))
@@ -118,10 +123,10 @@ def _keys(joined: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def control_methods(
-    mover: CacheMover | None, book: InstanceBook, *, digest: bool
+    mover: CacheMover | None, book: InstanceBook, *, digest: bool, is_lossy: bool
 ) -> list[tuple[type[msgspec.Struct], type[msgspec.Struct], Callable[[Any], Awaitable[Any]]]]:
     """Request, reply and handler of each method."""
-    control = CacheMoveControl(mover, book, digest=digest)
+    control = CacheMoveControl(mover, book, digest=digest, is_lossy=is_lossy)
     return [
         (ReserveCacheMove, ReserveCacheMoveReply, control.reserve),
         (SendCacheMove, SendCacheMoveReply, control.send),
