@@ -101,6 +101,8 @@ _SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
 )
 
+MAX_TRIES: Final = 3
+"""Of one signed call: the first may lack a challenge, and the next one's may be replaced."""
 _RETIRE_S: Final = 300.0
 """Most time that calls on a channel of replaced certificates get to end."""
 
@@ -267,7 +269,7 @@ class RpcClient:
         if self._signer is None:
             self._signer = CallSigner(key, self._service)
         signer, deadline_s = self._signer, time.monotonic() + timeout_s
-        while True:
+        for num_left in reversed(range(MAX_TRIES)):
             proof = signer.sign(method, body)
             left_s = max(0.0, deadline_s - time.monotonic())
             call = self._invoke(method)(body, timeout=left_s, metadata=((PROOF, str(proof)),))
@@ -276,13 +278,14 @@ class RpcClient:
             except grpc.aio.AioRpcError as error:
                 trailers = dict(error.trailing_metadata() or ())
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    if signer.is_worth_again(proof, trailers):
+                    if num_left and signer.is_worth_again(proof, trailers):
                         continue
                 elif (code := trailers.get(_CODE_TRAILER)) in _STATUS_OF:
                     signer.check(proof, code, (error.details() or "").encode(), trailers)
                 raise
             signer.check(proof, _OK, raw, dict(await call.trailing_metadata() or ()))
             return raw
+        raise AssertionError("the last try returns or raises")
 
     async def _look_at_server(self, tls: TlsFiles, timeout_s: float) -> None:
         """Before a connection is made, and made again: is the server who it should be?"""
