@@ -1,4 +1,7 @@
-"""Both fronts with real node agents and real transfers; only the engines' computing is fake."""
+"""Both fronts with real node agents and real transfers; only the engines' computing is fake.
+
+All of them know each other by the region's key, each front in the role that it has as a process.
+"""
 
 import asyncio
 import os
@@ -26,6 +29,8 @@ from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
+from transport import Identity, RegionKey, Role
+from transport.region_key import new_key
 
 PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)
 RUNNER = RunnerConfig(await_slice_s=0.5)
@@ -99,11 +104,16 @@ class Region:
 async def region(tmp_path: Path) -> AsyncIterator[Region]:
     made = Region()
     async with AsyncExitStack() as stack:
-        made.sending = stack.enter_context(AgentProcess(tmp_path / "send"))
+        path = tmp_path / "region.key"
+        path.write_text(new_key())
+        path.chmod(0o600)
+        key = {"region_key": {"file": str(path), "region": "r", "name": "agent"}}
+        made.sending = stack.enter_context(AgentProcess(tmp_path / "send", **key))
         # Patient at the receiving end, so that only a message can end a landing within a test.
         patient = {"num_connections": 2, "idle_timeout_s": 30.0, "ack_timeout_s": 10.0}
-        receiving = AgentProcess(tmp_path / "receive", transport=patient)
+        receiving = AgentProcess(tmp_path / "receive", transport=patient, **key)
         made.receiving = stack.enter_context(receiving)
+        made.sending.caller = made.receiving.caller = shown(path, "gateway")
         made.producer = stack.enter_context(DrivenEngine(made.sending, "p0"))
         made.consumer = stack.enter_context(DrivenEngine(made.receiving, "d0"))
         http = made.prefill_http
@@ -113,7 +123,7 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         made.prefill = EmbeddedPrefillCluster(
             "east",
             [instance("p0", http.url, made.sending, "prefill")],
-            PrefillClusterConfig(instances=PROBING, runner=RUNNER),
+            PrefillClusterConfig(instances=probing(path, "prefill-front"), runner=RUNNER),
             metrics=PrefillMetrics(CollectorRegistry()),
         )
         decoder = await FakeEngine().start()
@@ -121,7 +131,7 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         made.pd = EmbeddedPdCluster(
             "west",
             [instance("d0", decoder.url, made.receiving, "both")],
-            PdClusterConfig(instances=PROBING, runner=RUNNER, lease_s=60.0),
+            PdClusterConfig(instances=probing(path, "pd-front"), runner=RUNNER, lease_s=60.0),
             metrics=PdMetrics(CollectorRegistry()),
         )
         for front in (made.prefill, made.pd):
@@ -131,6 +141,14 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         await made.pd.wait_ready(20)
         yield made
         http.may_answer.set()
+
+
+def shown(path: Path, role: Role) -> RegionKey:
+    return RegionKey(path, Identity("r", role, "front"))
+
+
+def probing(path: Path, role: Role) -> InstancesConfig:
+    return replace(PROBING, credentials=shown(path, role))
 
 
 def instance(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:

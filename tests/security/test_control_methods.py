@@ -18,6 +18,10 @@ from kvmanager.agent import messages, probe_messages
 from kvmanager.agent.cache import move_messages
 from kvmanager.agent.links import messages as link_messages
 from kvmanager.agent.messages import SERVICE
+from kvmanager.directory.messages import SERVICE as DIRECTORY
+from kvmanager.directory.service import DirectoryService
+from local_pd.server import PdServer
+from prfaas.server import PrefillServer
 from transport import Credentials, Identity, RegionKey, Role
 from transport.access import ACCESS
 from transport.identity import ROLES
@@ -91,6 +95,18 @@ async def test_nobody_and_other_regions_reach_nothing(attacked: tuple[str, Shown
     for credentials in (None, shown("other", "gateway")):
         codes = set((await answers(target, credentials)).values())
         assert codes <= {"REFUSED", "UNAVAILABLE"}
+
+
+def test_every_method_of_fronts_and_directory_is_in_the_table() -> None:
+    nothing: Any = None
+    served = {
+        **PrefillServer(nothing, "127.0.0.1:0")._services,
+        **PdServer(nothing, "127.0.0.1:0")._services,
+        DIRECTORY: DirectoryService(nothing).methods(),
+    }
+    assert {service: methods.keys() for service, methods in served.items()} == {
+        service: access.callers.keys() for service, access in ACCESS.items() if service != SERVICE
+    }
 
 
 def test_every_method_of_an_agent_is_in_the_table() -> None:
