@@ -28,7 +28,7 @@ from deploy.gateway.links.region_links import RegionLinks
 from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.fields import Address, Section, filled_from
 from kvmanager.config_files.problems import FileError, Problem
-from kvmanager.config_files.security import SecuritySection
+from kvmanager.config_files.security import SecuritySection, check_redis
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.reader import DirectoryReader
@@ -98,6 +98,8 @@ class GatewayFile(ApiKeysSection, SecuritySection):
             raise ValueError(f"prefill: two clusters have the same name: {names}")
         if self.api_keys_file and self.api_keys_env:
             raise ValueError("write api_keys_file or api_keys_env, not both")
+        url = self.gateway.directory.url
+        check_redis("gateway.directory.url", url, trusted_network=self.trusted_network)
         return self
 
 

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -79,6 +80,18 @@ def check_listeners(
                 f"{name}: {address} is reachable from other hosts and everybody could call it; "
                 "give TLS or region_key, or set trusted_network"
             )
+
+
+def check_redis(setting: str, url: str, *, trusted_network: bool) -> None:
+    """ValueError if what is cached, and the password, would cross a network in clear."""
+    parts = urlsplit(url)
+    if parts.scheme == "redis" and not (
+        trusted_network or is_loopback(parts.hostname or "localhost")
+    ):
+        raise ValueError(
+            f"{setting}: {parts.hostname} is another host and redis:// is not encrypted; write "
+            "rediss://, or set trusted_network"
+        )
 
 
 def open_doors(credentials: Credentials | None, *, trusted_network: bool) -> str | None:

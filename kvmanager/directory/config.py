@@ -17,7 +17,7 @@ from kvmanager.config_files.fields import (
     Seconds,
     filled_from,
 )
-from kvmanager.config_files.security import SecuritySection, check_listeners
+from kvmanager.config_files.security import SecuritySection, check_listeners, check_redis
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.feed_client import FollowTiming
 from kvmanager.directory.messages import NodeName
@@ -51,6 +51,9 @@ class DirectoryConfig(SecuritySection):
         listeners = {"listen": self.listen} if self.redis is None else {}
         credentials = self.credentials("directory")
         check_listeners(listeners, credentials, trusted_network=self.trusted_network)
+        if self.redis is not None:
+            url = self.redis.get_secret_value()
+            check_redis("redis", url, trusted_network=self.trusted_network)
         return self
 
     @property

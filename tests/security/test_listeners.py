@@ -14,7 +14,7 @@ from kvmanager.agent.config import AgentConfig
 from kvmanager.config_files.fields import Section
 from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.security import open_doors
-from kvmanager.directory.config import DirectoryConfig
+from kvmanager.directory.config import DirectoryConfig, load
 from local_pd.front_config import PdFrontConfig
 from prfaas.front_config import PrefillFrontConfig
 from transport import Identity, RegionKey
@@ -42,6 +42,29 @@ def test_everybody_may_not_call_by_default(process: str) -> None:
     allowed.append({"tls_dir": Path("d")} if kind is AgentConfig else TLS)
     for security in allowed:
         kind.model_validate(settings | security)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_safe"),
+    [
+        ("redis://:secret@far:6379/0", False),
+        ("redis://10.0.0.1", False),
+        ("redis://127.0.0.1:6379", True),
+        ("redis://localhost", True),
+        ("redis://", True),
+        ("rediss://far", True),
+        ("unix:///run/redis.sock", True),
+    ],
+)
+def test_a_far_redis_is_reached_with_tls(url: str, is_safe: bool) -> None:
+    settings = {"agents": {"c/n": "h:1"}, "redis": url}
+    load(None, settings | {"trusted_network": True})
+    if is_safe:
+        load(None, settings)
+        return
+    with pytest.raises(FileError, match="write rediss://, or set trusted_network") as caught:
+        load(None, settings)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("process", PROCESSES)

@@ -17,7 +17,7 @@ from deploy.region.spec.region import (
     role_of,
 )
 from kvmanager.config_files.problems import KeyPath, Problem, suggestion
-from kvmanager.config_files.security import is_loopback
+from kvmanager.config_files.security import check_redis, is_loopback
 from kvmanager.config_files.units import parse_rate
 
 MAX_NUM_SEQS: Final = "--max-num-seqs"
@@ -163,6 +163,11 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     if gateway.api_keys_file is not None and gateway.api_keys_env is not None:
         message = "api_keys_file is given too; keep one of the two"
         yield Problem(("gateway", "api_keys_env"), message)
+    try:
+        url = gateway.directory.url
+        check_redis("url", url, trusted_network=security.trusted_network)
+    except ValueError as error:
+        yield Problem(("gateway", "directory", "url"), str(error))
     has_keys = bool(gateway.api_keys_file or gateway.api_keys_env)
     if not (has_keys or security.trusted_network or is_loopback(gateway.host)):
         message = (

@@ -61,6 +61,8 @@ def test_the_example_is_right() -> None:
         ("name: b1-decode", "name: gateway", "clusters[1].nodes[0].instances[1].name", "another"),
         ("role: decode", "role: prefill", "clusters[1]", "no instance decodes"),
         ("landing_gib: 0.75", "landing_gib: 2", "clusters[1].nodes[0].agent.landing_gib", "arena"),
+        ("port: 8000", "port: 8000\n  directory: {kind: redis, url: 'redis://:secret@far:6379'}",
+         "gateway.directory.url", "far is another host and redis:// is not encrypted"),
         ("port: 8000", "port: 8000\n  host: 0.0.0.0", "gateway.host", "give api_keys_file"),
         ("links:", "security: {region_key: k, tls: {cert: c, key: k, ca: a}}\nlinks:",
          "security.region_key", "remove it or `tls`"),

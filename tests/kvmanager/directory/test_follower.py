@@ -261,6 +261,6 @@ def test_configurations_that_cannot_work(settings: dict[str, object], words: str
 
 
 def test_a_configuration_names_its_agents() -> None:
-    config = load(None, {"agents": {"c/n0": "h:1"}, "redis": "redis://:secret@h"})
+    config = load(None, {"agents": {"c/n0": "h:1"}, "redis": "rediss://:secret@h"})
     assert config.targets == {NODE: "h:1"}
     assert "secret" not in repr(config)
