@@ -48,6 +48,7 @@ _NO_WEIGHTS: Final = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt"}
 )
 _INDEX: Final = "model.safetensors.index.json"
+_MAX_ADAPTERS: Final = 4096
 _ADAPTER_PLACES: Final = ("base_model_name_or_path", "revision", "inference_mode")
 
 
@@ -122,6 +123,8 @@ class Adapters:
             return None  # its content changes under one id
         key = (lora_request.lora_int_id, lora_request.lora_name, lora_request.lora_path)
         if key not in self._known:
+            if len(self._known) >= _MAX_ADAPTERS:
+                self._known.clear()  # adapters come and go; each is identified again when asked for
             try:
                 self._known[key] = adapter_identity(lora_request.lora_path)
             except WeightsError as error:

@@ -97,6 +97,8 @@ def test_the_example_is_right() -> None:
          "clusters[0].nodes[0].agent.placement.ends", "boolean"),
         ("port: 8000", "port: 8000\n  directory: {kind: redis}",
          "gateway.directory", "needs url"),
+        ("port: 8000", "port: 8000\n  shared_caches: {team: [acme]}",
+         "gateway.shared_caches", "give api_keys_file"),
         ("port: 8000", "port: 8000\n  scheduling: {admission: {tenants: {acme: {max_tokens: 1}}}}",
          "gateway.scheduling.admission.tenants", "give api_keys_file"),
         ("port: 8000", "port: 8000\n  operators: [ops]", "gateway.operators", "give api_keys_file"),
