@@ -183,6 +183,8 @@ class SchedulerSide:
         """Why these parameters do not belong to this request on this engine, or ''."""
         if not (self._produces if isinstance(params, ProducerParams) else self._consumes):
             return "this engine's kv_role excludes it"
+        if self._cache.is_stopped:
+            return "this engine's weights may have changed since its start"
         if params.layout_fingerprint != self._fingerprint:
             return (
                 f"KV layout {params.layout_fingerprint[:12]} is not this engine's "
@@ -204,8 +206,6 @@ class SchedulerSide:
             return f"{len(tokens)} prompt tokens but the landing holds {params.num_tokens}"
         if token_digest(tokens[:-1]).hex() != params.token_digest:
             return "the landing holds other tokens than this prompt's"
-        if params.cached_tokens and self._cache.is_stopped:
-            return f"{params.cached_tokens} tokens were cached before this engine's weights changed"
         num_cached = len(params.cached_runs)
         is_kv = self._shape.has_kv or not num_cached
         if not is_kv or num_cached * self._shape.block_tokens != params.cached_tokens:
@@ -321,10 +321,10 @@ class SchedulerSide:
         return table[pages.start : pages.stop]
 
     def reset_cache(self) -> None:
-        """The engine's weights may have changed, which no block key says."""
+        """The engine's weights may have changed, which neither a block key nor a layout says."""
         logger.warning(
-            "vLLM reset its caches: this engine leaves the node's prefix cache alone until it is "
-            "started again"
+            "vLLM reset its caches, as it does when weights change: this engine takes no part in "
+            "transfers and leaves the node's prefix cache alone until it is started again"
         )
         self._cache.stop()
 

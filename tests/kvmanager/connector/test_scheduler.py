@@ -435,15 +435,25 @@ def test_a_plain_request_loads_what_the_agent_has_of_it() -> None:
     assert client.handles == []
 
 
-def test_after_a_reset_nothing_that_was_cached_is_loaded() -> None:
+@pytest.mark.parametrize("cached", [{}, {"cached_tokens": 32, "cached_runs": [[[5, 1]]] * 2}])
+def test_after_a_reset_nothing_that_landed_or_was_cached_is_loaded(cached: dict[str, Any]) -> None:
     client = CachingClient(4)
     side = scheduler_side(client)
     side.reset_cache()
-    consumer = request("consumer", 71, cached_tokens=32, cached_runs=[[[5, 1]], [[6, 1]]])
+    consumer = request("consumer", 71, **cached)
     side.on_new_request(consumer)
     assert client.said[-1] == ("release", TRANSFER)
     assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
     assert client.handles == []
+
+
+def test_after_a_reset_nothing_is_sent_under_the_weights_of_the_start() -> None:
+    side = scheduler_side(RecordingClient())
+    side.reset_cache()
+    side.on_new_request(request("producer", 70))
+    meta = step(side, {"r1": (0, 70)})
+    assert meta.sends == []
+    assert "weights may have changed" in meta.ended[0].failure
 
 
 def test_a_landing_that_is_lost_before_its_load_leaves_the_cache_to_be_asked() -> None:
