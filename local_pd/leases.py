@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from transport.rpc import RpcError
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.local_pd")
 
@@ -31,7 +32,7 @@ class LeaseKeeper:
         lease any more.
         """
         self.drop(key)
-        task = asyncio.create_task(self._keep(key, lease_s / 3, renew), name=f"lease {key}")
+        task = start_task(self._keep(key, lease_s / 3, renew), f"lease {key}")
         self._tasks[key] = task
 
     def drop(self, key: str) -> None:

@@ -24,6 +24,7 @@ from prfaas.metrics import PrefillMetrics, prefill_metrics
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.reports import ClusterReport
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.prefill")
 
@@ -93,7 +94,7 @@ class EmbeddedPrefillCluster:
     async def start(self) -> None:
         """Start supervised engines and probing; returns after the first probe of each instance."""
         await self._instances.start()
-        self._ticker = asyncio.create_task(self._tick(), name=f"queue of {self._name}")
+        self._ticker = start_task(self._tick(), f"queue of {self._name}")
 
     async def wait_ready(
         self, timeout_s: float, progress: Callable[[str], None] | None = None

@@ -39,6 +39,7 @@ from transport.rpc_auth import (
     WrongServer,
     caller_auth,
 )
+from transport.tasks import start_task
 from transport.tls import Rotating, client_context, server_context
 
 logger = logging.getLogger("prfaas.transport.rpc")
@@ -331,9 +332,9 @@ class RpcClient:
         """Close the channel once its calls are done."""
         channel, self._channel = self._channel, None
         if channel is not None:
-            task = asyncio.get_running_loop().create_task(channel.close(_RETIRE_S))
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            start_task(
+                channel.close(_RETIRE_S), f"closing a channel to {self.target}", self._retiring
+            )
 
     def _explain(self, method: str, error: Any) -> RpcError:
         named = dict(error.trailing_metadata() or ()).get(_CODE_TRAILER)

@@ -44,6 +44,7 @@ from kvmanager.loop.watch import aligned_delay_s
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers.holds import Kind
 from kvmanager.transfers.records import EnginePeer
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -101,7 +102,7 @@ class NodeAgent:
         if self.cache is not None:
             self.cache.start()
         self.links.start()
-        self._ticking = asyncio.create_task(self._tick())
+        self._ticking = start_task(self._tick(), "the agent's clock")
         logger.info(
             "node agent serves %d blocks of %d bytes, epoch %s",
             self.arena.num_blocks,

@@ -22,6 +22,7 @@ from kvmanager.directory.errors import DirectoryError, FeedError
 from kvmanager.directory.messages import FORGET_S, NodeName
 from transport.backoff import Backoff
 from transport.rpc import RpcError
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
 
@@ -112,7 +113,7 @@ class DirectoryFollower:
                 await self._forget(node)
         for node, target in agents.items():
             if node not in self._followed:
-                task = asyncio.create_task(self._run(node, target), name=f"follow {node}")
+                task = start_task(self._run(node, target), f"follow {node}")
                 self._followed[node] = target, task
 
     async def stop(self) -> None:

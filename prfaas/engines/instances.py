@@ -33,6 +33,7 @@ from prfaas.engines.supervisor import (
 from scheduler.reports import InstanceReport, Role
 from transport import Credentials
 from transport.rpc import RpcError
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.engines")
 
@@ -236,7 +237,7 @@ class Instances:
             self._instances[spec.name] = instance
         await asyncio.gather(*(self._probe(item) for item in self._instances.values()))
         self._tasks = [
-            asyncio.create_task(self._keep_probing(item), name=f"probe {item.name}")
+            start_task(self._keep_probing(item), f"probe {item.name}")
             for item in self._instances.values()
         ]
 

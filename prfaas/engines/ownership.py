@@ -8,6 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from transport.tasks import start_task
+
 logger = logging.getLogger("prfaas.engines")
 
 T = TypeVar("T")
@@ -34,7 +36,7 @@ class Cleanups:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._own(_undo(task, undo))
+            start_task(_undo(task, undo), "giving back what was acquired", self._tasks)
             raise
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ from prfaas.engines.log_files import rotate
 from prfaas.engines.ownership import finished
 from prfaas.engines.process import ChildProcess, ProcessSpec
 from prfaas.engines.restart import RestartConfig, RestartPolicy
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.engines")
 
@@ -104,7 +105,7 @@ class Supervisor:
         """Start and keep running in the background. Idempotent."""
         if self._task is None:
             self._move(ProcessState.STARTING, "starting")
-            self._task = asyncio.create_task(self._run(), name=f"supervise {self.spec.name}")
+            self._task = start_task(self._run(), f"supervise {self.spec.name}")
 
     async def wait_healthy(
         self,

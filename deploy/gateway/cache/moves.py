@@ -170,12 +170,13 @@ class CacheMoves:
         name = prefix.blocks[-1], destination
         if name not in self._moving:
             known = self._targets()
+            self._forget_departed(set(known.values()))
             if len(self._moving) >= MAX_MOVES:
                 return None
             if source not in known or destination not in known:
                 return None
             work = self._move(prefix, source, destination, parts, kind)
-            task = self._background.spawn(work, f"moving a cached prefix to {destination}")
+            task = self._background.begin(work, f"moving a cached prefix to {destination}")
             self._moving[name] = task
             task.add_done_callback(lambda _: self._moving.pop(name, None))
         return self._moving[name]
@@ -226,6 +227,14 @@ class CacheMoves:
         if known is None:
             raise RpcError("INVALID", f"no engine of {node} caches this model")
         return known
+
+    def _forget_departed(self, known: set[str]) -> None:
+        """Of agents that no report names any more, once no move may still need them."""
+        if self._moving:
+            return
+        for target in self._agents.keys() - known:
+            self._background.spawn(self._agents.pop(target).close(), f"closing {target}")
+        self._fingerprints = {key: v for key, v in self._fingerprints.items() if key[0] in known}
 
     def _agent(self, node: NodeName) -> AgentClient:
         target = self._target(node)

@@ -33,6 +33,7 @@ from scheduler.routing.replication import (
     plan_replication,
 )
 from transport.rpc import RpcError
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -89,7 +90,7 @@ class PrefixPlacement:
 
     def start(self) -> None:
         """Replicate in the background from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="prefix placement")
+        self._task = start_task(self._run(), "prefix placement")
 
     async def close(self) -> None:
         """Stop, and cancel all moves. Idempotent."""

@@ -68,6 +68,8 @@ class RegionCaches:
             kept = {name: at for name, at in self._targets.items() if name.cluster != report.name}
             if found and (targets := kept | found) != self._targets:
                 self._targets = targets
+                for target in self._agents.keys() - set(targets.values()):  # departed nodes
+                    await self._agents.pop(target).close()
                 if self._follow is not None:
                     await self._follow(targets)
 

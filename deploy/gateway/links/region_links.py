@@ -29,6 +29,7 @@ from scheduler.reports import ClusterReport
 from transport import Endpoint
 from transport.backoff import Backoff
 from transport.rpc import RpcError
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -119,7 +120,7 @@ class RegionLinks:
         for name, target in found.items():
             if name not in self._agents:
                 agent = self._agents[name] = _Agent(target)
-                agent.task = asyncio.create_task(self._follow(name, agent), name=f"links of {name}")
+                agent.task = start_task(self._follow(name, agent), f"links of {name}")
 
     def now(self, source: str, target: str) -> LinkNow:
         """The link from cluster to cluster; one that nobody has used says so. Every request asks,
@@ -250,8 +251,8 @@ class RegionLinks:
             if not report.probe_bytes or receiver is None:
                 continue
             if self._probing is None or self._probing.done():
-                self._probing = asyncio.create_task(
-                    self._probe(agent.target, receiver.target, report), name="probe a link"
+                self._probing = start_task(
+                    self._probe(agent.target, receiver.target, report), "probe a link"
                 )
 
     async def _probe(self, sender: str, receiver: str, report: PathReport) -> None:

@@ -20,6 +20,7 @@ from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from scheduler.live.snapshots import Reported
 from scheduler.reports import ClusterReport, InstanceReport
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -62,7 +63,9 @@ class RegionWatcher:
         """Poll every cluster once, then go on in the background."""
         sources = (self._pd, *self._prefill.values())
         await asyncio.gather(*(self._poll(source) for source in sources))
-        self._tasks = [asyncio.create_task(self._keep_polling(source)) for source in sources]
+        self._tasks = [
+            start_task(self._keep_polling(source), "watching a cluster") for source in sources
+        ]
 
     async def close(self) -> None:
         """Stop polling."""

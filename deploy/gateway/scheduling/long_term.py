@@ -48,6 +48,7 @@ from scheduler.live.long_term.events import (
 )
 from scheduler.live.long_term.loop import StepReason
 from scheduler.live.long_term.running_region import PeriodMeter, division
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -115,7 +116,7 @@ class LongTermService:
         """Look, decide and act from now on, unless the configuration says "off"."""
         if self._section.mode != "off":
             self._next_s = self._scheduler.clock() + self._section.period_s
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="long-term loop")
+            self._task = start_task(self._run(), "long-term loop")
 
     async def close(self) -> None:
         """Stop; a conversion that runs is its keeper's to end. Idempotent."""

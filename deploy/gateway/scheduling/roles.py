@@ -49,6 +49,7 @@ from scheduler.live.long_term.conversion import (
 )
 from scheduler.reports import ClusterReport, InstanceReport
 from transport.rpc import RpcError
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -166,7 +167,7 @@ class RoleKeeper:
 
     def start(self) -> None:
         """Perform what is asked for from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="roles")
+        self._task = start_task(self._run(), "roles")
 
     async def close(self) -> None:
         """Give back an instance that is being converted. Idempotent."""

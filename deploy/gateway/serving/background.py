@@ -11,6 +11,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from transport.tasks import start_task
+
 logger = logging.getLogger("prfaas.deploy.gateway")
 
 T = TypeVar("T")
@@ -26,7 +28,13 @@ class Background:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run `work` as a task. A failure is logged, since nobody may await it."""
+        """Run `work` as a task that nobody awaits: a failure is logged as an error."""
+        return start_task(work, name, self._tasks)
+
+    def begin(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run `work` as a task that the caller awaits, and handles the failure of, unless it is
+        cancelled meanwhile.
+        """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)

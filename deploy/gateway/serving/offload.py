@@ -216,7 +216,7 @@ class Offload:
         leaves it open. Raises `EngineTimeout`.
         """
         started_s, silence_s = self._exchange.elapsed_s(), self._timeouts.engine_silence_s
-        asking = self._services.background.spawn(
+        asking = self._services.background.begin(
             self._landing_ended(slot), f"landing of {self._exchange.request_id}"
         )
         try:
@@ -279,7 +279,7 @@ class Offload:
         try_elsewhere: Callable[[], bool],
     ) -> EngineAnswer:
         """The answer of `decoding`; if `leg` fails before it begins, the landing is given back."""
-        opening = self._services.background.spawn(
+        opening = self._services.background.begin(
             decoding, f"decode leg {self._exchange.request_id}"
         )
         try:
@@ -345,7 +345,7 @@ class Offload:
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
                 await self._services.pd.release(slot, reason)
-        except TimeoutError as error:
+        except (TimeoutError, PdError, RpcError, OSError) as error:
             logger.warning("%s: landing not released: %s", self._exchange.request_id, error)
 
     def _saved_bytes(self, slot: DecodeSlot) -> int:

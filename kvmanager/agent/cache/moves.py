@@ -34,6 +34,7 @@ from kvmanager.pool.records import Fill, Slot, Tier
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.records import BadRequest, NoArenaRoom, UnknownTransfer
 from transport import Endpoint, OutgoingSpec
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -179,7 +180,9 @@ class CacheMover:
         move = self._landings.get(transfer_id)
         if move is not None and move.state == "open" and move.fill is not None:
             move.done_bytes = move.nbytes
-            move.keeping = asyncio.create_task(self._keep(transfer_id, move, move.fill))
+            move.keeping = start_task(
+                self._keep(transfer_id, move, move.fill), "keeping a moved prefix"
+            )
 
     def landing_failed(self, transfer_id: bytes, reason: str) -> None:
         """The receiver gave it up, and writes there no more."""

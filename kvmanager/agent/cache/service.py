@@ -34,6 +34,7 @@ from kvmanager.pool.shape import CacheShape
 from kvmanager.pool.ssd import SsdStore
 from kvmanager.transfers.blocks import Run
 from kvmanager.transfers.records import EnginePeer
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -278,14 +279,5 @@ class AgentCache:
         self._news.set()
 
     def spawn(self, work: Coroutine[None, None, None], doing: str) -> asyncio.Task[None]:
-        async def run() -> None:
-            try:
-                await work
-            except Exception:
-                # One part's trouble must not end the cache.
-                logger.exception("%s failed", doing)
-
-        task = asyncio.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        """One part's trouble must not end the cache: it is only logged."""
+        return start_task(work, doing, self._tasks)

@@ -21,6 +21,7 @@ from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.records import BlockPart, PoolChange, Slot, Spill, Tier
 from kvmanager.pool.shape import CacheShape, PartKind
 from kvmanager.pool.ssd import SsdEntry, SsdStore
+from transport.tasks import start_task
 
 MAX_SPILLING: Final = 32
 MAX_READING: Final = 64
@@ -82,7 +83,7 @@ class SsdCopies:
         tasks = {t for i, p in absent if (t := self._fetching.get((keys[i], p)))}
         mine = [(i, p) for i, p in absent if (keys[i], p) not in self._fetching]
         if mine:
-            task = asyncio.create_task(self._fetch(shape, keys, mine))
+            task = start_task(self._fetch(shape, keys, mine), "fetching from SSD")
             tasks.add(task)
             for index, part in mine:
                 self._fetching[keys[index], part] = task

@@ -30,6 +30,7 @@ from kvmanager.agent.engines.kv_events import EventSequence, MessageOrder, decod
 from kvmanager.agent.engines.merged_blocks import MergedBlocks
 from kvmanager.layout import KVLayout
 from transport.backoff import Backoff
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -70,7 +71,7 @@ class EngineCaches:
                 self._changed(self._merged.instance_changed(instance, changes))
 
         follower = _Follower(self._context, instance, endpoint, layout, namespace, tell)
-        task = asyncio.create_task(follower.run())
+        task = start_task(follower.run(), f"following the KV events of {instance}")
         self._tasks[instance] = task
 
     def engine_left(self, instance: str) -> None:
@@ -78,11 +79,8 @@ class EngineCaches:
         task = self._tasks.pop(instance, None)
         if task is not None:
             task.cancel()
-            telling = asyncio.create_task(
-                _in_steps(self._merged.instance_left(instance), self._changed)
-            )
-            self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
+            gone = _in_steps(self._merged.instance_left(instance), self._changed)
+            start_task(gone, f"forgetting what {instance} held", self._telling)
 
     async def close(self) -> None:
         """Stop following. Idempotent."""

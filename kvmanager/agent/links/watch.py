@@ -34,6 +34,7 @@ from netmon.metrics import LinkMetrics
 from netmon.monitor import LinkMonitor, MonitorConfig
 from netmon.samples import InterfaceSample, LinkSample, ProbeResult
 from transport import Endpoint, LinkState
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -121,7 +122,7 @@ class LinkWatch:
 
     def start(self) -> None:
         """Begin to look."""
-        self._looking = asyncio.create_task(self._keep_looking(), name="look at links")
+        self._looking = start_task(self._keep_looking(), "look at links")
 
     async def close(self) -> None:
         """Look no more. Idempotent."""
@@ -184,9 +185,11 @@ class LinkWatch:
         while True:
             try:
                 self.look(self._clock_s())
-                for host in {endpoint.host for endpoint in self._watched}:
-                    if host not in self._interfaces:  # resolving a name may take its time
-                        self._interfaces[host] = await asyncio.to_thread(interface_to, host)
+                hosts = {endpoint.host for endpoint in self._watched}
+                for host in self._interfaces.keys() - hosts:
+                    del self._interfaces[host]
+                for host in hosts - self._interfaces.keys():  # resolving may take its time
+                    self._interfaces[host] = await asyncio.to_thread(interface_to, host)
             except Exception:
                 # The next look may well succeed, and routing would go blind without it.
                 logger.exception("a look at the links failed")
