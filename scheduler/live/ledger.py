@@ -18,6 +18,8 @@ from itertools import chain, takewhile
 
 KEEP_ENDED_S = 30.0
 """Ended legs are remembered for so long: older reports are not used any more."""
+KEEP_LAST_END_S = 3600.0
+"""How long it is known when an instance ended its last prefill: no prefill runs for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +200,12 @@ class Ledger:
     def prefill_ended(self, place: str, instance: str, at_s: float) -> None:
         """A prefill ended on an instance."""
         # Results may be heard in another order than their prefills ended.
-        known = self._last_end_s.get((place, instance), at_s)
+        known = self._last_end_s.pop((place, instance), at_s)
         self._last_end_s[place, instance] = max(known, at_s)
+        oldest = next(iter(self._last_end_s))
+        while at_s - self._last_end_s[oldest] > KEEP_LAST_END_S:
+            del self._last_end_s[oldest]
+            oldest = next(iter(self._last_end_s))
 
     def alone_s(self, place: str, instance: str, begun_s: float, now_s: float) -> float:
         """How much of the time since `begun_s` no earlier prefill took, as far as known."""
