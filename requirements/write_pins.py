@@ -1,0 +1,133 @@
+"""Writes the SHA-256 of what may be installed behind every pin, and docs/licences.md.
+
+`make pins` runs it after a version in one of the files was changed, or a range in pyproject.toml,
+from which gpu.txt is resolved anew. uv asks the package index for the
+hashes of all files of a release, for every Python and machine; pip for licences.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+HERE: Final = Path(__file__).parent
+LICENCES: Final = HERE.parent / "docs" / "licences.md"
+PINNED: Final = ("cpu", "dev", "docs", "bench", "fuzz", "pins")
+RESOLVED: Final = "gpu"
+
+_PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)(.*)$", re.MULTILINE)
+_SPDX: Final = re.compile(r"[A-Za-z0-9 .()+-]{1,60}")
+_FROM_THEIR_FILES: Final = {
+    "atheris": "Apache-2.0",
+    "cuda-toolkit": "NVIDIA Proprietary Software",
+    "oss-harmony": "Apache-2.0",
+    "quack-kernels": "Apache-2.0",
+    "setuptools": "MIT",
+    "torchcodec": "BSD-3-Clause",
+}
+"""Of those whose metadata says nothing: what the licence beside their code or libraries is."""
+
+_HEAD: Final = """# Licences
+
+Every package that a file in `requirements/` pins, with the licence that its own metadata names.
+`make pins` writes this page. PrfaaS itself is under the Apache License 2.0; it contains none of
+these packages.
+
+"""
+
+
+def pins_of(path: Path) -> dict[str, str]:
+    """Version by name of every pin in a requirements file, names as pip normalises them."""
+    return {_normal(name): version for name, version, _ in _PIN.findall(path.read_text())}
+
+
+def main() -> None:
+    """Rewrite the files."""
+    for name in PINNED:
+        path = HERE / f"{name}.txt"
+        # Where pip finds torch for CPUs. Others need the one with CUDA.
+        wheels = os.environ.get("PIP_FIND_LINKS")
+        options = ("--find-links", wheels) if wheels else ()
+        _write(path, _compiled("--no-deps", *options, str(path)))
+    target = ("--python-version", "3.11", "--python-platform", "x86_64-unknown-linux-gnu")
+    extras = ("--extra", "gpu", "--extra", "plan", "--extra", "redis")
+    _write(
+        HERE / f"{RESOLVED}.txt", _compiled(*target, *extras, str(HERE.parent / "pyproject.toml"))
+    )
+    found = {name: pins_of(HERE / f"{name}.txt") for name in (*PINNED, RESOLVED)}
+    LICENCES.write_text(_page(found), encoding="utf-8")
+
+
+def _compiled(*arguments: str) -> str:
+    options = ("--quiet", "--generate-hashes", "--no-header", "--no-annotate", "--upgrade")
+    command = [sys.executable, "-m", "uv", "pip", "compile", *options, *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _write(path: Path, pins: str) -> None:
+    """Replace the pins and keep the comment above them."""
+    comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    lacking = [match.group(1) for match in _PIN.finditer(pins) if "\\" not in match.group(3)]
+    for name in lacking:  # uv hashes nothing that lies in a local directory
+        pins = _with_hash(pins, name)
+    path.write_text("\n".join([*comment, pins]))
+
+
+def _with_hash(pins: str, name: str) -> str:
+    version = {found: version for found, version, _ in _PIN.findall(pins)}[name]
+    (item,) = _report([f"{name}=={version}"])
+    sha256 = item["download_info"]["archive_info"]["hashes"]["sha256"]
+    pin = f"{name}=={version}"
+    return pins.replace(f"{pin}\n", f"{pin} \\\n    --hash=sha256:{sha256}\n")
+
+
+def _report(requirements: Sequence[str], *options: str) -> list[dict[str, Any]]:
+    """What pip would install, with metadata; nothing is installed."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory, "report.json")
+        wanted = Path(directory, "wanted.txt")
+        wanted.write_text("\n".join(requirements))
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps"]
+        command += ["--ignore-installed", "--report", str(report), *options, "-r", str(wanted)]
+        subprocess.run(command, check=True)
+        return list(json.loads(report.read_text())["install"])
+
+
+def _page(found: Mapping[str, Mapping[str, str]]) -> str:
+    rows = {}
+    for pins in found.values():
+        for item in _report([f"{name}=={version}" for name, version in pins.items()]):
+            rows[_normal(item["metadata"]["name"])] = _licence(item["metadata"])
+    table = (
+        f"| {name} | {rows[name]} | {', '.join(file for file in found if name in found[file])} |"
+        for name in sorted(rows)
+    )
+    return _HEAD + "\n".join(["| package | licence | pinned in |", "|---|---|---|", *table]) + "\n"
+
+
+def _licence(metadata: Mapping[str, Any]) -> str:
+    """The SPDX expression, a short name, or the classifiers; RuntimeError where nothing says it."""
+    short = metadata.get("license") or ""
+    classifiers: Iterable[str] = metadata.get("classifier", ())
+    names = [text.rpartition(" :: ")[2] for text in classifiers if text.startswith("License ::")]
+    licence = metadata.get("license_expression") or (short if _SPDX.fullmatch(short) else "")
+    licence = licence or " / ".join(names) or short.strip().partition("\n")[0].strip()
+    licence = licence or _FROM_THEIR_FILES.get(_normal(metadata["name"]), "")
+    if not licence:
+        raise RuntimeError(f"{metadata['name']} does not say its licence: look it up, add it here")
+    return licence
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    main()
