@@ -33,6 +33,20 @@ def no_agent(_target: str) -> Any:
     raise AssertionError("no agent is asked here")
 
 
+class Agent:
+    """Says where it is."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.is_closed = False
+
+    async def status(self, timeout_s: float) -> str:
+        return self.target
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
 def report(name: str, **nodes: str) -> ClusterReport:
     """By node name, the address of its agent."""
     instances = tuple(
@@ -65,6 +79,24 @@ async def test_nodes_come_and_go_with_the_reports_of_their_cluster() -> None:
         {b1: "x:1", b2: "x:2", a1: "y:1"},
         {a1: "y:1", b1: "x:3"},
     ]
+
+
+async def test_connections_to_agents_of_departed_nodes_are_closed() -> None:
+    opened: list[Agent] = []
+
+    def open_agent(target: str) -> Any:
+        opened.append(Agent(target))
+        return opened[-1]
+
+    caches = RegionCaches(Directory(), open_agent)
+    for number in range(5):
+        await caches.watch(report("home", b1=f"x:{number}", b2="y:1"))
+        assert set((await caches.statuses()).values()) == {f"x:{number}", "y:1"}
+    still_open = [agent.target for agent in opened if not agent.is_closed]
+    assert sorted(still_open) == ["x:4", "y:1"]
+    assert len(opened) == 6
+    await caches.close()
+    assert all(agent.is_closed for agent in opened)
 
 
 async def test_a_front_that_cannot_be_asked_takes_no_node_away() -> None:
