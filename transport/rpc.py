@@ -38,9 +38,11 @@ from transport.rpc_auth import (
     ServerLook,
     WrongServer,
     caller_auth,
+    channel_credentials,
+    server_certificates,
 )
 from transport.tasks import start_task
-from transport.tls import Rotating, client_context, server_context
+from transport.tls import Rotating
 
 logger = logging.getLogger("prfaas.transport.rpc")
 
@@ -186,7 +188,7 @@ class RpcServer:
     def _add_port(self, server: Any) -> int:
         if not isinstance(self._credentials, TlsFiles):
             return int(server.add_insecure_port(self._bind))
-        certificates = Rotating(self._credentials, _server_certificates)
+        certificates = Rotating(self._credentials, server_certificates)
         credentials = grpc.dynamic_ssl_server_credentials(
             certificates.current(time.monotonic()),
             lambda: certificates.current(time.monotonic()),
@@ -323,7 +325,7 @@ class RpcClient:
     def _current_credentials(self, tls: TlsFiles) -> Any:
         try:
             if self._channel_credentials is None:
-                self._channel_credentials = Rotating(tls, _channel_credentials)
+                self._channel_credentials = Rotating(tls, channel_credentials)
         except LocalError as error:
             raise RpcError("INVALID", error.message) from error
         return self._channel_credentials.current(time.monotonic())
@@ -395,25 +397,3 @@ async def _refuse(context: Any, error: NotAdmitted) -> NoReturn:
     trailers: Metadata = ((_CODE_TRAILER, "REFUSED"), *error.metadata)
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message, trailing_metadata=trailers)
     raise AssertionError("abort returned")
-
-
-def _server_certificates(tls: TlsFiles) -> Any:
-    """Checked first, because gRPC notices unusable files late and does not name them."""
-    server_context(tls)
-    key, cert, ca = _read_tls(tls)
-    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
-
-
-def _channel_credentials(tls: TlsFiles) -> Any:
-    client_context(tls)
-    key, cert, ca = _read_tls(tls)
-    return grpc.ssl_channel_credentials(
-        root_certificates=ca, private_key=key, certificate_chain=cert
-    )
-
-
-def _read_tls(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
-    try:
-        return tls.key.read_bytes(), tls.cert.read_bytes(), tls.ca.read_bytes()
-    except OSError as error:
-        raise LocalError("tls_files", f"cannot read the files for TLS: {error}") from error

@@ -1,7 +1,7 @@
 """Who may call and who answers, on the two ends of a gRPC connection (`transport.rpc`).
 
 With TLS the certificates name both ends; without, each call and answer is signed with the region's
-key. What a role may do is said by `transport.access`. It knows no handler.
+key. What a role may do is said by `transport.access`. It knows no handler and opens no channel.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
+import grpc
+
 from transport.access import ACCESS, callers_of
 from transport.config import TlsFiles
 from transport.endpoint import Endpoint
+from transport.errors import LocalError
 from transport.identity import (
     ROLES,
     Identity,
@@ -32,7 +35,14 @@ from transport.region_key import (
     is_call_proof,
     load_keys,
 )
-from transport.tls import RegionTls, Rotating, client_tls, server_tls
+from transport.tls import (
+    RegionTls,
+    Rotating,
+    client_context,
+    client_tls,
+    server_context,
+    server_tls,
+)
 
 Metadata = tuple[tuple[str, str], ...]
 Seal = Callable[[str, bytes], Metadata]
@@ -213,3 +223,28 @@ def _proof_in(metadata: Mapping[str, Any]) -> Proof | None:
 
 def _unsealed(code: str, answer: bytes) -> Metadata:
     return ()
+
+
+def server_certificates(tls: TlsFiles) -> Any:
+    """What a gRPC server shows. Raises LocalError: gRPC would notice unusable files late, and not
+    name them.
+    """
+    server_context(tls)
+    key, cert, ca = _read_tls(tls)
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
+
+
+def channel_credentials(tls: TlsFiles) -> Any:
+    """What a gRPC client shows. Raises LocalError."""
+    client_context(tls)
+    key, cert, ca = _read_tls(tls)
+    return grpc.ssl_channel_credentials(
+        root_certificates=ca, private_key=key, certificate_chain=cert
+    )
+
+
+def _read_tls(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
+    try:
+        return tls.key.read_bytes(), tls.cert.read_bytes(), tls.ca.read_bytes()
+    except OSError as error:
+        raise LocalError("tls_files", f"cannot read the files for TLS: {error}") from error

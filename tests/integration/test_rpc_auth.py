@@ -16,8 +16,8 @@ from certificates import make_authority, make_node
 from kvmanager.agent.messages import SERVICE
 from transport import Credentials, Identity, RegionKey, Role, TlsFiles
 from transport.region_key import new_key
-from transport.rpc import Method, RpcClient, RpcError, RpcServer, _channel_credentials
-from transport.rpc_auth import PROOF
+from transport.rpc import Method, RpcClient, RpcError, RpcServer
+from transport.rpc_auth import PROOF, channel_credentials
 
 Maker = Callable[[str], Credentials]
 """What the process with this URI shows."""
@@ -174,7 +174,7 @@ async def test_others_of_the_same_authority_are_refused(
     tmp_path: Path, authority: Path, uris: tuple[str, ...], shown: str
 ) -> None:
     """Callers that do not look at the server first."""
-    stub = _channel_credentials(make_node(tmp_path, "other", authority, uris=uris))
+    stub = channel_credentials(make_node(tmp_path, "other", authority, uris=uris))
     async with serving(make_node(tmp_path, "agent", authority)) as target:
         async with grpc.aio.secure_channel(target, stub) as channel:
             invoke = channel.unary_unary(f"/{SERVICE}/SendCacheMove")
