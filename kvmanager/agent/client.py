@@ -1,4 +1,4 @@
-"""Typed client of a node agent's control port, and what takes two agents: cache moves, link probes.
+"""Typed client of a node agent's control port.
 
 It does not know instances, jobs or why anything is moved, and never retries a call. Every method
 raises RpcError, whose codes are in `kvmanager.agent.messages`.
@@ -6,8 +6,6 @@ raises RpcError, whose codes are in `kvmanager.agent.messages`.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
@@ -65,8 +63,6 @@ from transport.rpc import RpcClient, RpcError
 CALL_S: Final = 5.0
 """What a call without a timeout of its own may take beyond what it waits for."""
 MOVE_LEASE_S: Final = 15.0
-MOVE_POLL_S: Final = 5.0
-"""A cache move is asked for its end this long at a time; each question renews its lease."""
 LINK_CALL_S: Final = 3.0
 """`CALL_S` of the calls about links, whose answers are soon out of date."""
 LINK_PROBE_LEASE_S: Final = 5.0
@@ -83,17 +79,6 @@ class CacheMoveOrder:
     parts: Sequence[tuple[int, int]]
     priority: Literal["request", "replication"] = "replication"
     tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheMoveResult:
-    """What was moved; 0 bytes when the destination already had all of it."""
-
-    nbytes: int
-    num_parts: int
-    kept_parts: int
-    transfer_s: float = 0.0
-    rtt_s: float = 0.0
 
 
 class AgentClient:
@@ -310,69 +295,3 @@ class _SharingClient(AgentClient):
 
     async def close(self) -> None:
         await self._left(self)
-
-
-async def probe_link(
-    sender: AgentClient, receiver: AgentClient, nbytes: int, host: str, port: int
-) -> SendLinkProbeReply:
-    """One probe from agent to agent by way of `host`:`port`. Raises RpcError."""
-    lease_s = LINK_PROBE_LEASE_S + LINK_CALL_S
-    landing = await receiver.probe_landing(nbytes, lease_s, LINK_CALL_S)
-    try:
-        return await sender.send_link_probe(landing, nbytes, host, port)
-    finally:
-        with contextlib.suppress(RpcError):  # its lease ends it
-            await receiver.probe_end(landing.transfer_id, "the probe is over", LINK_CALL_S)
-
-
-async def move_cache(
-    source: AgentClient, destination: AgentClient, order: CacheMoveOrder
-) -> CacheMoveResult:
-    """Move what `destination` lacks, and wait until it is cached there.
-
-    Raises RpcError: NO_ROOM, NOT_FOUND, INVALID as above, UNAVAILABLE when the transfer failed.
-    Whatever happens, cancellation included, neither agent is left with a move that nobody wants.
-    """
-    landing = await destination.reserve_cache_move(order, MOVE_LEASE_S)
-    if not landing.parts:
-        return CacheMoveResult(0, 0, 0)
-    transfer_id = landing.transfer_id
-    try:
-        await source.send_cache_move(order, landing, MOVE_LEASE_S)
-        landed = await _wait_end(destination, transfer_id, "landing", source)
-        sent = await _wait_end(source, transfer_id, "send", destination)
-    except BaseException as error:
-        ending = asyncio.gather(
-            *(_give_up(agent, transfer_id, error) for agent in (source, destination))
-        )
-        await asyncio.shield(ending)
-        raise
-    return CacheMoveResult(
-        landing.nbytes, len(landing.parts), landed.kept_parts, sent.transfer_s, sent.rtt_s
-    )
-
-
-async def _wait_end(
-    agent: AgentClient, transfer_id: str, role: MoveRole, other: AgentClient
-) -> CacheMoveStatusReply:
-    """Wait for one end of a move while the other's lease is renewed."""
-    other_role: MoveRole = "send" if role == "landing" else "landing"
-    while True:
-        seen = await agent.cache_move_status(
-            transfer_id, role, lease_s=MOVE_LEASE_S, wait_s=MOVE_POLL_S
-        )
-        if seen.state == "complete":
-            return seen
-        if seen.state != "open":
-            raise RpcError("UNAVAILABLE", f"the {role} of a cache move {seen.state}: {seen.error}")
-        behind = await other.cache_move_status(
-            transfer_id, other_role, lease_s=MOVE_LEASE_S, wait_s=0
-        )
-        if behind.state not in ("open", "complete"):
-            message = f"the {other_role} of a cache move {behind.state}: {behind.error}"
-            raise RpcError("UNAVAILABLE", message)
-
-
-async def _give_up(agent: AgentClient, transfer_id: str, error: BaseException) -> None:
-    with contextlib.suppress(RpcError):  # its lease ends it
-        await agent.end_cache_move(transfer_id, f"given up: {type(error).__name__}: {error}")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from agent_process import SMALL_LAYOUT
 
+from kvmanager.agent.between_agents import move_cache
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
-from kvmanager.agent.client import AgentClient, CacheMoveOrder, move_cache
+from kvmanager.agent.client import AgentClient, CacheMoveOrder
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.control import ControlService
 from kvmanager.agent.engines.protocol import EngineHello

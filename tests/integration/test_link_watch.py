@@ -19,7 +19,8 @@ from deploy.gateway.links.region_links import LinksOverview
 from deploy.gateway.server import start_server
 from deploy.lab.emulator import RelayProcess
 from deploy.region.client import ask
-from kvmanager.agent.client import AgentClient, probe_link
+from kvmanager.agent.between_agents import probe_link
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.agent.probe_messages import (
     ProbeEnd,

@@ -14,7 +14,8 @@ import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 from caching_engine import SHAPE, B, CachingEngine
 
-from kvmanager.agent.client import AgentClient, CacheMoveOrder, CacheMoveResult, move_cache
+from kvmanager.agent.between_agents import CacheMoveResult, move_cache
+from kvmanager.agent.client import AgentClient, CacheMoveOrder
 from kvmanager.agent.messages import Reserve, ReserveReply
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.layout import KVLayout

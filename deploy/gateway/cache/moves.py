@@ -17,12 +17,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, PromptKeys
 from deploy.gateway.serving.background import Background
-from kvmanager.agent.client import (
-    AgentClient,
-    CacheMoveOrder,
-    CacheMoveResult,
-    move_cache,
-)
+from kvmanager.agent.between_agents import CacheMoveResult, move_cache
+from kvmanager.agent.client import AgentClient, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, shape_of
 from kvmanager.pool.shape import PartKind

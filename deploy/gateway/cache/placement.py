@@ -15,7 +15,7 @@ from typing import Final
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, PromptKeys
 from deploy.gateway.cache.moves import CacheMoves
-from kvmanager.agent.client import CacheMoveResult
+from kvmanager.agent.between_agents import CacheMoveResult
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName, ResumeRule, shape_of
 from kvmanager.directory.reader import DirectoryReader

@@ -20,7 +20,8 @@ from typing import Final
 
 import msgspec
 
-from kvmanager.agent.client import AgentClient, probe_link
+from kvmanager.agent.between_agents import probe_link
+from kvmanager.agent.client import AgentClient
 from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.directory.messages import NodeName
 from netmon.estimate import PathReport
