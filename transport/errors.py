@@ -17,7 +17,7 @@
   chose for `Refused`.
 - LocalError: `cancelled` (a PeerError at the receiver), `closed` (this Sender or Receiver was
   closed), `space` (the ByteSpace raised; a PeerError when the other side's did), `tls_files`,
-  `bind`, `internal`.
+  `region_key`, `granting_key`, `granting_keys` (files that cannot be used), `bind`, `internal`.
 - LinkError: `connect`, `lost`, `handshake_timeout`, `frame_timeout`, `ack_timeout`, `renewed` (it
   has carried what a TLS key may) end one connection; `unreachable`, `idle` end a transfer that made
   no progress for the idle timeout.
