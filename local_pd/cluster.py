@@ -36,13 +36,15 @@ class PdCluster(Protocol):
         block_keys: bytes = b"",
         prefer_nodes: Sequence[str] = (),
         tenant: str = "",
+        grant: bytes = b"",
     ) -> DecodeSlot:
         """A decode instance, and memory on its node for the KVCache of `num_tokens` tokens.
 
         `block_keys` (see `kvmanager.agent.messages.Reserve`) let the node leave out of the transfer
         what it has cached. `prefer_nodes` are control addresses of node agents, asked first in this
         order unless their instances have much more to do than others. `tenant` is whose KVCache
-        it is: nodes may bound what one tenant's landings take.
+        it is: nodes may bound what one tenant's landings take. `grant` lets a node reserve it
+        (`kvmanager.agent.grants`).
         The slot's lease is kept alive until `release`. Raises NoLandingRoom, NoInstance,
         FrontUnreachable. When cancelled, nothing stays reserved.
         """

@@ -115,6 +115,7 @@ class EmbeddedPdCluster:
         block_keys: bytes = b"",
         prefer_nodes: Sequence[str] = (),
         tenant: str = "",
+        grant: bytes = b"",
     ) -> DecodeSlot:
         wanted = Reserve(
             num_tokens,
@@ -122,6 +123,7 @@ class EmbeddedPdCluster:
             token_digest=token_digest,
             tenant=tenant,
             block_keys=block_keys,
+            grant=grant,
         )
         candidates = decode_order(self._views(), model, self._affinity(prefer_nodes))
         if not candidates.names:

@@ -66,6 +66,7 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_keys: bytes = b""
     prefer_nodes: tuple[str, ...] = ()
     tenant: str = ""
+    grant: bytes = b""
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):

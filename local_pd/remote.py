@@ -83,6 +83,7 @@ class RemotePdCluster:
         block_keys: bytes = b"",
         prefer_nodes: Sequence[str] = (),
         tenant: str = "",
+        grant: bytes = b"",
     ) -> DecodeSlot:
         request = ReserveRequest(
             num_tokens=num_tokens,
@@ -92,6 +93,7 @@ class RemotePdCluster:
             block_keys=block_keys,
             prefer_nodes=tuple(prefer_nodes),
             tenant=tenant,
+            grant=grant,
         )
 
         async def undo(slot: DecodeSlot) -> None:

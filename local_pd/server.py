@@ -73,6 +73,7 @@ class PdServer(RpcServer):
                 block_keys=request.block_keys,
                 prefer_nodes=request.prefer_nodes,
                 tenant=request.tenant,
+                grant=request.grant,
             )
         )
 

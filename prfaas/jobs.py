@@ -15,7 +15,8 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt_token_ids` excludes the prompt's last token, which the decode engine recomputes.
     A lower `priority` is served earlier. `model` is the served name; "" means that the cluster
-    serves only one. `tenant` is whose KVCache it is, for the shares and budgets of links.
+    serves only one. `tenant` is whose KVCache it is, for the shares and budgets of links. `grant`
+    lets a node agent send it to `landing` (`kvmanager.agent.grants`).
     `traceparent` is a W3C trace context header or "". `cached_tokens` says by
     instance or node (`InstanceReport.node`) how much of the prompt need not be computed there.
     """
@@ -29,6 +30,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str = ""
     model: str = ""
     cached_tokens: dict[str, int] = {}
+    grant: bytes = b""
 
     @property
     def uncached_tokens(self) -> int:

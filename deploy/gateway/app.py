@@ -46,6 +46,7 @@ from deploy.gateway.serving.request import Serving
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from scheduler.reports import ClusterReport
+from transport.grants import Granter
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -66,12 +67,15 @@ class Gateway:
         caches: RegionCaches | None = None,
         *,
         region_links: RegionLinks | None = None,
+        granter: Granter | None = None,
         open_doors: str | None = None,
     ) -> None:
         """`links` names the link to each prefill cluster, for display. `caches` tells what is
-        cached of a prompt, `region_links` what links carry; the gateway closes both.
+        cached of a prompt, `region_links` what links carry; the gateway closes both. `granter`
+        signs for node agents what requests need of them.
         `open_doors`, what everybody on the network may do, is shown by /health.
         """
+        self._granter = granter
         self._open_doors = open_doors
         self.config = config
         self.metrics = GatewayMetrics()
@@ -223,6 +227,7 @@ class Gateway:
             places=self._watcher.cache_places,
             caches=caches,
             placement=None if caches is None else self._build_placement(caches),
+            granter=self._granter,
         )
 
     def _build_placement(self, caches: RegionCaches) -> PrefixPlacement:

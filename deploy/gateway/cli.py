@@ -24,6 +24,7 @@ from deploy.gateway.file import (
     agent_clients,
     build_caches,
     build_clusters,
+    build_granter,
     build_links,
     load_gateway_file,
 )
@@ -88,9 +89,10 @@ async def run(file: GatewayFile) -> None:
     doors = file.open_doors("gateway")
     if doors is not None:
         logger.warning("%s", doors)
-    agents = agent_clients(file)
+    granter = build_granter(file)
+    agents = agent_clients(file, granter)
     caches = build_caches(file, agents)
-    clusters = build_clusters(file)
+    clusters = build_clusters(file, granter)
     try:
         await clusters.start()
         gateway = Gateway(
@@ -100,6 +102,7 @@ async def run(file: GatewayFile) -> None:
             clusters.links,
             caches,
             region_links=build_links(file, agents),
+            granter=granter,
             open_doors=doors,
         )
         await serve_gateway(gateway, stop, _announce)

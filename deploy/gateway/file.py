@@ -28,7 +28,7 @@ from deploy.gateway.links.region_links import RegionLinks
 from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.fields import Address, Section, filled_from
 from kvmanager.config_files.problems import FileError, Problem
-from kvmanager.config_files.security import SecuritySection, check_redis
+from kvmanager.config_files.security import GrantsSection, SecuritySection, check_redis
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.reader import DirectoryReader
@@ -40,6 +40,8 @@ from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.front_config import QueueBounds
 from prfaas.remote import RemotePrefillCluster
+from transport import LocalError
+from transport.grants import Granter
 
 EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
 
@@ -89,6 +91,8 @@ class GatewayFile(ApiKeysSection, SecuritySection):
     """The local PD cluster."""
     prefill: tuple[PrefillSource, ...] = ()
     """The prefill clusters."""
+    granting_key: GrantsSection | None = None
+    """Signs for node agents that ask for grants (`granting_keys`). Left out: nothing is signed."""
     log_dir: Path
 
     @model_validator(mode="after")
@@ -132,21 +136,32 @@ def load_gateway_file(path: Path, environ: Mapping[str, str] = os.environ) -> Ga
     return loaded.model_copy(update={"gateway": gateway})
 
 
-def build_clusters(file: GatewayFile) -> Clusters:
+def build_granter(file: GatewayFile) -> Granter | None:
+    """What signs for node agents; None where they ask for nothing. Raises `FileError`."""
+    if file.granting_key is None:
+        return None
+    try:
+        return Granter(file.granting_key.grant_file)
+    except LocalError as error:
+        problem = Problem(("granting_key", "file"), error.message)
+        raise FileError("the gateway's file", [problem]) from error
+
+
+def build_clusters(file: GatewayFile, granter: Granter | None = None) -> Clusters:
     """The fronts `file` names, not started. Call it on the event loop that will use them."""
     return Clusters(
         pd=_pd(file),
         prefill={
-            source.name: LinkedPrefillCluster(_prefill(file, source), source.endpoints)
+            source.name: LinkedPrefillCluster(_prefill(file, source), source.endpoints, granter)
             for source in file.prefill
         },
         links={source.name: source.link for source in file.prefill if source.link},
     )
 
 
-def agent_clients(file: GatewayFile) -> AgentClients:
+def agent_clients(file: GatewayFile, granter: Granter | None = None) -> AgentClients:
     """The gateway's ways to node agents, shared by its caches and links."""
-    return AgentClients(file.credentials("gateway"))
+    return AgentClients(file.credentials("gateway"), granter)
 
 
 def build_caches(file: GatewayFile, agents: AgentClients) -> RegionCaches:

@@ -25,7 +25,6 @@ from kvmanager.agent.metrics import MetricsServer
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
 from kvmanager.config_files.options import setting
-from kvmanager.config_files.security import open_doors
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
@@ -98,8 +97,7 @@ async def serve(config: AgentConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    doors = open_doors(config.credentials, trusted_network=config.trusted_network)
-    if doors is not None:
+    for doors in config.open_doors:
         logger.warning("%s", doors)
     agent = NodeAgent(config)
     await agent.start()
@@ -115,7 +113,9 @@ async def serve(config: AgentConfig) -> None:
             "pid": os.getpid(),
         }
         if config.metrics_port is not None:
-            metrics = MetricsServer(agent.metrics, control_host, config.metrics_port)
+            metrics = MetricsServer(
+                agent.metrics, control_host, config.metrics_port, config.open_doors
+            )
             ready["metrics"] = str(Endpoint(control_host, await metrics.start()))
         settle_heap()
         print(json.dumps(ready), flush=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from kvmanager.agent.cache.move_messages import (
     CacheMoveStatus,
@@ -25,6 +26,7 @@ from kvmanager.agent.cache.move_messages import (
     SendCacheMove,
     SendCacheMoveReply,
 )
+from kvmanager.agent.grants import move_landing, move_send, probe_send
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbe, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import (
     SERVICE,
@@ -58,6 +60,7 @@ from kvmanager.agent.probe_messages import (
 )
 from kvmanager.landing import ReservedLanding
 from transport import Credentials
+from transport.grants import Granter
 from transport.rpc import RpcClient, RpcError
 
 CALL_S: Final = 5.0
@@ -82,11 +85,19 @@ class CacheMoveOrder:
 
 
 class AgentClient:
-    """The agent at `target` ("host:port"), over one channel for everything that is asked of it."""
+    """The agent at `target` ("host:port"), over one channel for everything that is asked of it.
 
-    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
+    A gateway's `granter` signs for moves of cached prefixes and probes of links. Grants for other
+    calls come from their callers.
+    """
+
+    def __init__(
+        self, target: str, credentials: Credentials | None = None, granter: Granter | None = None
+    ) -> None:
         self.target = target
         self._rpc = RpcClient(target, SERVICE, credentials)
+        self._granter = granter
+        self._receives_at = ""
 
     async def close(self) -> None:
         """Close the channel. Idempotent."""
@@ -103,7 +114,13 @@ class AgentClient:
         return await self._call(request, ReserveReply, timeout_s)
 
     async def open_outbox(
-        self, landing: ReservedLanding, lease_s: float, timeout_s: float, *, tenant: str = ""
+        self,
+        landing: ReservedLanding,
+        lease_s: float,
+        timeout_s: float,
+        *,
+        tenant: str = "",
+        grant: bytes = b"",
     ) -> OpenOutboxReply:
         """Hold memory for an engine to fill, sent to `landing` as it fills. NO_ROOM, INVALID."""
         request = OpenOutbox(
@@ -117,6 +134,7 @@ class AgentClient:
             lease_s=lease_s,
             tenant=tenant,
             cached_tokens=landing.cached_tokens,
+            grant=grant,
         )
         return await self._call(request, OpenOutboxReply, timeout_s)
 
@@ -174,6 +192,9 @@ class AgentClient:
         request = ReserveCacheMove(
             order.layout_fingerprint, order.block_keys, list(order.parts), lease_s
         )
+        if self._granter is not None:
+            grant = self._granter.grant(move_landing(request, await self._own_endpoint()))
+            request = structs.replace(request, grant=grant)
         return await self._call(request, ReserveCacheMoveReply)
 
     async def send_cache_move(
@@ -193,6 +214,9 @@ class AgentClient:
             priority=order.priority,
             tenant=order.tenant,
         )
+        if self._granter is not None:
+            grant = self._granter.grant(move_send(request, await self._own_endpoint()))
+            request = structs.replace(request, grant=grant)
         # The source may have to read from SSD first.
         await self._call(request, SendCacheMoveReply, MOVE_LEASE_S)
 
@@ -249,20 +273,37 @@ class AgentClient:
             port=port,
             lease_s=LINK_PROBE_LEASE_S,
         )
+        if self._granter is not None:
+            grant = self._granter.grant(probe_send(request))
+            request = structs.replace(request, grant=grant)
         return await self._call(request, SendLinkProbeReply, LINK_PROBE_LEASE_S + LINK_CALL_S)
 
     async def _call(
         self, request: msgspec.Struct, reply_type: type[ReplyT], timeout_s: float = CALL_S
     ) -> ReplyT:
         """Call the method, which has its request's name."""
-        return await self._rpc.call(type(request).__name__, request, reply_type, timeout_s)
+        try:
+            return await self._rpc.call(type(request).__name__, request, reply_type, timeout_s)
+        except RpcError as error:
+            if error.code == "REFUSED":
+                self._receives_at = ""  # it may be another agent than the one that was asked
+            raise
+
+    async def _own_endpoint(self) -> str:
+        """Where the agent receives, which is what grants call it."""
+        if not self._receives_at:
+            self._receives_at = (await self.status(CALL_S)).data_endpoint
+        return self._receives_at
 
 
 class AgentClients:
     """Opens clients that share one channel to each agent; it closes with the last of them."""
 
-    def __init__(self, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, credentials: Credentials | None = None, granter: Granter | None = None
+    ) -> None:
         self._credentials = credentials
+        self._granter = granter
         self._shared: dict[str, tuple[RpcClient, set[AgentClient]]] = {}
 
     def open(self, target: str) -> AgentClient:
@@ -270,7 +311,7 @@ class AgentClients:
         if target not in self._shared:
             self._shared[target] = RpcClient(target, SERVICE, self._credentials), set()
         channel, users = self._shared[target]
-        client = _SharingClient(target, channel, self._left)
+        client = _SharingClient(target, channel, self._left, self._granter)
         users.add(client)
         return client
 
@@ -287,11 +328,17 @@ class _SharingClient(AgentClient):
     """A client whose channel others use as well."""
 
     def __init__(
-        self, target: str, channel: RpcClient, left: Callable[[AgentClient], Awaitable[None]]
+        self,
+        target: str,
+        channel: RpcClient,
+        left: Callable[[AgentClient], Awaitable[None]],
+        granter: Granter | None,
     ) -> None:
         self.target = target
         self._rpc = channel
         self._left = left
+        self._granter = granter
+        self._receives_at = ""
 
     async def close(self) -> None:
         await self._left(self)

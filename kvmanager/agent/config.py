@@ -28,9 +28,11 @@ from kvmanager.config_files.fields import (
 )
 from kvmanager.config_files.security import (
     BOTH_GIVEN,
+    GrantsSection,
     RegionKeySection,
     check_listeners,
     credentials_of,
+    open_doors,
 )
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
@@ -38,6 +40,7 @@ from kvmanager.transfers.shared import TableLimits
 from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
 from transport import Credentials, Endpoint, TlsFiles, TransportConfig
+from transport.grants import GrantFile
 
 Eviction = Literal["lru", "lfu", "length", "cost"]
 """The policies of `kvmanager.pool.eviction`."""
@@ -116,7 +119,7 @@ class AgentConfig(AgentSection):
     """What senders are told to connect to, "host" or "host:port"; default: `listen`."""
     send_to: tuple[Address, ...] | None = None
     """The only addresses that this agent connects to, to send KVCache and probes, host:port,
-    whoever asks for it. Left out: any.
+    whoever asks for it. Left out: any, and with `granting_keys` those that grants name.
     """
     block_bytes: Bytes = DEFAULT_BLOCK_BYTES
     """Bytes of one block of the arena, or such as 64KiB."""
@@ -162,6 +165,10 @@ class AgentConfig(AgentSection):
     """
     region_key: RegionKeySection | None = None
     """Signs calls where there is no TLS. Left out: none."""
+    granting_keys: GrantsSection | None = None
+    """Whose grants allow that KVCache is sent from here, and lands here. Left out: nobody's are
+    needed.
+    """
     trusted_network: bool = False
     """Let every process that reaches this one's ports call everything."""
 
@@ -215,6 +222,23 @@ class AgentConfig(AgentSection):
     def credentials(self) -> Credentials | None:
         """What this agent shows to those who call it, and asks of them; None: nothing."""
         return credentials_of(self.tls, self.region_key, "agent")
+
+    @property
+    def open_doors(self) -> list[str]:
+        """What somebody on the network may do, for logs and answers about health."""
+        doors = open_doors(self.credentials, trusted_network=self.trusted_network)
+        found = [] if doors is None else [doors]
+        if self.granting_keys is None:
+            where = "any address" if self.send_to is None else "the addresses of send_to"
+            found.append(
+                "granting_keys are not given: whoever may call as a gateway or a front may have "
+                f"the KVCache of all tenants sent to {where}, and cache KVCache under any key"
+            )
+        return found
+
+    @property
+    def grant_file(self) -> GrantFile | None:
+        return None if self.granting_keys is None else self.granting_keys.grant_file
 
     @property
     def destinations(self) -> frozenset[Endpoint] | None:

@@ -14,6 +14,7 @@ import msgspec
 
 from kvmanager.agent.cache.landing_bases import LandingBase
 from kvmanager.agent.cache.service import AgentCache
+from kvmanager.agent.grants import outbox, probe_send, reservation
 from kvmanager.agent.messages import (
     Await,
     CacheFeed,
@@ -98,6 +99,12 @@ class ControlService:
         }
 
     async def reserve(self, request: Reserve) -> ReserveReply:
+        # What lands is cached under the request's keys: whoever may choose them plants KVCache.
+        wanted = reservation(request.num_tokens, request.token_digest, request.block_keys)
+        with self._agent.grants.once(request.grant, wanted):
+            return await self._reserve(request)
+
+    async def _reserve(self, request: Reserve) -> ReserveReply:
         agent = self._agent
         wanted = request.layout_fingerprint
         fingerprint, layout = agent.book.layout(
@@ -146,6 +153,7 @@ class ControlService:
 
     async def open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         agent = self._agent
+        agent.grants.require(request.grant, outbox(request))
         fingerprint, layout = agent.book.layout(
             hex_bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
         )
@@ -217,6 +225,7 @@ class ControlService:
         return self._agent.transfers.prober.open_landing(request, now_s())
 
     async def probe_send(self, request: ProbeSend) -> ProbeSendReply:
+        self._agent.grants.require_for_probe(b"", probe_send(request))
         return await self._agent.transfers.prober.open_send(
             transfer_id_of(request.transfer_id),
             keys=(

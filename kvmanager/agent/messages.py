@@ -1,7 +1,9 @@
 """What the control plane and a node agent say over gRPC: the structs of service `prfaas.NodeAgent`.
 
 They do not know how they travel. Ids, tokens, fingerprints and digests are hex strings; sizes are
-bytes, times are seconds. Every method is unary; errors are `transport.rpc.RpcError` codes.
+bytes, times are seconds. Every method is unary; errors are `transport.rpc.RpcError` codes. `grant`
+is a gateway's grant for the call (`kvmanager.agent.grants`), which agents with `granting_keys` ask
+for; REFUSED is what they answer else.
 
 | method | request -> reply | errors beside UNAVAILABLE, INTERNAL, TIMEOUT |
 |---|---|---|
@@ -44,6 +46,7 @@ class Reserve(msgspec.Struct, frozen=True):
     token_digest: str = ""
     tenant: str = ""
     block_keys: bytes = b""
+    grant: bytes = b""
 
 
 class ReserveReply(msgspec.Struct, frozen=True):
@@ -112,6 +115,7 @@ class OpenOutbox(msgspec.Struct, frozen=True):
     """Whose KVCache it is: links are shared fairly among tenants."""
     cached_tokens: int = 0
     """The landing has the full-attention pages of these tokens: they are not sent."""
+    grant: bytes = b""
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):
@@ -233,6 +237,7 @@ class StatusReply(msgspec.Struct, frozen=True):
 
     `free_bytes` are free for transfers: also what the prefix cache would give up for them.
     `landing_room_bytes` of them may be taken by one more landing; None from an older agent.
+    `open_doors`: what somebody on the network may do there, for people.
     """
 
     arena_epoch: str
@@ -253,6 +258,7 @@ class StatusReply(msgspec.Struct, frozen=True):
     arena_path: str = ""
     cache: CacheStatus | None = None
     landing_room_bytes: int | None = None
+    open_doors: list[str] = []
 
 
 class WatchCache(msgspec.Struct, frozen=True):

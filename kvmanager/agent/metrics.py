@@ -5,7 +5,7 @@ It does not measure anything itself: gauges are read from a snapshot when Promet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -170,7 +170,11 @@ def _by_place(family: FamilyT, numbers: dict[str, int]) -> FamilyT:
 class MetricsServer:
     """Serves /metrics and /health. An agent without it starts sooner and without aiohttp."""
 
-    def __init__(self, metrics: AgentMetrics, host: str, port: int) -> None:
+    def __init__(
+        self, metrics: AgentMetrics, host: str, port: int, open_doors: Sequence[str]
+    ) -> None:
+        """`open_doors`: what somebody on the network may do, for /health."""
+        self._open_doors = open_doors
         self._metrics = metrics
         self._host = host
         self._port = port
@@ -202,4 +206,5 @@ class MetricsServer:
     async def _health(self, _: web.Request) -> web.Response:
         from aiohttp import web
 
-        return web.Response(text="ok\n")
+        lines = ("ok", *(f"open: {doors}" for doors in self._open_doors))
+        return web.Response(text="".join(f"{line}\n" for line in lines))

@@ -32,6 +32,7 @@ from kvmanager.agent.engines.protocol import (
     Welcome,
 )
 from kvmanager.agent.engines.server import EngineServer
+from kvmanager.agent.grants import AgentGrants
 from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.agent.links.control import link_methods
 from kvmanager.agent.links.watch import LinkWatch, WatchSettings
@@ -95,6 +96,11 @@ class NodeAgent:
             )
             undo.push_async_callback(self.transfers.io.stop)
             self.transfers.start()
+            self.grants = AgentGrants(
+                config.grant_file,
+                agent=str(self.transfers.advertised),
+                send_to=config.destinations,
+            )
             self._watch_links()
             self._follow_engine_caches()
             await self._engines.start()
@@ -124,7 +130,9 @@ class NodeAgent:
             data_endpoint=str(self.transfers.advertised),
             clock_s=now_s,
         )
-        self.control_methods += link_methods(self.links, io, now_s, probes=config.link_probes)
+        self.control_methods += link_methods(
+            self.links, io, self.grants, now_s, probes=config.link_probes
+        )
 
     def _follow_engine_caches(self) -> None:
         if self.cache is not None and self.config.kv_events:
@@ -133,7 +141,7 @@ class NodeAgent:
         mover = self.transfers.mover
         config = self.config
         self.control_methods += control_methods(
-            mover, self.book, digest=config.digest, is_lossy=config.is_lossy
+            mover, self.book, self.grants, digest=config.digest, is_lossy=config.is_lossy
         )
 
     async def stop(self) -> None:
@@ -179,6 +187,7 @@ class NodeAgent:
             arena_path=str(arena.path),
             cache=None if self.cache is None else self.cache.status(),
             landing_room_bytes=self.landing_room_bytes,
+            open_doors=self.config.open_doors,
         )
 
     @property

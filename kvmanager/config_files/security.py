@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from kvmanager.config_files.fields import Section, TlsSection, tls_files
 from transport import Credentials, Endpoint, Identity, RegionKey, Role, TlsFiles
+from transport.grants import GrantFile
 
 BOTH_GIVEN: Final = "region_key: it signs calls where there is no TLS; remove it or the TLS files"
 PeerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -32,6 +33,23 @@ class RegionKeySection(Section):
     """Name of the region; calls of another one are refused."""
     name: PeerName
     """Name of this process, in refusals and logs."""
+
+
+class GrantsSection(Section):
+    """Keys of grants (docs/security.md): PEM files with keys of Ed25519, read again when they
+    change.
+    """
+
+    file: Path
+    """The gateway: its private key, readable by its owner or group only. Agents: the public keys of
+    the region's gateways, one or more.
+    """
+    region: PeerName
+    """Name of the region; grants of another one are refused."""
+
+    @property
+    def grant_file(self) -> GrantFile:
+        return GrantFile(self.file, self.region)
 
 
 class SecuritySection(Section):

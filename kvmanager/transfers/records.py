@@ -5,6 +5,7 @@ Value types of `kvmanager.transfers.table`, where the rules are. No I/O, no cloc
     TransferError        code: one of transport.rpc.ErrorCode
     ├── NoArenaRoom      NO_ROOM    the arena or a cap is full; later it may not be
     ├── BadRequest       INVALID    can never work
+    ├── CallNotGranted   REFUSED    no gateway has signed for it
     ├── UnknownTransfer  NOT_FOUND  no such transfer, or it is over
 """
 
@@ -22,7 +23,7 @@ from transport.wire.ranges import IntervalSet
 class TransferError(Exception):
     """A request about a transfer that is not granted; nothing was changed."""
 
-    code: ClassVar[Literal["NO_ROOM", "INVALID", "NOT_FOUND"]]
+    code: ClassVar[Literal["NO_ROOM", "INVALID", "REFUSED", "NOT_FOUND"]]
 
 
 class NoArenaRoom(TransferError):
@@ -31,6 +32,10 @@ class NoArenaRoom(TransferError):
 
 class BadRequest(TransferError):
     code = "INVALID"
+
+
+class CallNotGranted(TransferError):
+    code = "REFUSED"
 
 
 class UnknownTransfer(TransferError):

@@ -120,6 +120,7 @@ class PrefillRunner:
                 self._config.lease_s,
                 self._config.rpc_timeout_s,
                 tenant=job.tenant,
+                grant=job.grant,
             )
         )
         landed = False

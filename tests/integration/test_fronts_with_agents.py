@@ -1,6 +1,7 @@
 """Both fronts with real node agents and real transfers; only the engines' computing is fake.
 
 All of them know each other by the region's key, each front in the role that it has as a process.
+The agents ask for grants, which the tests sign as a gateway does.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from front_doubles import FakeEngine, eventually, prefill_job
 from prometheus_client import CollectorRegistry
 
+from deploy.gateway.grants import granted_job, reservation_grant
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.errors import NoLandingRoom
 from local_pd.messages import DecodeSlot
@@ -30,6 +32,7 @@ from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
 from transport import Identity, RegionKey, Role
+from transport.grants import Granter, GrantFile, new_key_pair
 from transport.region_key import new_key
 
 PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)
@@ -48,6 +51,7 @@ class Region:
         self.prefill_http = FakeEngine()
         self.prefill: EmbeddedPrefillCluster
         self.pd: EmbeddedPdCluster
+        self.granter: Granter
         self.data = b""
         self.share = 1.0
 
@@ -65,11 +69,17 @@ class Region:
     async def begin(self) -> tuple[DecodeSlot, asyncio.Task[PrefillResult]]:
         """Reserve, let the decode engine watch, submit."""
         job = prefill_job(7, num_tokens=NUM_TOKENS)
-        slot = await self.pd.reserve(NUM_TOKENS, job.landing.token_digest, "r7")
+        slot = await self.reserve()
         self.data = os.urandom(slot.landing.nbytes)
         self.consumer.client.watch(bytes.fromhex(slot.landing.transfer_id))
-        job = msgspec.structs.replace(job, landing=slot.landing)
+        job = granted_job(self.granter, msgspec.structs.replace(job, landing=slot.landing))
         return slot, asyncio.create_task(self.submit(job))
+
+    async def reserve(self) -> DecodeSlot:
+        """A slot for the job of `begin`."""
+        digest = prefill_job(7, num_tokens=NUM_TOKENS).landing.token_digest
+        grant = reservation_grant(self.granter, NUM_TOKENS, digest, b"")
+        return await self.pd.reserve(NUM_TOKENS, digest, "r7", grant=grant)
 
     async def submit(self, job: PrefillJob) -> PrefillResult:
         return await self.prefill.submit(job)
@@ -107,7 +117,15 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         path = tmp_path / "region.key"
         path.write_text(new_key())
         path.chmod(0o600)
-        key = {"region_key": {"file": str(path), "region": "r", "name": "agent"}}
+        private, public = tmp_path / "granting.key", tmp_path / "granting.pub"
+        for file, text in zip((private, public), new_key_pair(), strict=True):
+            file.touch(mode=0o600)
+            file.write_bytes(text)
+        made.granter = Granter(GrantFile(private, "r"))
+        key = {
+            "region_key": {"file": str(path), "region": "r", "name": "agent"},
+            "granting_keys": {"file": str(public), "region": "r"},
+        }
         made.sending = stack.enter_context(AgentProcess(tmp_path / "send", **key))
         # Patient at the receiving end, so that only a message can end a landing within a test.
         patient = {"num_connections": 2, "idle_timeout_s": 30.0, "ack_timeout_s": 10.0}
@@ -237,12 +255,11 @@ async def test_cancelling_gives_back_both_ends(region: Region) -> None:
 
 
 async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) -> None:
-    digest = prefill_job(7, num_tokens=NUM_TOKENS).landing.token_digest
     slots: list[DecodeSlot] = []
 
     async def fill_up() -> None:
         while True:
-            slots.append(await region.pd.reserve(NUM_TOKENS, digest, "r"))
+            slots.append(await region.reserve())
 
     with pytest.raises(NoLandingRoom):
         await fill_up()
@@ -250,8 +267,7 @@ async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) 
     for slot in slots:
         await region.pd.release(slot, "done")
     await region.memory_is_back()
-    slot = await region.pd.reserve(NUM_TOKENS, digest, "r")
-    await region.pd.release(slot, "done")
+    await region.pd.release(await region.reserve(), "done")
 
 
 async def test_engines_of_another_layout_on_the_node_are_no_obstacle(region: Region) -> None:
@@ -268,9 +284,8 @@ async def test_engines_of_another_layout_on_the_node_are_no_obstacle(region: Reg
 
 
 async def test_a_slot_nobody_renews_comes_back_with_its_lease(region: Region) -> None:
-    digest = prefill_job(7, num_tokens=NUM_TOKENS).landing.token_digest
     region.pd._config = replace(region.pd._config, lease_s=1.0)
-    slot = await region.pd.reserve(NUM_TOKENS, digest, "r")
+    slot = await region.reserve()
     region.pd._leases.drop(slot.landing.transfer_id)
     await region.memory_is_back()
 

@@ -132,6 +132,12 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
     assert rig.num_outboxes == 0
 
 
+async def test_a_jobs_grant_reaches_the_agent(rig: Rig) -> None:
+    job = msgspec.structs.replace(prefill_job(1), grant=b"granted")
+    await rig.front.submit(job)
+    assert [grant for agent in rig.agents for grant in agent.grants] == [b"granted"]
+
+
 async def test_jobs_spread_over_instances_and_the_rest_waits(rig: Rig) -> None:
     rig.hold()
     tasks = [asyncio.create_task(rig.front.submit(prefill_job(n))) for n in (1, 2, 3)]

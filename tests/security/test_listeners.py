@@ -93,3 +93,11 @@ def test_what_a_trusted_network_leaves_open_is_said() -> None:
     key = RegionKey(Path("k"), Identity("r", "agent", "a"))
     assert "whoever listens on the network reads" in str(open_doors(key, trusted_network=False))
     assert open_doors(None, trusted_network=False) is None
+
+
+def test_what_an_agent_without_grants_leaves_open_is_said() -> None:
+    (said,) = AgentConfig().open_doors
+    assert "KVCache of all tenants sent to any address, and cache KVCache under any key" in said
+    (said,) = AgentConfig(send_to=("b:7100",)).open_doors
+    assert "sent to the addresses of send_to" in said
+    assert AgentConfig(granting_keys={"file": "k", "region": "r"}).open_doors == []

@@ -109,6 +109,8 @@ class FakeAgent:
         self.landing_room = 100
         self.cached_tokens = 0
         self.cache_model: CacheModel | None = None
+        self.grants: list[bytes] = []
+        """Of the outboxes that were opened."""
         self.before_reply: Callable[[str], Any] | None = None
         self._server: RpcServer | None = None
         self.target = ""
@@ -186,6 +188,7 @@ class FakeAgent:
 
     async def _open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         await self._pause("OpenOutbox")
+        self.grants.append(request.grant)
         if len(self.outboxes) >= self.outbox_room:
             raise RpcError("NO_ROOM", "the arena is full")
         self.outboxes[request.transfer_id] = _End(request.nbytes)

@@ -228,6 +228,7 @@ class FakePd:
         block_keys: bytes = b"",
         prefer_nodes: Sequence[str] = (),
         tenant: str = "",
+        grant: bytes = b"",
     ) -> DecodeSlot:
         self.reserved_with.append((block_keys, tuple(prefer_nodes)))
         self.tenants.append(tenant)

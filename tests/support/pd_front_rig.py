@@ -12,6 +12,7 @@ from front_doubles import (
 )
 from prometheus_client import CollectorRegistry
 
+from kvmanager.agent.messages import Reserve
 from local_pd.cluster import PdCluster
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.messages import DecodeSlot
@@ -44,6 +45,11 @@ class PdRig:
     @property
     def num_landings(self) -> int:
         return sum(len(node.landings) for node in self.nodes)
+
+    def landing(self, slot: DecodeSlot) -> Reserve:
+        """What was asked of the node that has it."""
+        held = {name: wanted for node in self.nodes for name, wanted in node.landings.items()}
+        return held[slot.landing.transfer_id]
 
     def job_for(self, slot: DecodeSlot) -> PrefillJob:
         job = prefill_job(1, num_tokens=slot.landing.num_tokens)

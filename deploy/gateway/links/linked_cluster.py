@@ -2,7 +2,7 @@
 
 A landing names the address that its agent advertises. The senders of a prefill cluster may have to
 connect to another address: the near end of a tunnel or of an emulated link. Only the gateway maps
-one to the other; agents and fronts do not know.
+one to the other, and signs for the one that is connected to; agents and fronts do not know.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Mapping
 
 import msgspec
 
+from deploy.gateway.grants import granted_job
 from prfaas.embedded import EmbeddedPrefillCluster
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import RemotePrefillCluster
 from scheduler.reports import ClusterReport
 from transport import Endpoint
+from transport.grants import Granter
 
 
 class LinkedPrefillCluster:
@@ -28,8 +30,10 @@ class LinkedPrefillCluster:
         self,
         cluster: EmbeddedPrefillCluster | RemotePrefillCluster,
         endpoints: Mapping[str, str],
+        granter: Granter | None = None,
     ) -> None:
         self._cluster = cluster
+        self._granter = granter
         self._endpoints = {
             Endpoint.parse(near): Endpoint.parse(far) for near, far in endpoints.items()
         }
@@ -50,7 +54,7 @@ class LinkedPrefillCluster:
         if endpoint is not None:
             landing = msgspec.structs.replace(landing, host=endpoint.host, port=endpoint.port)
             job = msgspec.structs.replace(job, landing=landing)
-        return await self._cluster.submit(job)
+        return await self._cluster.submit(granted_job(self._granter, job))
 
     async def report(self) -> ClusterReport:
         """The cluster's report. See `PrefillCluster.report`."""

@@ -31,6 +31,7 @@ from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason, RequestShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
+from transport.grants import Granter
 
 PATHS: Final[dict[Kind, str]] = {
     "completion": "/v1/completions",
@@ -43,7 +44,8 @@ class Services:
     """What every request uses and the gateway owns.
 
     `places` says where prompts for a model may be cached. Without `caches` nothing is known to be
-    cached, and without `placement` no cached prefix is moved.
+    cached, and without `placement` no cached prefix is moved. Without `granter` nothing is signed
+    for node agents.
     """
 
     pd: PdCluster
@@ -56,6 +58,7 @@ class Services:
     places: Callable[[str], CachePlaces]
     caches: RegionCaches | None = None
     placement: PrefixPlacement | None = None
+    granter: Granter | None = None
 
     @property
     def feedback(self) -> Feedback:

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from deploy.gateway.errors import EngineTimeout
+from deploy.gateway.grants import granted_job, reservation_grant
 from deploy.gateway.intake.inbound import with_kv_transfer_params
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.usage import Correction
@@ -136,16 +137,19 @@ class Offload:
 
     async def _reserve(self) -> DecodeSlot:
         started_s = self._exchange.elapsed_s()
+        digest, block_keys = token_digest(self._prefix).hex(), self._cached.block_keys
+        granter = self._services.granter
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
                 slot = self._slot = await self._services.pd.reserve(
                     num_tokens=len(self._prefix),
-                    token_digest=token_digest(self._prefix).hex(),
+                    token_digest=digest,
                     request_id=self._exchange.request_id,
                     model=self._inbound.model,
-                    block_keys=self._cached.block_keys,
+                    block_keys=block_keys,
                     prefer_nodes=self._cached.landing_nodes(),
                     tenant=self._exchange.record.tenant,
+                    grant=reservation_grant(granter, len(self._prefix), digest, block_keys),
                 )
         except (TimeoutError, PdError, RpcError, OSError) as error:
             is_full = isinstance(error, NoLandingRoom)
@@ -190,6 +194,7 @@ class Offload:
         )
         try:
             if target == HAND_OFF:
+                job = granted_job(self._services.granter, job)
                 result = await self._services.pd.prefill_locally(job)
             else:
                 result = await self._services.prefill_clusters[target].submit(job)

@@ -26,6 +26,7 @@ from kvmanager.agent.cache.move_records import MovedParts
 from kvmanager.agent.cache.moves import CacheMover
 from kvmanager.agent.engines.instances import InstanceBook
 from kvmanager.agent.engines.protocol import MAX_CACHE_BLOCKS
+from kvmanager.agent.grants import AgentGrants, move_landing, move_send
 from kvmanager.agent.request_values import (
     KEY_BYTES,
     MAX_REASON_CHARS,
@@ -51,18 +52,29 @@ class CacheMoveControl:
     """
 
     def __init__(
-        self, mover: CacheMover | None, book: InstanceBook, *, digest: bool, is_lossy: bool
+        self,
+        mover: CacheMover | None,
+        book: InstanceBook,
+        grants: AgentGrants,
+        *,
+        digest: bool,
+        is_lossy: bool,
     ) -> None:
         self._mover_or_none = mover
         self._book = book
+        self._grants = grants
         self._digest = digest
         self._is_lossy = is_lossy
 
     async def reserve(self, request: ReserveCacheMove) -> ReserveCacheMoveReply:
-        what, _ = self._what(request)
-        return self._mover.open_landing(what, request.lease_s)
+        # Whoever may land under keys of its choice plants KVCache.
+        with self._grants.once(request.grant, move_landing(request, self._grants.agent)):
+            what, _ = self._what(request)
+            return self._mover.open_landing(what, request.lease_s)
 
     async def send(self, request: SendCacheMove) -> SendCacheMoveReply:
+        # Whoever may have it sent to a port of its choice reads KVCache.
+        self._grants.require(request.grant, move_send(request, self._grants.agent))
         what, layout = self._what(request)
         if request.nbytes != what.nbytes:
             raise BadRequest(f"these parts take {what.nbytes} bytes, not {request.nbytes}")
@@ -123,10 +135,15 @@ def _keys(joined: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def control_methods(
-    mover: CacheMover | None, book: InstanceBook, *, digest: bool, is_lossy: bool
+    mover: CacheMover | None,
+    book: InstanceBook,
+    grants: AgentGrants,
+    *,
+    digest: bool,
+    is_lossy: bool,
 ) -> list[tuple[type[msgspec.Struct], type[msgspec.Struct], Callable[[Any], Awaitable[Any]]]]:
     """Request, reply and handler of each method."""
-    control = CacheMoveControl(mover, book, digest=digest, is_lossy=is_lossy)
+    control = CacheMoveControl(mover, book, grants, digest=digest, is_lossy=is_lossy)
     return [
         (ReserveCacheMove, ReserveCacheMoveReply, control.reserve),
         (SendCacheMove, SendCacheMoveReply, control.send),

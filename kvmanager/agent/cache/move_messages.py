@@ -3,7 +3,8 @@
 
 They do not know how they travel. `block_keys` are joined keys (`kvmanager.hashing`): the root key,
 then those of a prefix's blocks from block 0 on; `parts` are (block index, part number) pairs of the
-layout's `CacheShape`. Ids, tokens and fingerprints are hex strings.
+layout's `CacheShape`. Ids, tokens and fingerprints are hex strings. `grant` is a gateway's grant
+for the call (`kvmanager.agent.grants`), without which agents with `granting_keys` answer REFUSED.
 
 | method | request -> reply | errors beside UNAVAILABLE, INTERNAL, TIMEOUT |
 |---|---|---|
@@ -34,6 +35,7 @@ class ReserveCacheMove(msgspec.Struct, frozen=True):
     block_keys: bytes
     parts: list[tuple[int, int]]
     lease_s: float
+    grant: bytes = b""
 
 
 class ReserveCacheMoveReply(msgspec.Struct, frozen=True):
@@ -67,6 +69,7 @@ class SendCacheMove(msgspec.Struct, frozen=True):
     parts: list[tuple[int, int]]
     priority: Literal["request", "replication"] = "replication"
     tenant: str = ""
+    grant: bytes = b""
 
 
 class SendCacheMoveReply(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvmanager.agent.grants import AgentGrants, probe_send
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbe, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.links.probing import TENANT, RingSpace
 from kvmanager.agent.links.watch import LinkWatch
@@ -35,10 +36,17 @@ class LinkControl:
     """The handlers; errors are those of the transfer table. `probes`: whether it may send any."""
 
     def __init__(
-        self, watch: LinkWatch, io: TransferIo, clock_s: Callable[[], float], *, probes: bool
+        self,
+        watch: LinkWatch,
+        io: TransferIo,
+        grants: AgentGrants,
+        clock_s: Callable[[], float],
+        *,
+        probes: bool,
     ) -> None:
         self._watch = watch
         self._io = io
+        self._grants = grants
         self._clock_s = clock_s
         self._probes = probes
         self._num_probes = 0
@@ -47,7 +55,8 @@ class LinkControl:
         return await self._watch.watch(request)
 
     async def probe(self, request: SendLinkProbe) -> SendLinkProbeReply:
-        """Raises BadRequest, NoArenaRoom."""
+        """Raises BadRequest, NoArenaRoom, CallNotGranted."""
+        self._grants.require_for_probe(request.grant, probe_send(request))
         spec, lease_s = self._checked(request)
         self._num_probes += 1
         try:
@@ -111,10 +120,15 @@ class LinkControl:
 
 
 def link_methods(
-    watch: LinkWatch, io: TransferIo, clock_s: Callable[[], float], *, probes: bool
+    watch: LinkWatch,
+    io: TransferIo,
+    grants: AgentGrants,
+    clock_s: Callable[[], float],
+    *,
+    probes: bool,
 ) -> list[tuple[type[msgspec.Struct], type[msgspec.Struct], Callable[[Any], Awaitable[Any]]]]:
     """Request, reply and handler of each method."""
-    control = LinkControl(watch, io, clock_s, probes=probes)
+    control = LinkControl(watch, io, grants, clock_s, probes=probes)
     return [
         (WatchLinks, LinkFeed, control.watch),
         (SendLinkProbe, SendLinkProbeReply, control.probe),

@@ -51,6 +51,8 @@ class SendLinkProbe(msgspec.Struct, frozen=True):
     host: str
     port: int
     lease_s: float
+    grant: bytes = b""
+    """A gateway's grant for the call (`kvmanager.agent.grants`)."""
 
 
 class SendLinkProbeReply(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from front_doubles import (
     BYTES_PER_TOKEN,
@@ -19,6 +20,14 @@ async def test_a_local_prefill_fills_the_landing(rig: PdRig) -> None:
     assert result.reason.startswith("least_loaded; cached_tokens=0; tokens_ahead=0")
     assert rig.engines["p0"].requests[0]["kv_transfer_params"]["prfaas"]["role"] == "producer"
     assert (await rig.front.report()).running_tokens == 0
+
+
+async def test_grants_reach_the_agents(rig: PdRig) -> None:
+    digest = rig.job_for(await rig.reserve()).landing.token_digest
+    slot = await rig.front.reserve(8, digest, "r2", grant=b"to land")
+    assert rig.landing(slot).grant == b"to land"
+    await rig.front.prefill_locally(msgspec.structs.replace(rig.job_for(slot), grant=b"to send"))
+    assert rig.nodes[0].grants == [b"to send"]
 
 
 async def test_cancelling_a_local_prefill_aborts_it(rig: PdRig) -> None:

@@ -12,6 +12,7 @@ from transfer_io_double import FakeIo
 
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.links.control import MAX_PROBE_BYTES, MAX_PROBES, LinkControl
+from kvmanager.agent.grants import AgentGrants
 from kvmanager.agent.links.messages import SendLinkProbe, WatchLinks
 from kvmanager.agent.links.watch import (
     GIVE_UP_S,
@@ -271,7 +272,8 @@ def test_the_detector_is_configured_by_name() -> None:
 
 
 def control(rig: Rig, io: FakeIo, *, probes: bool = True) -> LinkControl:
-    return LinkControl(rig.watch, cast(TransferIo, io), lambda: rig.now_s, probes=probes)
+    grants = AgentGrants(None, agent="here:7100", send_to=None)
+    return LinkControl(rig.watch, cast(TransferIo, io), grants, lambda: rig.now_s, probes=probes)
 
 
 def request(**changes: Any) -> SendLinkProbe:

@@ -1,0 +1,77 @@
+"""Which calls an agent takes without a grant, and how often it takes one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvmanager.agent.grants import AgentGrants, probe_send, reservation
+from kvmanager.agent.probe_messages import ProbeSend
+from kvmanager.transfers.records import CallNotGranted, NoArenaRoom
+from transport import Endpoint
+from transport.grants import GRANT_S, SKEW_S, Granter, GrantFile, new_key_pair
+
+WANTED = reservation(10, "digest", b"keys")
+PROBE = probe_send(ProbeSend("00", "00", "00", 1000, "b", 7100, 5.0))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[GrantFile, GrantFile]:
+    """The private key, the public one."""
+    made = []
+    for name, text in zip(("key", "pub"), new_key_pair(), strict=True):
+        path = tmp_path / name
+        path.touch(mode=0o600)
+        path.write_bytes(text)
+        made.append(GrantFile(path, "r"))
+    return made[0], made[1]
+
+
+def test_without_keys_everything_is_granted() -> None:
+    grants = AgentGrants(None, agent="a:1", send_to=None)
+    for _ in range(2):
+        with grants.once(b"", WANTED):
+            pass
+    grants.require(b"", PROBE)
+    grants.require_for_probe(b"", PROBE)
+
+
+def test_a_grant_is_good_once_unless_nothing_came_of_it(files: tuple[GrantFile, GrantFile]) -> None:
+    grants, raw = AgentGrants(files[1], agent="a:1", send_to=None), Granter(files[0]).grant(WANTED)
+    with pytest.raises(NoArenaRoom), grants.once(raw, WANTED):
+        raise NoArenaRoom("full")
+    with grants.once(raw, WANTED):
+        pass
+    with pytest.raises(CallNotGranted, match="used before"), grants.once(raw, WANTED):
+        raise AssertionError("the call is let in again")
+    # A grant of the same content is another one.
+    with grants.once(Granter(files[0]).grant(WANTED), WANTED):
+        pass
+
+
+def test_used_grants_are_forgotten_when_they_hold_no_more(
+    files: tuple[GrantFile, GrantFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grants, granter = AgentGrants(files[1], agent="a:1", send_to=None), Granter(files[0])
+    began_s = time.time()
+    for later_s in range(0, 2000, 10):
+        monkeypatch.setattr(time, "time", lambda now_s=began_s + later_s: now_s)
+        with grants.once(granter.grant(WANTED), WANTED):
+            pass
+        assert len(grants._used) <= (GRANT_S + SKEW_S) / 10 + 1
+
+
+def test_probes_go_without_a_grant_where_the_configuration_says(
+    files: tuple[GrantFile, GrantFile],
+) -> None:
+    AgentGrants(files[1], agent="a:1", send_to=[Endpoint("b", 7100)]).require_for_probe(b"", PROBE)
+    grants = AgentGrants(files[1], agent="a:1", send_to=None)
+    with pytest.raises(CallNotGranted, match="b:7100 could be named in send_to"):
+        grants.require_for_probe(b"", PROBE)
+    grants.require_for_probe(Granter(files[0]).grant(PROBE), PROBE)
+    more = msgspec.structs.replace(PROBE, nbytes=1001)
+    with pytest.raises(CallNotGranted, match="1000 bytes at most, not 1001"):
+        grants.require_for_probe(Granter(files[0]).grant(PROBE), more)
