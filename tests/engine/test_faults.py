@@ -19,6 +19,7 @@ from engine_region import (
     ask_region,
     everything_is_given_back,
     expected_answers,
+    granter_of,
     link_is_usable,
     model_dir,
     prompt,
@@ -29,9 +30,11 @@ from engine_region import (
     until,
 )
 
+from deploy.gateway.grants import reservation_grant
 from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.scenario import DemoRequest
 from deploy.region.launch.launcher import RunningRegion
+from kvmanager.agent.grants import outbox as granted_to
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
@@ -211,11 +214,13 @@ async def test_a_client_that_leaves_frees_everything(faulty: Faulty, answered: b
 
 
 async def test_a_wrong_token_lands_nothing(faulty: Faulty) -> None:
-    gateway = faulty.region.credentials("gateway")
+    gateway, granter = faulty.region.credentials("gateway"), granter_of(faulty.region)
     sender = RpcClient(faulty.region.agent_control("a1"), SERVICE, gateway)
     receiver = RpcClient(faulty.region.agent_control("b1"), SERVICE, gateway)
     try:
-        landing = await receiver.call("Reserve", Reserve(300, 8.0), ReserveReply, 5.0)
+        grant = reservation_grant(granter, 300, "", b"")
+        wanted = Reserve(300, 8.0, grant=grant)
+        landing = await receiver.call("Reserve", wanted, ReserveReply, 5.0)
         outbox = OpenOutbox(
             transfer_id=landing.transfer_id,
             token="00" * 32,
@@ -226,14 +231,19 @@ async def test_a_wrong_token_lands_nothing(faulty: Faulty) -> None:
             port=landing.port,
             lease_s=8.0,
         )
-        await sender.call("OpenOutbox", outbox, OpenOutboxReply, 5.0)
+
+        async def open_outbox(request: OpenOutbox) -> None:
+            request = msgspec.structs.replace(request, grant=granter.grant(granted_to(request)))
+            await sender.call("OpenOutbox", request, OpenOutboxReply, 5.0)
+
+        await open_outbox(outbox)
         report = await sender.call("Await", Await(landing.transfer_id, 15.0), TransferReport, 20.0)
         assert report.state == "failed", report
         assert "token" in report.error, report
         assert report.acked_bytes == 0
         other_layout = msgspec.structs.replace(outbox, layout_fingerprint="11" * 32)
         with pytest.raises(RpcError, match="layout"):
-            await sender.call("OpenOutbox", other_layout, OpenOutboxReply, 5.0)
+            await open_outbox(other_layout)
     finally:
         await sender.close()
         await receiver.close()

@@ -24,6 +24,7 @@ from deploy.lab.demo.tiny_specs import MODELS
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
+from transport.grants import Granter, GrantFile
 from transport.rpc import RpcClient, RpcError
 
 RECURRENT = "qwen3-next-tiny"
@@ -126,6 +127,11 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str, timeout_s: floa
     while not await holds():
         assert time.monotonic() < deadline_s, f"after {timeout_s:g} s still not: {what}"
         await asyncio.sleep(0.1)
+
+
+def granter_of(region: RunningRegion) -> Granter:
+    """Signs for the region's agents as its gateway does."""
+    return Granter(GrantFile(region.directory.granting_key, region.region.name))
 
 
 async def agent_status(region: RunningRegion, node: str) -> StatusReply:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from engine_region import granter_of
 
+from deploy.gateway.grants import granted_job, reservation_grant
 from deploy.region.launch.launcher import RunningRegion
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import Reserve, ReserveReply
@@ -47,6 +49,7 @@ class Handoff:
         self._model = model
         self._session = session
         self._receiver = AgentClient(region.agent_control("b1"), region.credentials("gateway"))
+        self._granter = granter_of(region)
         self._runner = PrefillRunner()
 
     async def close(self) -> None:
@@ -56,7 +59,8 @@ class Handoff:
     async def land(self, instance: str, node: str, token_ids: Sequence[int]) -> Landed:
         """Let the instance prefill these tokens and send them to the receiving node."""
         digest = token_digest(token_ids).hex()
-        wanted = Reserve(len(token_ids), 60.0, token_digest=digest)
+        grant = reservation_grant(self._granter, len(token_ids), digest, b"")
+        wanted = Reserve(len(token_ids), 60.0, token_digest=digest, grant=grant)
         reply = await self._receiver.reserve(wanted, TIMEOUT_S)
         landing = reserved_landing(reply, len(token_ids), digest)
         agent = AgentClient(self._region.agent_control(node), self._region.credentials("gateway"))
@@ -69,7 +73,7 @@ class Handoff:
                 prompt_token_ids=TokenIds.of(token_ids),
                 landing=landing,
             )
-            result = await self._runner.run(job, place)
+            result = await self._runner.run(granted_job(self._granter, job), place)
         finally:
             await agent.close()
         return Landed(landing, reply, result, await self._bytes(reply))

@@ -36,7 +36,7 @@ from deploy.region.launch.rundir import (
     remove_leftovers,
 )
 from deploy.region.launch.running import RunningProcess
-from deploy.region.launch.trust import region_key_of, run_credentials
+from deploy.region.launch.trust import grants_of, region_key_of, run_credentials
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
@@ -47,6 +47,7 @@ from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig
 from prfaas.engines.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Credentials, Endpoint, Role
+from transport.grants import new_key_pair
 from transport.region_key import new_key
 
 logger = logging.getLogger("prfaas.deploy.region")
@@ -250,6 +251,10 @@ class RunningRegion:
         key = region_key_of(self._wanted, directory.region_key, "operator")
         if key is not None and key.file == directory.region_key:
             write_private(directory.region_key, f"{new_key()}\n".encode())
+        if grants_of(self._wanted, directory.granting_key) is not None:
+            private, public = new_key_pair()
+            write_private(directory.granting_key, private)
+            write_private(directory.granting_keys, public)
         for path, text in self._planner.files().items():
             write_private(path, text.encode())  # keys and passwords are among it
 

@@ -21,7 +21,7 @@ from deploy.processes import module_argv, module_environment
 from deploy.region.launch.arenas import arena_name
 from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address
 from deploy.region.launch.rundir import RunDirectory
-from deploy.region.launch.trust import region_key_of
+from deploy.region.launch.trust import grants_of, region_key_of
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from kvmanager.agent.config import AgentSection
 from prfaas.engines.command import EngineOptions, EngineSpec
@@ -132,6 +132,9 @@ class Planner:
         key = region_key_of(self.resolved.region, self.directory.region_key, node.name)
         if key is not None:
             settings["region_key"] = key.model_dump(mode="json")
+        grants = grants_of(self.resolved.region, self.directory.granting_keys)
+        if grants is not None:
+            settings["granting_keys"] = grants.model_dump(mode="json")
         if security.tls is not None:
             settings |= {f"tls_{key}": str(path) for key, path in security.tls}
         return settings
@@ -254,6 +257,7 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
         ),
         tls=region.security.tls,
         region_key=region_key_of(region, directory.region_key, "gateway"),
+        granting_key=grants_of(region, directory.granting_key),
         trusted_network=region.security.trusted_network,
     )
 

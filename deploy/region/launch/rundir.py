@@ -24,6 +24,9 @@ from kvmanager.private_files import make_private_directory, open_private, write_
 
 REGION_KEY: Final = "region.key"
 """Name of the file with the key that a run makes for itself."""
+GRANTING_KEY: Final = "granting.key"
+GRANTING_KEYS: Final = "granting.pub"
+"""Names of the files with the gateway's key of grants and what agents know of it."""
 Phase = Literal["starting", "running", "stopping"]
 
 # The kernel's limit for a unix socket's path is 107 bytes.
@@ -109,6 +112,16 @@ class RunDirectory:
         """The key that this run's processes share, where the region names no other file."""
         return self.root / REGION_KEY
 
+    @property
+    def granting_key(self) -> Path:
+        """The private key with which this run's gateway signs grants."""
+        return self.root / GRANTING_KEY
+
+    @property
+    def granting_keys(self) -> Path:
+        """The public key with which this run's agents check them."""
+        return self.root / GRANTING_KEYS
+
     def socket(self, name: str) -> Path:
         """The path of a socket; RunDirectoryError if the kernel would not take it."""
         path = self.sockets / f"{name}.sock"
@@ -182,7 +195,8 @@ def remove_leftovers(root: Path) -> None:
     pointer = root / "sockets.path"
     if pointer.exists():
         shutil.rmtree(pointer.read_text(), ignore_errors=True)
-    for path in (pointer, root / REGION_KEY, *root.glob("*.json")):
+    keys = (root / name for name in (REGION_KEY, GRANTING_KEY, GRANTING_KEYS))
+    for path in (pointer, *keys, *root.glob("*.json")):
         path.unlink(missing_ok=True)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from deploy.region.launch.rundir import REGION_KEY, RegionState
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import tls_files
-from kvmanager.config_files.security import RegionKeySection, credentials_of
+from kvmanager.config_files.security import GrantsSection, RegionKeySection, credentials_of
 from transport import Credentials, Role
 
 
@@ -22,6 +22,13 @@ def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection
     if security.trusted_network or security.tls is not None:
         return None
     return RegionKeySection(file=security.region_key or made, region=region.name, name=name)
+
+
+def grants_of(region: RegionSpec, file: Path) -> GrantsSection | None:
+    """The key of grants in `file`, private or public; None where the network is trusted."""
+    if region.security.trusted_network:
+        return None
+    return GrantsSection(file=file, region=region.name)
 
 
 def run_credentials(region: RegionSpec, made: Path, role: Role) -> Credentials | None:

@@ -16,7 +16,7 @@ from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.config import AgentConfig
-from kvmanager.config_files.security import RegionKeySection
+from kvmanager.config_files.security import GrantsSection, RegionKeySection
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "region" / "examples" / "demo.yaml"
 
@@ -136,6 +136,15 @@ def test_how_processes_know_each_other_is_told_to_all() -> None:
         assert (agent.region_key is None) == (section is None)
         assert (file.tls is None) == (agent.tls is None) == ("tls" not in security)
         assert file.trusted_network == agent.trusted_network == ("trusted" in security)
+        if "trusted" in security:
+            assert file.granting_key is agent.granting_keys is None
+        else:
+            folder = Path("/run/demo")
+            signs = GrantsSection(file=folder / "granting.key", region="demo")
+            assert file.granting_key == signs
+            assert agent.granting_keys == GrantsSection(
+                file=folder / "granting.pub", region="demo"
+            )
 
 
 def test_cache_settings_reach_agent_engines_and_gateway() -> None:
