@@ -16,7 +16,7 @@ from wsgiref.simple_server import WSGIServer
 
 import typer
 import uvloop
-from prometheus_client import start_http_server
+from prometheus_client import Info, start_http_server
 
 from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.options import setting
@@ -75,9 +75,6 @@ async def serve(config: DirectoryConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    doors = config.open_doors("directory")
-    if doors is not None:
-        logger.warning("%s", doors)
     if config.redis is None:
         await _serve_grpc(config, stopping)
     else:
@@ -133,15 +130,19 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
 
 
 class _Metrics:
-    """The metrics server, if one is wanted. Raises OSError when its port is taken."""
+    """The metrics, and their server if one is wanted. Raises OSError when its port is taken."""
 
     def __init__(self, config: DirectoryConfig, follower: DirectoryFollower) -> None:
         self._follower = follower
         self._metrics = DirectoryMetrics()
         self._server: WSGIServer | None = None
+        registry, doors = self._metrics.registry, config.open_doors("directory")
+        if doors is not None:
+            logger.warning("%s", doors)
+            text = "What somebody on the network may do."
+            Info("prfaas_directory_open_doors", text, registry=registry).info({"what": doors})
         if config.metrics_port:
             host = Endpoint.parse(config.listen).host
-            registry = self._metrics.registry
             self._server, self._thread = start_http_server(config.metrics_port, host, registry)
 
     def show_loop(self, watch: LoopWatch) -> None:

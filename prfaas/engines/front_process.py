@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import typer
-from prometheus_client import REGISTRY, start_http_server
+from prometheus_client import REGISTRY, Info, start_http_server
 
 from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
 from kvmanager.logs import set_up_logging
@@ -55,9 +55,6 @@ def run_front(
     set_up_logging(log_level)
     with exit_on_bad_file():
         config = read_settings(path, kind, expected=EXPECTED, options={"listen": listen})
-    doors = config.open_doors(config.role)
-    if doors is not None:
-        logger.warning("%s", doors)
     try:
         asyncio.run(serve(config))
     except RpcError as error:
@@ -66,13 +63,24 @@ def run_front(
 
 
 async def serve_front(
-    front: Front, server: RpcServer, host: str, *, metrics_prefix: str, metrics_port: int = 0
+    front: Front,
+    server: RpcServer,
+    host: str,
+    *,
+    metrics_prefix: str,
+    metrics_port: int = 0,
+    open_doors: str | None = None,
 ) -> None:
     """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT.
 
-    `metrics_prefix` begins the names of metrics of the process itself. Raises whatever keeps either
-    from starting; nothing stays behind then.
+    `metrics_prefix` begins the names of metrics of the process itself. What somebody on the network
+    may do, `open_doors`, is logged, and in the metrics. Raises whatever keeps either from starting;
+    nothing stays behind then.
     """
+    if open_doors is not None:
+        logger.warning("%s", open_doors)
+        info = Info(f"{metrics_prefix}_open_doors", "What somebody on the network may do.")
+        info.info({"what": open_doors})
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
