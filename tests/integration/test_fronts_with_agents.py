@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from front_doubles import FakeEngine, eventually, prefill_job
+from granting import grant_files
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.grants import granted_job, reservation_grant
@@ -32,7 +33,7 @@ from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
 from transport import Identity, RegionKey, Role
-from transport.grants import Granter, GrantFile, new_key_pair
+from transport.grants import Granter
 from transport.region_key import new_key
 
 PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)
@@ -117,14 +118,11 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         path = tmp_path / "region.key"
         path.write_text(new_key())
         path.chmod(0o600)
-        private, public = tmp_path / "granting.key", tmp_path / "granting.pub"
-        for file, text in zip((private, public), new_key_pair(), strict=True):
-            file.touch(mode=0o600)
-            file.write_bytes(text)
-        made.granter = Granter(GrantFile(private, "r"))
+        private, public = grant_files(tmp_path)
+        made.granter = Granter(private)
         key = {
             "region_key": {"file": str(path), "region": "r", "name": "agent"},
-            "granting_keys": {"file": str(public), "region": "r"},
+            "granting_keys": {"file": str(public.path), "region": "r"},
         }
         made.sending = stack.enter_context(AgentProcess(tmp_path / "send", **key))
         # Patient at the receiving end, so that only a message can end a landing within a test.

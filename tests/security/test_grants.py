@@ -19,6 +19,7 @@ import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, wait_until
 from attacked_agents import AttackedRegion
 from caching_engine import ROOT, SHAPE, B, CachingEngine, prompt
+from granting import grant_files
 
 from kvmanager.agent.between_agents import CacheMoveResult, move_cache, probe_link
 from kvmanager.agent.cache.move_messages import (
@@ -159,7 +160,7 @@ def test_nothing_is_cached_without_a_grant(attacked: Attack) -> None:
     attacked.victims.check(SECRET, len(SECRET))
 
 
-def test_a_grant_is_good_for_its_call_only(attacked: Attack) -> None:
+def test_a_grant_is_good_for_its_call_only(attacked: Attack, tmp_path: Path) -> None:
     attacked.victims.store(SECRET)
     here, there = attacked.attacker.ready["data"], attacked.victim.ready["data"]
     landing = attacked.attacker.call(
@@ -179,7 +180,7 @@ def test_a_grant_is_good_for_its_call_only(attacked: Attack) -> None:
         parts=landing.parts,
     )
     asked = move_send(request, there)
-    files = attacked.region.key_files("own")
+    own, _ = grant_files(tmp_path, "own")
     key = load_private_key(attacked.region.granting_key)
     replace, now_s = msgspec.structs.replace, time.time()
 
@@ -191,7 +192,7 @@ def test_a_grant_is_good_for_its_call_only(attacked: Attack) -> None:
     early = {"begins_s": now_s + SKEW_S + 600, "ends_s": now_s + 1000}
     refused = {
         "needs a grant": b"",
-        "not signed with a key": Granter(files[0]).grant(asked),
+        "not signed with a key": Granter(own).grant(asked),
         "of region s, not r": signed(asked, region="s"),
         f"for agent {here}": signed(replace(asked, agent=here)),
         f"for endpoint {there}": signed(replace(asked, endpoint=there)),
@@ -274,13 +275,13 @@ def test_a_probe_goes_where_a_grant_says(attacked: Attack) -> None:
     assert asyncio.run(probe(attacked.region.granter)) == ""
 
 
-def test_a_new_key_is_used_without_a_restart(attacked: Attack) -> None:
+def test_a_new_key_is_used_without_a_restart(attacked: Attack, tmp_path: Path) -> None:
     attacked.attackers.store(SECRET)
-    private, public = attacked.region.key_files("new")
+    private, public = grant_files(tmp_path, "new")
     ends = attacked.attacker, attacked.victim
     with pytest.raises(RpcError, match="not signed with a key"):
         attacked.move(*ends, Granter(private))
-    known = public.path.with_name("granting.pub")
+    known = attacked.region.granting_keys.path
     both = known.with_name("both.pub")
     both.touch(mode=0o600)
     both.write_bytes(known.read_bytes() + public.path.read_bytes())

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from agent_process import AgentProcess
 from certificates import make_authority, make_node
+from granting import grant_files
 
 from transport import Credentials, Identity, RegionKey, Role
-from transport.grants import Granter, GrantFile, new_key_pair
+from transport.grants import Granter
 from transport.region_key import new_key
 
 Way = Literal["tls", "key", "nothing"]
@@ -23,7 +24,7 @@ class AttackedRegion:
     def __init__(self, folder: Path, way: Way) -> None:
         self._folder = folder
         self._way = way
-        self.granting_key, self._granting_keys = self.key_files("granting")
+        self.granting_key, self.granting_keys = grant_files(folder)
         self.granter = Granter(self.granting_key)
         if way == "tls":
             self._authority = make_authority(folder, "ca")
@@ -31,16 +32,6 @@ class AttackedRegion:
             self._key = folder / "region.key"
             self._key.write_text(new_key())
             self._key.chmod(0o600)
-
-    def key_files(self, name: str, region: str = "r") -> tuple[GrantFile, GrantFile]:
-        """A new pair of keys for grants: private, public."""
-        files = []
-        for kind, text in zip(("key", "pub"), new_key_pair(), strict=True):
-            path = self._folder / f"{name}.{kind}"
-            path.touch(mode=0o600)
-            path.write_bytes(text)
-            files.append(GrantFile(path, region))
-        return files[0], files[1]
 
     def shown(self, role: Role, region: str = "r") -> Credentials | None:
         """What a process of this role shows."""
@@ -61,7 +52,7 @@ class AttackedRegion:
         elif self._way == "key":
             known = {"region_key": {"file": str(self._key), "region": "r", "name": name}}
         if grants:
-            known["granting_keys"] = {"file": str(self._granting_keys.path), "region": "r"}
+            known["granting_keys"] = {"file": str(self.granting_keys.path), "region": "r"}
         agent = AgentProcess(self._folder / name, **(SETTINGS | known | settings))
         agent.caller = self.shown("gateway")
         return agent

@@ -18,6 +18,7 @@ from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
 from deploy.gateway.server import start_server
+from kvmanager.agent.grants import reservation
 from kvmanager.agent.messages import CacheModel
 from kvmanager.landing import ReservedLanding, consumer_params
 from local_pd.errors import NoInstance, NoLandingRoom, RoleRefused
@@ -26,6 +27,7 @@ from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport, InstanceReport
+from transport.grants import Granted, Granter
 
 Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -202,6 +204,8 @@ class FakePd:
         self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
         self.tenants: list[str] = []
         """Whose KVCache memory was asked for."""
+        self.grants: list[tuple[Granted, bytes]] = []
+        """What was reserved, and the grant that came with it."""
         self.direct_preferences: list[tuple[str, ...]] = []
         self.cache_model: CacheModel | None = None
         self.cached_tokens = 0
@@ -232,6 +236,7 @@ class FakePd:
     ) -> DecodeSlot:
         self.reserved_with.append((block_keys, tuple(prefer_nodes)))
         self.tenants.append(tenant)
+        self.grants.append((reservation(num_tokens, token_digest, block_keys), grant))
         self.reserving.set()
         await self.reserve_gate.wait()
         if self.is_full:
@@ -481,6 +486,7 @@ async def open_region(
     prefill: Sequence[str] = ("far",),
     caches: RegionCaches | None = None,
     cache_model: CacheModel | None = None,
+    granter: Granter | None = None,
     **config: Any,
 ) -> AsyncIterator[Region]:
     engines = [OpenAiEngine(f"d{index}") for index in range(num_engines)]
@@ -498,7 +504,8 @@ async def open_region(
         "report_stale_s": 2.0,
         "timeouts": TimeoutConfig(result_grace_s=0.5, drain_s=5.0, cluster_s=2.0),
     }
-    gateway = Gateway(GatewayConfig(**(settings | config)), pd, clusters, caches=caches)
+    whole = GatewayConfig(**(settings | config))
+    gateway = Gateway(whole, pd, clusters, caches=caches, granter=granter)
     runner = await start_server(gateway)
     host, port = runner.addresses[0][:2]
     try:

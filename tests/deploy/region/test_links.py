@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from granting import grant_files
+
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
+from kvmanager.agent.grants import outbox
 from kvmanager.landing import ReservedLanding
 from kvmanager.token_ids import TokenIds
 from prfaas.jobs import PrefillJob
+from transport.grants import Granter, load_public_keys, read_grant
 
 
 class Recorder:
@@ -46,3 +51,15 @@ async def test_only_mapped_addresses_change() -> None:
     first, second = (item.landing for item in recorder.jobs)
     assert (first.host, first.port, first.token) == ("::1", 9000, "11")
     assert (second.host, second.port) == ("10.0.0.2", 7101)
+
+
+async def test_a_grant_is_for_the_address_that_is_connected_to(tmp_path: Path) -> None:
+    private, public = grant_files(tmp_path)
+    recorder: Any = Recorder()
+    endpoints = {"10.0.0.2:7100": "[::1]:9000"}
+    cluster = LinkedPrefillCluster(recorder, endpoints, Granter(private))
+    await cluster.submit(job("10.0.0.2", 7100))
+    (sent,) = recorder.jobs
+    grant = read_grant(load_public_keys(public), sent.grant, "OpenOutbox")
+    assert grant.granted == outbox(sent.landing)
+    assert grant.granted.endpoint == "[::1]:9000"

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from granting import grant_files
 
 from kvmanager.agent.grants import AgentGrants, probe_send, reservation
 from kvmanager.agent.probe_messages import ProbeSend
 from kvmanager.transfers.records import CallNotGranted, NoArenaRoom
 from transport import Endpoint
-from transport.grants import GRANT_S, SKEW_S, Granter, GrantFile, new_key_pair
+from transport.grants import GRANT_S, SKEW_S, Granter, GrantFile
 
 WANTED = reservation(10, "digest", b"keys")
 PROBE = probe_send(ProbeSend("00", "00", "00", 1000, "b", 7100, 5.0))
@@ -21,13 +22,7 @@ PROBE = probe_send(ProbeSend("00", "00", "00", 1000, "b", 7100, 5.0))
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[GrantFile, GrantFile]:
     """The private key, the public one."""
-    made = []
-    for name, text in zip(("key", "pub"), new_key_pair(), strict=True):
-        path = tmp_path / name
-        path.touch(mode=0o600)
-        path.write_bytes(text)
-        made.append(GrantFile(path, "r"))
-    return made[0], made[1]
+    return grant_files(tmp_path)
 
 
 def test_without_keys_everything_is_granted() -> None:
