@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from kvmanager.agent.grants import OUTBOX_GRANT_S, outbox, reservation
+from kvmanager.agent.grants import OUTBOX_GRANT_S, outbox_send, reservation
 from prfaas.jobs import PrefillJob
 from transport.grants import Granter
 
@@ -25,4 +25,4 @@ def granted_job(granter: Granter | None, job: PrefillJob) -> PrefillJob:
     """The job with a grant for its landing, at the address that its sender connects to."""
     if granter is None:
         return job
-    return structs.replace(job, grant=granter.grant(outbox(job.landing), OUTBOX_GRANT_S))
+    return structs.replace(job, grant=granter.grant(outbox_send(job.landing), OUTBOX_GRANT_S))

@@ -14,7 +14,7 @@ import msgspec
 
 from kvmanager.agent.cache.landing_bases import LandingBase
 from kvmanager.agent.cache.service import AgentCache
-from kvmanager.agent.grants import outbox, probe_send, reservation
+from kvmanager.agent.grants import outbox_send, probe_send, reservation
 from kvmanager.agent.messages import (
     Await,
     CacheFeed,
@@ -153,7 +153,7 @@ class ControlService:
 
     async def open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         agent = self._agent
-        agent.grants.require(request.grant, outbox(request))
+        agent.grants.require(request.grant, outbox_send(request))
         fingerprint, layout = agent.book.layout(
             hex_bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
         )

@@ -45,7 +45,7 @@ def reservation(num_tokens: int, token_digest: str, block_keys: bytes) -> Grante
     return Granted(method=Reserve.__name__, content=content)
 
 
-def outbox(landing: ReservedLanding | OpenOutbox) -> Granted:
+def outbox_send(landing: ReservedLanding | OpenOutbox) -> Granted:
     """Sending to this landing. A front chooses who prefills, so that no agent is named."""
     return Granted(
         method=OpenOutbox.__name__,

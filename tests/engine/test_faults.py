@@ -34,7 +34,7 @@ from deploy.gateway.grants import reservation_grant
 from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.scenario import DemoRequest
 from deploy.region.launch.launcher import RunningRegion
-from kvmanager.agent.grants import outbox as granted_to
+from kvmanager.agent.grants import outbox_send
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
@@ -233,7 +233,7 @@ async def test_a_wrong_token_lands_nothing(faulty: Faulty) -> None:
         )
 
         async def open_outbox(request: OpenOutbox) -> None:
-            request = msgspec.structs.replace(request, grant=granter.grant(granted_to(request)))
+            request = msgspec.structs.replace(request, grant=granter.grant(outbox_send(request)))
             await sender.call("OpenOutbox", request, OpenOutboxReply, 5.0)
 
         await open_outbox(outbox)

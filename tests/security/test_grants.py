@@ -29,7 +29,7 @@ from kvmanager.agent.cache.move_messages import (
     SendCacheMoveReply,
 )
 from kvmanager.agent.client import AgentClient, CacheMoveOrder
-from kvmanager.agent.grants import move_landing, move_send, outbox, reservation
+from kvmanager.agent.grants import move_landing, move_send, outbox_send, reservation
 from kvmanager.agent.messages import OpenOutbox, OpenOutboxReply, Reserve, ReserveReply
 from kvmanager.hashing import join_keys
 from transport import Endpoint
@@ -206,9 +206,7 @@ def test_a_grant_is_good_for_its_call_only(attacked: Attack, tmp_path: Path) -> 
     }
     for message, grant in refused.items():
         with pytest.raises(RpcError, match=message) as caught:
-            attacked.victim.call(
-                "SendCacheMove", replace(request, grant=grant), SendCacheMoveReply
-            )
+            attacked.victim.call("SendCacheMove", replace(request, grant=grant), SendCacheMoveReply)
         assert caught.value.code == "REFUSED"
     assert attacked.attackers.hit(SECRET) == 0
     # Clocks that are a little apart are no obstacle.
@@ -247,13 +245,13 @@ def test_an_outbox_goes_to_the_landing_of_its_grant(attacked: Attack) -> None:
     )
     elsewhere = msgspec.structs.replace(request, port=1)
     granter = attacked.region.granter
-    for grant in (b"", granter.grant(outbox(elsewhere))):
-        with pytest.raises(RpcError, match="OpenOutbox.* grant") as caught:
-            asked = msgspec.structs.replace(request, grant=grant)
+    for grant in (b"", granter.grant(outbox_send(elsewhere))):
+        asked = msgspec.structs.replace(request, grant=grant)
+        with pytest.raises(RpcError, match=r"OpenOutbox.* grant") as caught:
             attacked.victim.call("OpenOutbox", asked, OpenOutboxReply)
         assert caught.value.code == "REFUSED"
     assert (attacked.victim.status().outbox_bytes, attacked.victim.status().links) == (0, [])
-    asked = msgspec.structs.replace(request, grant=granter.grant(outbox(request)))
+    asked = msgspec.structs.replace(request, grant=granter.grant(outbox_send(request)))
     attacked.victim.call("OpenOutbox", asked, OpenOutboxReply)
 
 

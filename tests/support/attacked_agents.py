@@ -45,9 +45,7 @@ class AttackedRegion:
         """Not started. `grants`: it asks for grants."""
         known: dict[str, Any] = {}
         if self._way == "tls":
-            own = make_node(
-                self._folder, name, self._authority, uris=(f"spiffe://r/agent/{name}",)
-            )
+            own = make_node(self._folder, name, self._authority, uris=(f"spiffe://r/agent/{name}",))
             known = {"tls_cert": str(own.cert), "tls_key": str(own.key), "tls_ca": str(own.ca)}
         elif self._way == "key":
             known = {"region_key": {"file": str(self._key), "region": "r", "name": name}}

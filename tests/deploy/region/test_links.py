@@ -8,7 +8,7 @@ from typing import Any
 from granting import grant_files
 
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
-from kvmanager.agent.grants import outbox
+from kvmanager.agent.grants import outbox_send
 from kvmanager.landing import ReservedLanding
 from kvmanager.token_ids import TokenIds
 from prfaas.jobs import PrefillJob
@@ -61,5 +61,5 @@ async def test_a_grant_is_for_the_address_that_is_connected_to(tmp_path: Path) -
     await cluster.submit(job("10.0.0.2", 7100))
     (sent,) = recorder.jobs
     grant = read_grant(load_public_keys(public), sent.grant, "OpenOutbox")
-    assert grant.granted == outbox(sent.landing)
+    assert grant.granted == outbox_send(sent.landing)
     assert grant.granted.endpoint == "[::1]:9000"

@@ -142,9 +142,7 @@ def test_how_processes_know_each_other_is_told_to_all() -> None:
             folder = Path("/run/demo")
             signs = GrantsSection(file=folder / "granting.key", region="demo")
             assert file.granting_key == signs
-            assert agent.granting_keys == GrantsSection(
-                file=folder / "granting.pub", region="demo"
-            )
+            assert agent.granting_keys == GrantsSection(file=folder / "granting.pub", region="demo")
 
 
 def test_cache_settings_reach_agent_engines_and_gateway() -> None:

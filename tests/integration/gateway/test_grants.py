@@ -9,7 +9,7 @@ from typing import Any
 
 from granting import grant_files
 
-from kvmanager.agent.grants import outbox
+from kvmanager.agent.grants import outbox_send
 from transport.grants import Granter, check_grant, load_public_keys, read_grant
 
 
@@ -24,5 +24,5 @@ async def test_a_request_lands_and_is_sent_with_grants(open_region: Any, tmp_pat
             await asyncio.sleep(0.01)
         ((wanted, to_land),), (job,) = region.pd.grants, region.far.jobs
     keys, now_s = load_public_keys(public), time.time()
-    for asked, raw in ((wanted, to_land), (outbox(job.landing), job.grant)):
+    for asked, raw in ((wanted, to_land), (outbox_send(job.landing), job.grant)):
         check_grant(read_grant(keys, raw, asked.method), asked, region="r", now_s=now_s)

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from transfer_io_double import FakeIo
 
 from kvmanager.agent.config import AgentConfig
-from kvmanager.agent.links.control import MAX_PROBE_BYTES, MAX_PROBES, LinkControl
 from kvmanager.agent.grants import AgentGrants
+from kvmanager.agent.links.control import MAX_PROBE_BYTES, MAX_PROBES, LinkControl
 from kvmanager.agent.links.messages import SendLinkProbe, WatchLinks
 from kvmanager.agent.links.watch import (
     GIVE_UP_S,
