@@ -15,7 +15,8 @@ def agent(*engines: EngineStatus) -> StatusReply:
         "links": [],
         "data_endpoint": "",
     }
-    zero = dict.fromkeys(StatusReply.__struct_fields__[:-3], 0)
+    num_required = len(StatusReply.__struct_fields__) - len(StatusReply.__struct_defaults__)
+    zero = dict.fromkeys(StatusReply.__struct_fields__[:num_required], 0)
     return msgspec.convert({**zero, **told, "uptime_s": 0.0}, StatusReply)
 
 
