@@ -268,7 +268,7 @@ def test_second_agent_on_the_same_socket_refuses_to_start(
         ({"listen": "0.0.0.0:0", "trusted_network": True}, 2, "advertise"),
         ({"arena_gb": 1}, 2, "arena_gb"),
         ({"transport": {"frames": 1}}, 2, "did you mean 'frame_bytes'"),
-        ({"arena_gib": 1 << 40}, 1, "make the arena smaller"),
+        ({"arena_gib": 1 << 40}, 1, "lower arena_gib"),
         ({"tls_cert": "x"}, 2, "belong together"),
         ({"control": "nonsense"}, 2, "host:port"),
     ],
