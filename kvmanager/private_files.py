@@ -62,6 +62,20 @@ def check_private(fd: int, path: str | Path) -> None:
         raise NotPrivate(f"other users may use {path}, its mode is {mode:04o}: chmod 600 it")
 
 
+def read_secret(path: Path) -> str:
+    """The one word in a file that only its owner, or its group, may read: containers get secrets
+    for a group. Raises NotPrivate, other OSErrors, ValueError. No error shows what is in it.
+    """
+    with open(path, encoding="ascii") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if mode & 0o027:
+            raise NotPrivate(f"others may read {path}, its mode is {mode:04o}: chmod 600 it")
+        words = file.read(4096).split()
+    if len(words) != 1:
+        raise ValueError(f"{path} has {len(words)} words where one key should be")
+    return words[0]
+
+
 def make_private_directory(path: Path) -> None:
     """Make the directory with mode 0700; one that is there must belong to this user, and gets that
     mode. Raises NotPrivate, other OSErrors.

@@ -12,6 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from aiohttp import web
@@ -26,12 +27,14 @@ from deploy.gateway.intake.accept import Intake, ServedModels, usable_request_id
 from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.cache_salts import CacheSalts
 from deploy.gateway.intake.inbound import Kind
+from deploy.gateway.intake.key_file import follow_keys
 from deploy.gateway.intake.limits import Limits
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.pages import Handler, Pages, program_version
 from deploy.gateway.proxy.engine import EngineHttpClient
+from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
@@ -45,8 +48,10 @@ from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.request import Serving
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
+from prfaas.engines.access import EngineAccess
 from scheduler.reports import ClusterReport
 from transport.grants import Granter
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -69,11 +74,16 @@ class Gateway:
         region_links: RegionLinks | None = None,
         granter: Granter | None = None,
         open_doors: str | None = None,
+        keys_file: Path | None = None,
+        run_key: str = "",
+        engine_access: EngineAccess | None = None,
     ) -> None:
         """`links` names the link to each prefill cluster, for display. `caches` tells what is
         cached of a prompt, `region_links` what links carry; the gateway closes both. `granter`
         signs for node agents what requests need of them.
-        `open_doors`, what everybody on the network may do, is shown by /health.
+        `open_doors`, what everybody on the network may do, is shown by /health. `keys_file` is
+        where `config.api_keys` are from, and is followed. `run_key` opens operators' pages,
+        `engine_access` engines.
         """
         self._granter = granter
         self._open_doors = open_doors
@@ -84,7 +94,10 @@ class Gateway:
         self._prefill_clusters = dict(prefill_clusters)
         self._caches = caches
         self._region_links = region_links
-        self._keys = KeyRing(config.api_keys, config.operators)
+        self._keys = KeyRing(config.api_keys, config.operators, run_key)
+        self._keys_file = keys_file
+        self._engine_access = engine_access or EngineAccess()
+        self._following: asyncio.Task[None] | None = None
         self._limits = Limits(config)
         self._models = ServedModels(config.models)
         self._intake = Intake(
@@ -94,6 +107,7 @@ class Gateway:
             metrics=self.metrics,
             salts=CacheSalts(config.shared_caches),
             template_tokens=config.template_tokens,
+            priority_tenants=frozenset(config.priority_tenants),
         )
         self._watcher = RegionWatcher(config, pd, prefill_clusters, on_report=self._note_nodes)
         self.scheduler = self._build_scheduler()
@@ -126,6 +140,9 @@ class Gateway:
         if self._recorder is not None:
             self.scheduler.record(self._recorder)
         self._services = self._build_services()
+        if self._keys_file is not None:
+            following = follow_keys(self._keys_file, self._keys)
+            self._following = start_task(following, "the file of API keys")
         if self._services.placement is not None:
             self._services.placement.start()
         await self._watcher.start()
@@ -155,6 +172,8 @@ class Gateway:
     async def close(self) -> None:
         """Give back what requests held, then close all connections. Idempotent."""
         self.stop_accepting()
+        if self._following is not None:
+            self._following.cancel()
         await self.long_term.close()
         await self.roles.close()
         await self._watcher.close()
@@ -171,16 +190,25 @@ class Gateway:
             await asyncio.to_thread(self._recorder.close)
 
     def routes(self) -> Iterable[web.RouteDef]:
-        """Every endpoint, for the application's router."""
+        """Every endpoint at `host` and `port`, for an application's router."""
         completions = (web.post(path, partial(self.complete, kind)) for kind, path in PATHS.items())
-        return [*completions, *self._pages.routes()]
+        pages = self._pages
+        admin = () if self.config.admin is not None else pages.for_operators()
+        return [*completions, *pages.for_clients(), *pages.for_everybody(), *admin]
+
+    def admin_routes(self) -> Iterable[web.RouteDef]:
+        """Every endpoint at `admin`, for an application's router."""
+        return [*self._pages.for_operators(), *self._pages.for_everybody()]
 
     async def complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions and /v1/chat/completions. Raises `ApiError` before routing."""
         services = self._started()
         async with self._intake.received(request, kind) as exchange:
             self.records.append(exchange.record)
-            return await Serving(services, exchange).answer(request)
+            response = await Serving(services, exchange).answer(request)
+            # Here, so that it counts towards the limits until the client has taken it.
+            await send_whole(request, response, services.patience)
+            return response
 
     async def _note_nodes(self, report: ClusterReport) -> None:
         for follower in (self._caches, self._region_links):
@@ -219,9 +247,12 @@ class Gateway:
         return Services(
             pd=self._pd,
             prefill_clusters=self._prefill_clusters,
-            engines=EngineHttpClient(config.timeouts, max_answer_bytes=config.max_answer_bytes),
+            engines=EngineHttpClient(
+                config.timeouts, self._engine_access, max_answer_bytes=config.max_answer_bytes
+            ),
             background=self._background,
             timeouts=config.timeouts,
+            patience=ClientPatience(config.timeouts.client_stall_s, config.min_client_bytes_per_s),
             scheduler=self.scheduler,
             admission=self.admission,
             places=self._watcher.cache_places,
@@ -269,18 +300,28 @@ _GATEWAY: Final = web.AppKey("gateway", Gateway)
 
 def create_app(gateway: Gateway) -> web.Application:
     """The application, which starts and closes `gateway`. Serve it with handler cancellation on."""
-    app = web.Application(
-        client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
-    )
-    app[_GATEWAY] = gateway
+    app = _app(gateway, gateway.routes())
 
     async def life(_app: web.Application) -> AsyncIterator[None]:
         await gateway.start()
         yield
         await gateway.close()
 
-    app.add_routes(gateway.routes())
     app.cleanup_ctx.append(life)
+    return app
+
+
+def create_admin_app(gateway: Gateway) -> web.Application:
+    """The application of the pages for operators, for a gateway that another one starts."""
+    return _app(gateway, gateway.admin_routes())
+
+
+def _app(gateway: Gateway, routes: Iterable[web.RouteDef]) -> web.Application:
+    app = web.Application(
+        client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
+    )
+    app[_GATEWAY] = gateway
+    app.add_routes(routes)
     return app
 
 

@@ -33,6 +33,8 @@ from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
+from kvmanager.private_files import read_secret
+from transport import Endpoint
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -64,13 +66,17 @@ def gateway_command(
 
 
 def check_listener(gateway: GatewayConfig, *, trusted_network: bool) -> None:
-    """FileError: everybody who reaches it could use the models."""
-    if not (gateway.api_keys or trusted_network or is_loopback(gateway.host)):
-        message = (
-            f"{gateway.host} is reachable from other hosts and anybody could use the models; give "
-            "api_keys_file or api_keys_env, or set trusted_network"
-        )
-        raise FileError("the gateway's file", [Problem(("gateway", "host"), message)])
+    """FileError: everybody who reaches it could use the models, or change roles."""
+    listeners = {"host": (gateway.host, "use the models")}
+    if gateway.admin is not None:
+        listeners["admin"] = (Endpoint.parse(gateway.admin).host, "change roles")
+    for name, (host, what) in listeners.items():
+        if not (gateway.api_keys or trusted_network or is_loopback(host)):
+            message = (
+                f"{host} is reachable from other hosts and anybody could {what}; give "
+                "api_keys_file or api_keys_env, or set trusted_network"
+            )
+            raise FileError("the gateway's file", [Problem(("gateway", name), message)])
 
 
 async def run(file: GatewayFile) -> None:
@@ -89,6 +95,9 @@ async def run(file: GatewayFile) -> None:
     doors = file.open_doors("gateway")
     if doors is not None:
         logger.warning("%s", doors)
+    config = file.gateway
+    if not config.operators and len({key.tenant for key in config.api_keys}) > 1:
+        logger.warning("every tenant may see and change what operators may: name gateway.operators")
     granter = build_granter(file)
     agents = agent_clients(file, granter)
     caches = build_caches(file, agents)
@@ -104,6 +113,9 @@ async def run(file: GatewayFile) -> None:
             region_links=build_links(file, agents),
             granter=granter,
             open_doors=doors,
+            keys_file=file.api_keys_file,
+            run_key=await asyncio.to_thread(_run_key, file),
+            engine_access=await asyncio.to_thread(file.engine_access),
         )
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:
@@ -111,6 +123,17 @@ async def run(file: GatewayFile) -> None:
             raise
     finally:
         await clusters.close()
+
+
+def _run_key(file: GatewayFile) -> str:
+    """Raises FileError."""
+    if file.operator_key_file is None:
+        return ""
+    try:
+        return read_secret(file.operator_key_file)
+    except (OSError, ValueError) as error:
+        problem = Problem(("operator_key_file",), str(error))
+        raise FileError("the gateway's file", [problem]) from error
 
 
 def _announce(host: str, port: int) -> None:

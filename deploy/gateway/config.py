@@ -24,12 +24,16 @@ from deploy.gateway.scheduling.config import SchedulingConfig
 from kvmanager.config_files.fields import (
     Address,
     Bytes,
+    ListenAddress,
     Port,
+    Positive,
     Seconds,
     Section,
     Tokens,
     TokensOrZero,
+    spelled,
 )
+from kvmanager.config_files.units import parse_rate
 from scheduler.live.ledger import KEEP_ENDED_S
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -111,6 +115,8 @@ class TimeoutConfig(Section):
     """For a connection to an engine."""
     body_s: Seconds = 60.0
     """For the body of a request."""
+    body_grace_s: Seconds = 10.0
+    """For a body that arrives more slowly than `min_client_bytes_per_s`."""
     render_s: Seconds = 30.0
     """For an engine to render a prompt."""
     cluster_s: Seconds = 10.0
@@ -120,7 +126,7 @@ class TimeoutConfig(Section):
     it: it must exceed the longest queueing plus prefill.
     """
     client_stall_s: Seconds = 120.0
-    """For one write to a client that does not read."""
+    """For a client that does not read, or more slowly than `min_client_bytes_per_s`."""
     result_grace_s: Seconds = 2.0
     """How long a finished answer waits for the numbers of its transfer, and a failed landing for
     the prefill leg's reason.
@@ -177,12 +183,24 @@ class GatewaySection(Section):
     """
     operators: tuple[str, ...] = ()
     """Names of the API keys that may change roles and see what is protected. None: all may."""
+    protect_admin: bool = True
+    """/metrics, /prfaas/* and GET /v1/pd_role ask for an operator's key where there are keys."""
+    admin: ListenAddress | None = None
+    """host:port where these pages are, and nowhere else. Left out: at `host` and `port`."""
+    priority_tenants: tuple[str, ...] = ()
+    """Names of the API keys whose requests may go before others (a negative `priority`). Without
+    keys all may.
+    """
     shared_caches: dict[str, tuple[str, ...]] = Field(default={})
     """Tenants that share what is cached of their prompts, by the name of their group. A tenant in
     none shares with nobody.
     """
     max_body_bytes: Bytes = 32 << 20
     """Most bytes of a request's body, a number or such as 32MiB."""
+    min_client_bytes_per_s: Annotated[Positive, spelled(parse_rate)] = 1024.0
+    """A client that sends its body or reads its answer more slowly, bytes per second or such as
+    8kbit, is cut off; see `timeouts.body_grace_s` and `timeouts.client_stall_s`.
+    """
     directory: DirectorySection = DirectorySection()
     """Who follows what is cached where."""
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -206,14 +224,20 @@ class GatewayConfig(GatewaySection):
     """
     api_keys: tuple[ApiKey, ...] = ()
     """Keys that clients must show; none: no authentication."""
-    protect_admin: bool = False
-    """/metrics, /prfaas/* and GET /v1/pd_role ask for the same keys."""
     max_buffered_bytes: Bytes = 1 << 30
     """Most bytes of the bodies of all requests in flight together, a number or such as 1GiB."""
+    max_tenant_buffered_bytes: Bytes = 512 << 20
+    """Most bytes of the bodies of one tenant's requests in flight, a number or such as 512MiB."""
     max_answer_bytes: Bytes = 256 << 20
     """Most bytes of one answer that is not streamed, a number or such as 256MiB."""
     max_in_flight: Annotated[int, Field(gt=0)] = 512
     """Most requests in flight."""
+    max_uploads_per_address: Annotated[int, Field(gt=0)] = 128
+    """Most bodies that arrive from one address at a time, an IPv6 network of 64 bits counting as
+    one.
+    """
+    max_uploads_per_tenant: Annotated[int, Field(gt=0)] = 256
+    """Most bodies that arrive from one tenant at a time."""
     retry_after_s: Annotated[int, Field(ge=1)] = 1
     """Least Retry-After, seconds, of a client that is turned away for `max_in_flight` or
     `max_buffered_bytes`; longer where requests end more slowly than that.
@@ -283,18 +307,15 @@ def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfi
     """`config` with these keys. Raises `ValueError` for a key that two tenants have, for limits or
     the rights of a tenant that has no key, and for a tenant that shares with two groups.
     """
-    tenants: dict[str, str] = {}
     keys = tuple(keys)
-    for key in keys:
-        tenant = tenants.setdefault(key.key.get_secret_value(), key.tenant)
-        if tenant != key.tenant:
-            raise ValueError(f"API keys: {tenant} and {key.tenant} have the same key; remove one")
+    tenants = tenants_by_key(keys)
     sharing = [name for names in config.shared_caches.values() for name in names]
     if twice := sorted({name for name in sharing if sharing.count(name) > 1}):
         raise ValueError(f"gateway.shared_caches: {', '.join(twice)} may be in one group only")
     named = {
         "gateway.scheduling.admission.tenants": config.scheduling.admission.tenants.keys(),
         "gateway.operators": config.operators,
+        "gateway.priority_tenants": config.priority_tenants,
         "gateway.shared_caches": sharing,
     }
     for where, names in named.items():
@@ -305,6 +326,16 @@ def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfi
                 f"tenants with keys: {known}"
             )
     return config.model_copy(update={"api_keys": keys})
+
+
+def tenants_by_key(keys: Iterable[ApiKey]) -> dict[str, str]:
+    """Whose each key is. Raises `ValueError` for a key that two tenants have."""
+    tenants: dict[str, str] = {}
+    for key in keys:
+        tenant = tenants.setdefault(key.key.get_secret_value(), key.tenant)
+        if tenant != key.tenant:
+            raise ValueError(f"API keys: {tenant} and {key.tenant} have the same key; remove one")
+    return tenants
 
 
 def _api_key(value: object, where: str) -> ApiKey:

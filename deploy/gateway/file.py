@@ -37,6 +37,7 @@ from local_pd.embedded import EmbeddedPdCluster
 from local_pd.front_config import PdPlacement
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.engines.access import EngineAccess
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
 from prfaas.front_config import QueueBounds
 from prfaas.remote import RemotePrefillCluster
@@ -94,6 +95,9 @@ class GatewayFile(ApiKeysSection, SecuritySection):
     granting_key: GrantsSection | None = None
     """Signs for node agents that ask for grants (`granting_keys`). Left out: nothing is signed."""
     log_dir: Path
+    engine_key_file: Path | None
+    operator_key_file: Path | None = None
+    """File with one more operator's key, which `prfaas up` makes for its run. Left out: none."""
 
     @model_validator(mode="after")
     def _check(self) -> GatewayFile:
@@ -105,6 +109,23 @@ class GatewayFile(ApiKeysSection, SecuritySection):
         url = self.gateway.directory.url
         check_redis("gateway.directory.url", url, trusted_network=self.trusted_network)
         return self
+
+    def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:
+        """What the instances of embedded fronts are told."""
+        return InstancesConfig(
+            log_dir=self.log_dir,
+            engine_key_file=self.engine_key_file,
+            credentials=self.credentials("gateway"),
+            poll_load=poll_load,
+        )
+
+    def engine_access(self) -> EngineAccess:
+        """How to ask the engines of all clusters. Raises FileError when a file cannot be used."""
+        try:
+            return self.instances_config().engine_access()
+        except LocalError as error:
+            problem = Problem(("engine_key_file",), error.message)
+            raise FileError("the gateway's file", [problem]) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +221,15 @@ def _redis_directory(url: str) -> DirectoryReader:
 
 
 def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
-    source, credentials = file.pd, file.credentials("gateway")
+    source = file.pd
     if source.front:
         return RemotePdCluster(
             source.name,
             source.front,
             has_prefill_instances=source.has_prefill_instances,
-            credentials=credentials,
+            credentials=file.credentials("gateway"),
         )
-    instances = InstancesConfig(log_dir=file.log_dir, credentials=credentials, poll_load=True)
+    instances = file.instances_config(poll_load=True)
     config = source.cluster_config(instances, keep_leases=True)
     return EmbeddedPdCluster(source.name, source.instances, config)
 
@@ -216,12 +237,11 @@ def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
 def _prefill(
     file: GatewayFile, source: PrefillSource
 ) -> EmbeddedPrefillCluster | RemotePrefillCluster:
-    credentials = file.credentials("gateway")
     if source.front:
-        return RemotePrefillCluster(source.name, source.front, credentials)
+        return RemotePrefillCluster(source.name, source.front, file.credentials("gateway"))
     config = PrefillClusterConfig(
         queue=source.queue_config(file.gateway.scheduling.queue.order()),
-        instances=InstancesConfig(log_dir=file.log_dir, credentials=credentials),
+        instances=file.instances_config(),
     )
     return EmbeddedPrefillCluster(source.name, source.instances, config)
 

@@ -1,7 +1,7 @@
 """Every endpoint but the completions: models, health, metrics, and the pages for operators.
 
-Reads arguments and makes JSON of values that others own. With `protect_admin` the pages for
-operators need an API key. Does not route or relay anything.
+Reads arguments and makes JSON of values that others own. Where there are API keys, the pages for
+operators need one of theirs. Does not route or relay anything.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from deploy.gateway.scheduling.role_pages import RolePages
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import Services
-from deploy.gateway.serving.planning import NotRendered, judge
+from deploy.gateway.serving.planning import NotRendered, check_tenant, judge
 from deploy.gateway.serving.records import RequestRecord
 from scheduler.routing.decision import Reason
 
@@ -81,9 +81,24 @@ class Pages:
     open_doors: str | None
     """What everybody on the network may do, by this configuration; None: nothing."""
 
-    def routes(self) -> Iterable[web.RouteDef]:
-        """Every page, for the application's router."""
-        for_operators: dict[str, Page] = {
+    def for_everybody(self) -> Iterable[web.RouteDef]:
+        """The pages that clients and operators need, for an application's router."""
+        return [
+            web.get("/health", self._health),
+            web.get("/version", self._version),
+            web.post("/prfaas/cache/explain", self._explain_cache),
+        ]
+
+    def for_clients(self) -> Iterable[web.RouteDef]:
+        """The pages that only clients need, for an application's router."""
+        return [
+            web.get("/v1/models", self._list_models),
+            web.get("/v1/models/{model:.+}", self._show_model),
+        ]
+
+    def for_operators(self) -> Iterable[web.RouteDef]:
+        """The pages that only operators need, for an application's router."""
+        pages: dict[str, Page] = {
             "/prfaas/requests": self._requests,
             "/prfaas/requests/{id}": self._request,
             "/prfaas/region": self._region,
@@ -95,14 +110,9 @@ class Pages:
             "/v1/pd_role": self._roles,
         }
         return [
-            web.get("/v1/models", self._list_models),
-            web.get("/v1/models/{model:.+}", self._show_model),
-            web.get("/health", self._health),
-            web.get("/version", self._version),
             web.get("/metrics", self._metrics),
-            *(web.get(path, self._for_operators(page)) for path, page in for_operators.items()),
+            *(web.get(path, self._protected(page)) for path, page in pages.items()),
             web.post("/v1/pd_role", self._change_role),
-            web.post("/prfaas/cache/explain", self._explain_cache),
         ]
 
     async def _list_models(self, request: web.Request) -> web.Response:
@@ -198,6 +208,7 @@ class Pages:
         services = self.services()
         async with self.intake.received(request) as exchange:
             self._needed_caches()
+            check_tenant(services, exchange)
             try:
                 judged = await judge(services, exchange)
             except NotRendered as error:
@@ -222,12 +233,16 @@ class Pages:
         """POST /v1/pd_role."""
         # A change always needs an operator's key where there are keys, not only with protect_admin.
         self.keys.check_operator(_authorization(request))
+        if not self.keys.has_keys:
+            _check_no_browser(request)
+        if request.content_type != JSON_TYPE:
+            raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
         self.limits.check_accepting()
         body = await self.limits.read_small(request)
         status, role = await self.role_pages.change(body, request.query)
         return _json(role, status)
 
-    def _for_operators(self, page: Page) -> Handler:
+    def _protected(self, page: Page) -> Handler:
         """A handler that answers with `page` if the client may see it."""
 
         async def answer(request: web.Request) -> web.Response:
@@ -242,6 +257,17 @@ class Pages:
     def _check_operator(self, request: web.Request) -> None:
         if self.config.protect_admin:
             self.keys.check_operator(_authorization(request))
+
+
+def _check_no_browser(request: web.Request) -> None:
+    """Raises `ApiError` 403 for a request that a web page made a browser send.
+
+    An operator may look at a page of anybody's in a browser that reaches this gateway, and the page
+    may have its own name lead here. So Origin (RFC 6454) is no better where it equals Host.
+    """
+    if "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") != "none":
+        message = "Web pages cannot change roles here; use `prfaas role set`, or give API keys."
+        raise ApiError(403, "from_a_browser", message)
 
 
 def _limit(request: web.Request, default: int) -> int:

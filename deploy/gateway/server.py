@@ -9,9 +9,10 @@ from typing import Final
 
 from aiohttp import web
 
-from deploy.gateway.app import Gateway, create_app
+from deploy.gateway.app import Gateway, create_admin_app, create_app
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
+from transport import Endpoint
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -26,11 +27,13 @@ async def serve_gateway(
 ) -> None:
     """Serve until `stop` is set: then refuse new requests, let the others end, close.
 
-    `on_ready` gets the host and the port in use. Raises `OSError` if the address is not free.
+    `on_ready` gets the host and the port in use. Raises `OSError` if an address is not free.
     Cancelling skips the drain; what requests hold is given back all the same.
     """
     runner = await start_server(gateway)
+    admin: web.AppRunner | None = None
     try:
+        admin = await start_admin_server(gateway)
         host, port = runner.addresses[0][:2]
         settle_heap()
         on_ready(host, port)
@@ -40,13 +43,33 @@ async def serve_gateway(
             logger.info("draining %d requests", gateway.num_in_flight)
             await gateway.drain()
     finally:
+        if admin is not None:
+            await admin.cleanup()
         await runner.cleanup()
 
 
 async def start_server(gateway: Gateway) -> web.AppRunner:
-    """Bind and start. `addresses` of the result are its sockets, and `cleanup()` ends it."""
+    """Start the gateway and bind. `addresses` of the result are its sockets, `cleanup()` ends both.
+
+    Raises `OSError` if the address is not free.
+    """
+    config = gateway.config
+    return await _listening(create_app(gateway), config.host, config.port)
+
+
+async def start_admin_server(gateway: Gateway) -> web.AppRunner | None:
+    """The listener of the pages for operators of a gateway that has started, if it has one of its
+    own. Raises `OSError` if the address is not free.
+    """
+    if gateway.config.admin is None:
+        return None
+    at = Endpoint.parse(gateway.config.admin)
+    return await _listening(create_admin_app(gateway), at.host, at.port)
+
+
+async def _listening(app: web.Application, host: str, port: int) -> web.AppRunner:
     runner = web.AppRunner(
-        create_app(gateway),
+        app,
         # A client that goes away must cancel its handler, which frees its engine and landing.
         handler_cancellation=True,
         access_log=None,
@@ -57,8 +80,7 @@ async def start_server(gateway: Gateway) -> web.AppRunner:
     )
     await runner.setup()
     try:
-        config = gateway.config
-        await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
+        await web.TCPSite(runner, host, port, backlog=1024).start()
     except BaseException:
         await runner.cleanup()
         raise

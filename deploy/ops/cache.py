@@ -77,8 +77,8 @@ def ls_command(
     """
     from deploy.gateway.cache.api import CacheOverview
 
-    url = client.find_gateway(gateway, run_dir)
-    found = client.ask(url, "/prfaas/cache", CacheOverview, key=api_key)
+    url, key = client.find_pages(gateway, run_dir, api_key)
+    found = client.ask(url, "/prfaas/cache", CacheOverview, key=key)
     client.show(found, as_json, print_nodes)
 
 
@@ -104,8 +104,8 @@ def top_command(
     from deploy.gateway.cache.api import TopPrefixes
 
     path = f"/prfaas/cache/top?limit={limit}&order={order.value}"
-    url = client.find_gateway(gateway, run_dir)
-    top = client.ask(url, path, TopPrefixes, key=api_key)
+    url, key = client.find_pages(gateway, run_dir, api_key)
+    top = client.ask(url, path, TopPrefixes, key=key)
     client.show(top, as_json, print_prefixes)
 
 

@@ -39,7 +39,8 @@ def explain_command(
     prfaas explain 8f14e45fceea167a5a36dedd4bea2543
     prfaas explain my-id --gateway http://10.0.0.5:8000 --json | jq '.requests[0].reason'
     """
-    found = find_records(client.find_gateway(gateway, run_dir), request_id, key=api_key)
+    url, key = client.find_pages(gateway, run_dir, api_key)
+    found = find_records(url, request_id, key=key)
     if as_json:
         print_json({"requests": found})
         return

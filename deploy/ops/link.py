@@ -76,10 +76,10 @@ def top_command(
     """
     from deploy.gateway.links.region_links import LinksOverview
 
-    url = client.find_gateway(gateway, run_dir)
+    url, key = client.find_pages(gateway, run_dir, api_key)
 
     def look() -> LinksOverview:
-        return client.ask(url, "/prfaas/links", LinksOverview, key=api_key)
+        return client.ask(url, "/prfaas/links", LinksOverview, key=key)
 
     try:
         if as_json:

@@ -49,8 +49,8 @@ def live_command(
     """
     from deploy.gateway.scheduling.plan_overview import PlanOverview
 
-    url = client.find_gateway(gateway, run_dir)
-    found = client.ask(url, "/prfaas/plan", PlanOverview, key=api_key)
+    url, key = client.find_pages(gateway, run_dir, api_key)
+    found = client.ask(url, "/prfaas/plan", PlanOverview, key=key)
     client.show(found, as_json, partial(print_plan, num_decisions=num_decisions))
 
 

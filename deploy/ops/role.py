@@ -58,7 +58,7 @@ def ls_command(
     prfaas role ls
     prfaas role ls --json | jq -r '.instances[] | [.instance, .role, .phase] | @tsv'
     """
-    overview = _overview(client.find_gateway(gateway, run_dir), api_key)
+    overview = _overview(*client.find_pages(gateway, run_dir, api_key))
     client.show(overview, as_json, print_roles)
 
 
@@ -91,12 +91,12 @@ def set_command(
     order: dict[str, object] = {"instance": instance, "role": role.value}
     if epoch is not None:
         order["expected_epoch"] = epoch
-    url = client.find_gateway(gateway, run_dir)
-    now = client.ask(url, _PATH, InstanceRole, key=api_key, body=json.dumps(order).encode())
+    url, key = client.find_pages(gateway, run_dir, api_key)
+    now = client.ask(url, _PATH, InstanceRole, key=key, body=json.dumps(order).encode())
     # The gateway converts on its own; waiting only watches.
     if wait:
         try:
-            now = _waited(url, api_key, now, role)
+            now = _waited(url, key, now, role)
         except KeyboardInterrupt:
             fail(f"stopped waiting; {instance} goes on becoming {role.value}", 130)
     if as_json:

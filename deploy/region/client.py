@@ -43,6 +43,18 @@ def find_gateway(gateway: str = "", run_dir: Path | None = None) -> str:
     return state.gateway_url
 
 
+def find_pages(gateway: str = "", run_dir: Path | None = None, key: str = "") -> tuple[str, str]:
+    """Where the gateway's pages for operators are, and the key to show there: the one given, or
+    that of the run. Raises `WhichRun`, `RunDirectoryError`.
+    """
+    from deploy.region.launch.rundir import find_run, operator_key
+
+    if gateway:
+        return gateway, key
+    root, state = find_run(run_dir, hint="give its gateway with --gateway URL")
+    return state.admin_url or state.gateway_url, key or operator_key(root)
+
+
 def ask(url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None) -> T:
     """`asked` for callers without an event loop."""
     return asyncio.run(asked(url, path, kind, key=key, body=body))

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from kvmanager.token_ids import TokenIds, in_turns, writing
+from prfaas.engines.access import EngineAccess
 from prfaas.engines.errors import EngineRefused, EngineUnreachable
 
 _RUNNING: Final = "vllm:num_requests_running"
@@ -63,11 +64,16 @@ class _Completion(msgspec.Struct):
 
 
 class EngineHttp:
-    """One engine at `base_url`. `session` is shared and owned by the caller."""
+    """One engine at `base_url`. `session` is shared and owned by the caller, `access` says what the
+    engine demands.
+    """
 
-    def __init__(self, base_url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, base_url: str, session: aiohttp.ClientSession, access: EngineAccess | None = None
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self._session = session
+        self._access = access or EngineAccess()
 
     async def health(self, timeout_s: float = 5.0) -> bool:
         """Whether the engine serves: its HTTP server answers and its core lives. Never raises."""
@@ -142,7 +148,12 @@ class EngineHttp:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(5.0, timeout_s))
         try:
             async with self._session.request(
-                method, url, data=data, headers=headers, timeout=timeout
+                method,
+                url,
+                data=data,
+                headers={**self._access.headers, **(headers or {})},
+                timeout=timeout,
+                ssl=self._access.tls(),
             ) as response:
                 yield response
         except aiohttp.ClientError as error:

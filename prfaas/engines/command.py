@@ -8,15 +8,18 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
+from ssl import CERT_REQUIRED
 from typing import Annotated, Final
 
 from pydantic import Field
 
-from kvmanager.config_files.fields import Section, Tokens
+from kvmanager.config_files.fields import Section, TlsSection, Tokens
+from kvmanager.vllm_connector.key_guard import KEY_FILE_VARIABLE
 from transport import Endpoint
 
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "kvmanager.vllm_connector.connector"
+KEY_GUARD: Final = "kvmanager.vllm_connector.key_guard.KeyGuard"
 
 # The `vllm` console command looks up a distribution called vllm, which the CPU build does not have.
 _SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
@@ -78,6 +81,10 @@ class EngineSpec(EngineOptions):
     """ZeroMQ endpoint where it publishes what its own prefix cache keeps and drops; behind a comma
     stands where those who missed messages ask for them.
     """
+    key_file: Path | None = None
+    """File with the key that it demands on every path. Left out: it answers everybody."""
+    tls: TlsSection | None = None
+    """Serves HTTPS, and demands a certificate of the same authority. Left out: plain HTTP."""
     python: str | None = None
     """The interpreter that has vLLM. Left out: the one of the process that starts the engine."""
 
@@ -85,7 +92,7 @@ class EngineSpec(EngineOptions):
     def url(self) -> str:
         """Base URL for a client on a host that can reach the engine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
-        return f"http://{Endpoint(host, self.port)}"
+        return f"{'http' if self.tls is None else 'https'}://{Endpoint(host, self.port)}"
 
     def kv_transfer_config(self) -> dict[str, object]:
         """vLLM's `--kv-transfer-config`. A failed load is computed again, never an error."""
@@ -136,6 +143,12 @@ class EngineSpec(EngineOptions):
         argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
         # Without it the render endpoints, which turn requests into token ids, answer 403.
         argv.append("--enable-scale-out")
+        if self.key_file is not None:
+            argv += ["--middleware", KEY_GUARD]
+        if self.tls is not None:
+            argv += ["--ssl-certfile", str(self.tls.cert), "--ssl-keyfile", str(self.tls.key)]
+            argv += ["--ssl-ca-certs", str(self.tls.ca), "--ssl-cert-reqs", str(int(CERT_REQUIRED))]
+            argv.append("--enable-ssl-refresh")
         if self.agent_socket is not None:
             argv += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
         if self.kv_events is not None:
@@ -154,6 +167,8 @@ class EngineSpec(EngineOptions):
         if Path(self.model).is_dir():
             # Everything is here; a look-up at a hub would only add a timeout without a network.
             environment["HF_HUB_OFFLINE"] = "1"
+        if self.key_file is not None:
+            environment[KEY_FILE_VARIABLE] = str(self.key_file)
         if self.kv_space_gib is not None:
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_space_gib)
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -38,6 +38,7 @@ class FrontConfig(SecuritySection):
     """The engines of the cluster."""
     drained_hold_s: Seconds
     log_dir: Path
+    engine_key_file: Path | None
     role: ClassVar[Role]
     """What a front of this kind is to others."""
 
@@ -51,6 +52,7 @@ class FrontConfig(SecuritySection):
         """What the instances are told; with `poll_load` the engines' metrics are read."""
         return InstancesConfig(
             log_dir=self.log_dir,
+            engine_key_file=self.engine_key_file,
             credentials=self.credentials(self.role),
             poll_load=poll_load,
             drained_hold_s=self.drained_hold_s,

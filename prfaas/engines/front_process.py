@@ -22,6 +22,7 @@ from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from prfaas.engines.front_config import EXPECTED, FrontConfig
 from transport import Endpoint
+from transport.errors import LocalError
 from transport.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.engines")
@@ -50,14 +51,15 @@ def run_front(
 ) -> None:
     """Serve the front that the file at `path` describes; `listen` overrides the file's address.
 
-    Exits 2 when the file is wrong, 1 when the address is not free; stderr says why.
+    Exits 2 when the file is wrong, 1 when the address is not free or a file that it names cannot be
+    used; stderr says why.
     """
     set_up_logging(log_level)
     with exit_on_bad_file():
         config = read_settings(path, kind, expected=EXPECTED, options={"listen": listen})
     try:
         asyncio.run(serve(config))
-    except RpcError as error:
+    except (RpcError, LocalError) as error:
         typer.echo(error.message, err=True)
         raise typer.Exit(1) from error
 

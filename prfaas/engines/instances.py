@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvmanager.agent.client import AgentClient, AgentClients
 from kvmanager.agent.messages import CacheModel
+from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp, EngineLoad, open_session
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineError
@@ -31,7 +32,7 @@ from prfaas.engines.supervisor import (
     engine_process,
 )
 from scheduler.reports import InstanceReport, Role
-from transport import Credentials
+from transport import Credentials, TlsFiles
 from transport.rpc import RpcError
 from transport.tasks import start_task
 
@@ -99,7 +100,16 @@ class InstancesConfig:
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     log_dir: Path = Path("logs")
     """Directory for the logs of the engines that the front starts."""
+    engine_key_file: Path | None = None
+    """File with the key that engines demand, readable by its owner or group. Left out: they demand
+    none.
+    """
     credentials: Credentials | None = None
+
+    def engine_access(self) -> EngineAccess:
+        """How to ask the engines. Raises LocalError when a file cannot be used."""
+        tls = self.credentials if isinstance(self.credentials, TlsFiles) else None
+        return EngineAccess(self.engine_key_file, tls)
 
 
 class Instance:
@@ -227,10 +237,14 @@ class Instances:
         return self._instances
 
     async def start(self) -> None:
-        """Start supervised engines, probe everything once, go on probing in the background."""
+        """Start supervised engines, probe everything once, go on probing in the background.
+
+        Raises LocalError when the engines' key or a certificate cannot be used.
+        """
+        access = await asyncio.to_thread(self._config.engine_access)
         self._session = open_session()
         for spec in self._specs:
-            http = EngineHttp(spec.engine_url, self._session)
+            http = EngineHttp(spec.engine_url, self._session, access)
             instance = Instance(spec, http, self._agents.open(spec.agent), self._config)
             if spec.engine is not None:
                 instance.supervisor = self._supervise(instance, spec.engine)

@@ -97,7 +97,7 @@ class AdmissionConfig:
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
     """A request as admission sees it: the prediction of the route it would take, its KVCache while
-    it decodes, and for its tenant the length of its prompt.
+    it decodes, and the tokens that count for its tenant.
     """
 
     prediction: Prediction

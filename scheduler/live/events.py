@@ -118,7 +118,8 @@ class Judged:
 class AdmitAsked(Event[Judged], frozen=True):
     """Is a request let in that would take the route of `predicted`?
 
-    `request` numbers it for `AdmissionOver`. `num_tokens` is its prompt's length. `predicted`
+    `request` numbers it for `AdmissionOver`. `num_tokens` is its prompt's length, and `work_tokens`
+    what counts for its tenant: the answers that it asks for, too (0: its prompt alone). `predicted`
     None: its route predicts nothing.
     """
 
@@ -127,6 +128,7 @@ class AdmitAsked(Event[Judged], frozen=True):
     model: str
     num_tokens: int
     predicted: Prediction | None
+    work_tokens: int = 0
 
     def apply(self, live: LiveScheduler, now_s: float) -> Judged:
         """One that is let in counts for its tenant until it is over."""
@@ -135,24 +137,43 @@ class AdmitAsked(Event[Judged], frozen=True):
         prediction = self.predicted if known.is_measured else None
         prediction = prediction or Prediction()
         kv_bytes = 0.0 if known.kv is None else known.kv.size_bytes(self.num_tokens)
-        asked = AdmissionRequest(prediction, kv_bytes, self.num_tokens, self.tenant)
+        work_tokens = self.work_tokens or self.num_tokens
+        asked = AdmissionRequest(prediction, kv_bytes, work_tokens, self.tenant)
         verdict = _verdict(live, asked, decode, now_s)
         if verdict.admitted:
-            live.tenants.started(self.tenant, self.num_tokens, now_s)
-            live.admitted[self.request] = self.tenant, self.num_tokens
+            live.tenants.started(self.tenant, work_tokens, now_s)
+            live.admitted[self.request] = self.tenant, work_tokens
         return Judged(verdict, _decode_load(prediction, decode))
 
 
+class TenantAsked(Event[Judged], frozen=True):
+    """Would a request of at least so much work break a limit of its tenant, on any route? Asked
+    before anything is spent on it; nothing is held.
+    """
+
+    tenant: str
+    model: str
+    work_tokens: int
+
+    def apply(self, live: LiveScheduler, now_s: float) -> Judged:
+        """Asks nothing of the load."""
+        decode = live.decode_side(self.model, now_s)
+        asked = AdmissionRequest(Prediction(), 0.0, self.work_tokens, self.tenant)
+        refusal = tenant_refusal(asked, decode, live.settings.admission, now_s, live.tenants)
+        return Judged(refusal or Verdict(True, AdmissionReason.ADMITTED), None)
+
+
 class AdmissionOver(Event[None], frozen=True):
-    """A request that was let in is over."""
+    """A request that was let in is over; `used_tokens` is the work that it was, None: not known."""
 
     request: int
+    used_tokens: int | None = None
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """Its tenant has one less in flight. Of a request that was refused this says nothing."""
         found = live.admitted.pop(self.request, None)
         if found is not None:
-            live.tenants.ended(*found)
+            live.tenants.ended(*found, self.used_tokens)
 
 
 def _verdict(
@@ -176,5 +197,5 @@ def _decode_load(prediction: Prediction, decode: DecodeView) -> float | None:
     return (decode_load_at(decode, prediction.landed_s).occupied + 1) / decode.slots_total
 
 
-DecisionEvent: TypeAlias = RouteEarly | RouteAsked | ThresholdsAsked | AdmitAsked
+DecisionEvent: TypeAlias = RouteEarly | RouteAsked | ThresholdsAsked | AdmitAsked | TenantAsked
 FactEvent: TypeAlias = ReportHeard | LinkHeard | ThresholdPlanned | AdmissionOver

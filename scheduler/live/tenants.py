@@ -1,9 +1,10 @@
 """What one tenant may have in flight, and how many tokens a second it may bring.
 
-Three limits, each optional: requests in flight, prompt tokens in flight, and a token bucket. A
-bucket that is full lets any one request through, and a tenant with nothing in flight may always
-have one, so that no request is too long for ever; the bucket then owes. Tenants that are idle and
-owe nothing are forgotten, so memory follows those that are active.
+Three limits, each optional: requests in flight, tokens in flight, and a token bucket. Tokens are
+those of the prompt and of the answers that a request asks for; once it is over, the bucket counts
+those that it had. A bucket that is full lets any one request through, and a tenant with nothing in
+flight may always have one, so that no request is too long for ever; the bucket then owes. Tenants
+that are idle and owe nothing are forgotten, so memory follows those that are active.
 
 Pure; time is an argument. Knows no load of the region.
 """
@@ -32,11 +33,11 @@ class TenantLimit:
     max_requests: int | None = None
     """Requests in flight."""
     max_tokens: int | None = None
-    """Prompt tokens in flight."""
+    """Tokens in flight, of prompts and of the answers asked for (`n` times `max_tokens`)."""
     tokens_per_s: float | None = None
-    """Prompt tokens that it may bring each second, on average."""
+    """Tokens of prompts and answers each second, on average."""
     burst_tokens: float = 0.0
-    """Prompt tokens that it may bring at once after a pause; needed with `tokens_per_s`."""
+    """Tokens that it may ask for at once after a pause; needed with `tokens_per_s`."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens", "tokens_per_s"):
@@ -121,13 +122,17 @@ class TenantLedger:
         account.num_requests += 1
         account.num_tokens += num_tokens
 
-    def ended(self, tenant: str, num_tokens: int) -> None:
-        """A request that was let in is over. ValueError when the tenant has no such request."""
+    def ended(self, tenant: str, num_tokens: int, used_tokens: int | None = None) -> None:
+        """A request that was let in is over, and was work of `used_tokens` if that is known.
+        ValueError when the tenant has no such request.
+        """
         account = self._accounts.get(tenant)
         if account is None or not account.num_requests or account.num_tokens < num_tokens:
             raise ValueError(f"tenant {tenant!r} has no request of {num_tokens} tokens in flight")
         account.num_requests -= 1
         account.num_tokens -= num_tokens
+        if used_tokens is not None:
+            account.level_tokens += num_tokens - used_tokens
 
     def _too_fast(
         self, limit: TenantLimit, account: _Account, num_tokens: int, now_s: float

@@ -30,7 +30,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from e2e_systems import MODEL, SYSTEMS, ask_region, stream, url_of
+from e2e_systems import MODEL, SYSTEMS, ask_region, engine_access, stream, url_of
 from running_region import served_model
 from smoke import add_smoke
 from wan import Wan, wan
@@ -38,6 +38,7 @@ from wan import Wan, wan
 from deploy.lab.demo.scenario import text
 from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS
+from prfaas.engines.access import EngineAccess
 
 MAX_STARTS = 4
 
@@ -63,10 +64,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The engine that answers by itself, and what it calls the model."""
+    """The engine that answers by itself, what it calls the model, and what it demands."""
 
     url: str
     model: str
+    access: EngineAccess
 
 
 class Link(Protocol):
@@ -94,14 +96,13 @@ async def measure_running(
 
         if not await _warm_up("prfaas", ask, arguments.warm_ups):
             return []
-        alone = Alone(engine_url or "", model)
+        alone = Alone(engine_url or "", model, EngineAccess(arguments.engine_key))
         return await _measure_one(FixedLink(), "prfaas", todo, ask, alone)
 
 
 async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
     """Every system, rate and length; progress on stderr. A system that fails is started anew."""
     model = MODELS[MODEL]
-    alone = Alone(url_of("prefill"), MODEL)
     measured: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="prfaas-bench-") as folder:
         path = build_model(model, Path(folder))
@@ -119,6 +120,7 @@ async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
                     logs.mkdir(parents=True, exist_ok=True)
                     async with SYSTEMS[name](link, model, path, logs) as ask:
                         if await _warm_up(name, ask, arguments.warm_ups):
+                            alone = Alone(url_of("prefill"), MODEL, engine_access(name, logs))
                             measured += await _measure_one(link, name, todo, ask, alone)
     return measured
 
@@ -166,7 +168,8 @@ async def _measure_one(
                 else:
                     prompt = f"alone {item.prompt}"[: item.num_tokens]
                     body = {"model": alone.model, "prompt": prompt}
-                    ttft_s, _, _ = await stream(session, alone.url, body)
+                    headers = alone.access.headers
+                    ttft_s, _, _ = await stream(session, alone.url, body, headers)
                     item = replace(item, ttft_s=ttft_s)
             except (RuntimeError, aiohttp.ClientError) as error:
                 item = replace(item, error=str(error) or repr(error))
@@ -240,6 +243,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="keep the logs here")
     parser.add_argument("--gateway", metavar="URL", help="of a region that runs: only that one")
     parser.add_argument("--engine", metavar="URL", help="its prefill engine, asked alone as well")
+    parser.add_argument("--engine-key", type=Path, metavar="FILE", help="the key of its engines")
     add_smoke(parser, gbps=[1.0], tokens=[600], repeats=1, warm_ups=1)
     parser.add_argument("--json", type=Path, help="write the result and the raw numbers here")
     arguments = parser.parse_args()

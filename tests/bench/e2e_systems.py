@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -26,7 +27,9 @@ from wan import DEVICE, FAR, NEAR, Wan
 from deploy.lab.demo.tiny_specs import TinyModel
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.plan import PlannedProcess
+from deploy.region.launch.rundir import ENGINE_KEY
 from deploy.region.spec.region import RegionSpec
+from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.supervisor import Supervisor, engine_process
@@ -54,14 +57,17 @@ def word_of(line: bytes, url: str) -> str:
 
 
 async def stream(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[float, str, str]:
     """Seconds to the first token, the whole text and the request id; raises on a bad answer."""
     started_s = time.perf_counter()
     first_s = 0.0
     words = []
     wanted = {**body, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
-    async with session.post(f"{url}/v1/completions", json=wanted) as response:
+    async with session.post(f"{url}/v1/completions", json=wanted, headers=headers) as response:
         if response.status != 200:
             raise RuntimeError(f"{url}: {response.status} {await response.text()}")
         async for line in response.content:
@@ -256,6 +262,11 @@ def region_spec(model: TinyModel, path: Path) -> RegionSpec:
         "security": {"trusted_network": True},
     }
     return RegionSpec.model_validate(spec)
+
+
+def engine_access(system: str, logs: Path) -> EngineAccess:
+    """What the engines of a system that runs with these logs demand."""
+    return EngineAccess(logs / "region" / ENGINE_KEY if system == "prfaas" else None)
 
 
 def url_of(role: str) -> str:

@@ -58,8 +58,9 @@ async def computed_at(
     """One engine's own answer."""
     url = f"{region.engine(instance).address}/v1/completions"
     body = request.body(WINDOW) | {"stream": False} | fields
-    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
-        answer = await response.json()
+    async with aiohttp.ClientSession(headers=region.engine_access().headers) as session:
+        async with session.post(url, json=body) as response:
+            answer = await response.json()
     assert response.status == 200, answer
     return list(answer["choices"][0]["token_ids"])
 

@@ -206,6 +206,7 @@ async def test_benches_of_a_region_run_on_this_one(served: Served, tmp_path: Pat
     region = served.region
     asking = ("--gateway", region.gateway_url)
     alone = ("--engine", region.engine("a1-prefill").address)
+    alone += ("--engine-key", str(region.directory.engine_key))
     await asyncio.to_thread(run_smoke, "e2e", tmp_path, *asking, *alone)
     await asyncio.to_thread(run_smoke, "prediction", tmp_path, *asking)
     await everything_is_given_back(region)

@@ -44,7 +44,8 @@ class TwoRanks:
         """The decode engine's own answer to the whole prompt."""
         url = f"{self.region.engine('b1-decode').address}/v1/completions"
         body = request.body(WINDOW) | {"cache_salt": "alone", "stream": False}
-        async with self.session.post(url, json=body) as response:
+        headers = self.region.engine_access().headers
+        async with self.session.post(url, json=body, headers=headers) as response:
             answer = await response.json()
         assert response.status == 200, answer
         return list(answer["choices"][0]["token_ids"])

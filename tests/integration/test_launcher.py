@@ -477,6 +477,39 @@ class TestCommandLine:
         assert "no region runs" in nothing.stderr
         assert nothing.exit_code == 1
 
+    def test_the_user_of_a_region_with_keys_needs_none(
+        self, dummy_vllm: Path, run_dir: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "keys").write_text("ops one\nacme two\n")
+        gateway = {
+            "port": 0,
+            "admin": "127.0.0.1:0",
+            "api_keys_file": str(tmp_path / "keys"),
+            "operators": ["ops"],
+        }
+        file = tmp_path / "keyed.json"
+        file.write_text(json.dumps(document(dummy_vllm, gateway=gateway)))
+        up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
+        url = self.ready(up)["gateway"]
+        at_run = ("--run-dir", str(run_dir))
+        state = json.loads(self.told("status", *at_run, "--json").stdout)
+        assert state["plan"] is not None
+        assert state["state"]["gateway_url"] == url != state["state"]["admin_url"]
+        roles = self.told("role", "ls", *at_run, "--json")
+        assert {item["instance"] for item in json.loads(roles.stdout)["instances"]} == {
+            "b1-prefill",
+            "b1-decode",
+        }
+        assert not [key for key in run_dir.glob("*.key") if key.stat().st_mode & 0o077]
+        admin = state["state"]["admin_url"]
+        assert "Send an API key" in self.told("role", "ls", "--gateway", admin).stderr
+        tenant = self.told("role", "ls", "--gateway", admin, "--api-key", "two")
+        assert "not an operator's" in tenant.stderr
+        self.told("down", *at_run)
+        assert up.wait(10.0) == 0
+        self.finish(up)
+        assert not list(run_dir.glob("*.key"))
+
     def test_a_killed_launcher_takes_everything_with_it(self, file: Path, run_dir: Path) -> None:
         up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
         self.ready(up)

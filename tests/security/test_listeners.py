@@ -84,6 +84,10 @@ def test_a_gateway_for_everybody_needs_keys() -> None:
     keys = parse_api_keys("secret", "test")
     check_listener(everywhere.model_copy(update={"api_keys": keys}), trusted_network=False)
     check_listener(GatewayConfig(models=models), trusted_network=False)
+    pages = GatewayConfig(models=models, admin=EVERYWHERE)
+    with pytest.raises(FileError, match=r"gateway\.admin: 0\.0\.0\.0 .* change roles"):
+        check_listener(pages, trusted_network=False)
+    check_listener(pages.model_copy(update={"api_keys": keys}), trusted_network=False)
 
 
 def test_what_a_trusted_network_leaves_open_is_said() -> None:

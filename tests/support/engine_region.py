@@ -191,7 +191,7 @@ async def engine_metrics(region: RunningRegion, instance: str) -> dict[str, floa
     """Samples of the engine's /metrics by name, labels summed; empty when it does not answer."""
     values: dict[str, float] = {}
     with contextlib.suppress(aiohttp.ClientError):
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=region.engine_access().headers) as session:
             async with session.get(f"{region.engine(instance).address}/metrics") as response:
                 for line in (await response.text()).splitlines():
                     if not line.startswith("#"):

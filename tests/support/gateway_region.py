@@ -6,7 +6,7 @@ a landing waits for it and prefills by itself once the landing is given back.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from msgspec import structs
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
-from deploy.gateway.server import start_server
+from deploy.gateway.server import start_admin_server, start_server
 from kvmanager.agent.grants import reservation
 from kvmanager.agent.messages import CacheModel
 from kvmanager.landing import ReservedLanding, consumer_params
@@ -430,7 +430,7 @@ class Region:
 
     def __init__(self, gateway: Gateway, url: str, pd: FakePd, session: Any) -> None:
         self.gateway = gateway
-        self.url = url
+        self.url = self.admin_url = url
         self.pd = pd
         self.engines = list(pd.engines.values())
         self.prefill: dict[str, FakePrefill] = {}
@@ -487,8 +487,10 @@ async def open_region(
     caches: RegionCaches | None = None,
     cache_model: CacheModel | None = None,
     granter: Granter | None = None,
+    owned: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[Region]:
+    """`config` are settings of the gateway, `owned` further arguments of `Gateway`."""
     engines = [OpenAiEngine(f"d{index}") for index in range(num_engines)]
     for engine in engines:
         await engine.start()
@@ -505,16 +507,21 @@ async def open_region(
         "timeouts": TimeoutConfig(result_grace_s=0.5, drain_s=5.0, cluster_s=2.0),
     }
     whole = GatewayConfig(**(settings | config))
-    gateway = Gateway(whole, pd, clusters, caches=caches, granter=granter)
+    gateway = Gateway(whole, pd, clusters, caches=caches, granter=granter, **(owned or {}))
     runner = await start_server(gateway)
+    admin = await start_admin_server(gateway)
     host, port = runner.addresses[0][:2]
     try:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
             region = Region(gateway, f"http://{host}:{port}", pd, session)
             region.prefill = clusters
+            if admin is not None:
+                region.admin_url = "http://{}:{}".format(*admin.addresses[0][:2])
             yield region
     finally:
+        if admin is not None:
+            await admin.cleanup()
         await runner.cleanup()
         for engine in engines:
             await engine.stop()

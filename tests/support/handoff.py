@@ -89,7 +89,8 @@ class Handoff:
         await self._receiver.cancel(landed.landing.transfer_id, "the test is over", TIMEOUT_S)
 
     def _http(self, instance: str) -> EngineHttp:
-        return EngineHttp(self._region.engine(instance).address, self._session)
+        access = self._region.engine_access()
+        return EngineHttp(self._region.engine(instance).address, self._session, access)
 
     async def _bytes(self, reply: ReserveReply) -> bytes:
         status = await self._receiver.status(TIMEOUT_S)

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -29,7 +30,7 @@ from deploy.gateway.intake.inbound import (
     parsing_request,
     salted,
 )
-from deploy.gateway.intake.limits import Limits
+from deploy.gateway.intake.limits import AcceptedBody, Limits
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.serving.exchange import Exchange
 from deploy.gateway.serving.records import RequestRecord
@@ -105,6 +106,8 @@ class Intake:
     metrics: GatewayMetrics
     salts: CacheSalts
     template_tokens: int
+    priority_tenants: frozenset[str]
+    """Who may go before others, where there are tenants."""
 
     @asynccontextmanager
     async def received(
@@ -115,24 +118,59 @@ class Intake:
         With `kind` None the body tells the endpoint. Raises `ApiError`.
         """
         started_s = time.monotonic()
-        tenant = self.keys.check(request.headers.get("Authorization"))
-        async with self.limits.received(request) as accepted:
-            kind = kind or kind_of(accepted.body)
-            inbound = await in_turns(
-                parsing_request(kind, accepted.body, template_tokens=self.template_tokens)
+        authorization = request.headers.get("Authorization")
+        with self.keys.using(authorization, partial(_cut_off, request)) as tenant:
+            async with self.limits.received(request, tenant) as accepted:
+                exchange = await self._exchange(request, tenant, kind, accepted, started_s)
+                exchange.record.parts.read_s = time.monotonic() - started_s
+                try:
+                    yield exchange
+                finally:
+                    accepted.is_served = bool(exchange.record.decode_instance)
+
+    async def _exchange(
+        self,
+        request: web.Request,
+        tenant: str,
+        kind: Kind | None,
+        accepted: AcceptedBody,
+        started_s: float,
+    ) -> Exchange:
+        kind = kind or kind_of(accepted.body)
+        inbound = await in_turns(
+            parsing_request(kind, accepted.body, template_tokens=self.template_tokens)
+        )
+        # What is learnt of a model must not depend on whether clients bother to name it.
+        inbound = msgspec.structs.replace(inbound, model=self.models.resolve(inbound.model))
+        self._check_priority(tenant, inbound, request.headers)
+        inbound = salted(inbound, self.salts.salt(tenant, inbound.cache_salt))
+        accepted.body = inbound.body  # one copy of it is enough
+        headers = engine_headers(request.headers, inbound)
+        record = _new_record(inbound, headers, tenant)
+        return Exchange(inbound, headers, record, self.metrics, started_s)
+
+    def _check_priority(
+        self, tenant: str, inbound: InboundRequest, headers: Mapping[str, str]
+    ) -> None:
+        """Raises `ApiError` 403 if the tenant may not go before others and this might.
+
+        Engines read numbers of other types too, so whatever is no plain number may be negative.
+        """
+        if not tenant or tenant in self.priority_tenants:
+            return
+        header = headers.get("X-Vllm-Priority", "0").strip()
+        if inbound.may_go_first or not (header.isascii() and header.isdigit()):
+            message = (
+                f"{tenant} may not go before others; send a priority of 0 or more, or have the "
+                "operator name it in gateway.priority_tenants."
             )
-            # What is learnt of a model must not depend on whether clients bother to name it.
-            inbound = msgspec.structs.replace(inbound, model=self.models.resolve(inbound.model))
-            inbound = salted(inbound, self.salts.salt(tenant, inbound.cache_salt))
-            accepted.body = inbound.body  # one copy of it is enough
-            headers = engine_headers(request.headers, inbound)
-            record = _new_record(inbound, headers, tenant)
-            record.parts.read_s = time.monotonic() - started_s
-            exchange = Exchange(inbound, headers, record, self.metrics, started_s)
-            try:
-                yield exchange
-            finally:
-                accepted.is_served = bool(record.decode_instance)
+            raise ApiError(403, "priority_not_allowed", message, param="priority")
+
+
+def _cut_off(request: web.Request) -> None:
+    """End the connection, which cancels the request's handler."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def engine_headers(headers: Mapping[str, str], inbound: InboundRequest) -> dict[str, str]:

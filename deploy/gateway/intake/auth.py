@@ -1,53 +1,120 @@
 """API keys: checks an Authorization header, and tells the tenant and whether it is an operator.
 
 Digests of keys are compared in constant time, and every key is compared, so that timing tells
-nothing about their number, length or content. Does not know which paths need a key.
+nothing about their number, length or content. Keys may be replaced while requests run; those of a
+key that is gone are cut off. Does not know which paths need a key, or where keys come from.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
 
 from deploy.gateway.config import ApiKey
 from deploy.gateway.errors import ApiError
+
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+_Owned: TypeAlias = tuple[bytes, str]
+"""The digest of a key, and the tenant whose it is."""
 
 
 class KeyRing:
     """The accepted API keys. Without keys every request is accepted."""
 
-    def __init__(self, keys: Iterable[ApiKey], operators: Iterable[str] = ()) -> None:
-        """`operators` are the tenants that pass `check_operator`. Without any, all tenants pass."""
-        self._tenants = tuple((_digest(key.key.get_secret_value()), key.tenant) for key in keys)
+    def __init__(
+        self, keys: Iterable[ApiKey], operators: Iterable[str] = (), run_key: str = ""
+    ) -> None:
+        """`operators` are the tenants that pass `check_operator`. Without any, all tenants pass.
+        `run_key`, if there is one, passes it too and is no tenant's.
+        """
+        self._keys = _owned(keys)
         self._operators = frozenset(operators)
+        self._run_digest = _digest(run_key) if run_key else None
+        self._in_use: dict[_Owned, set[Callable[[], None]]] = {}
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a key is needed."""
+        return bool(self._keys)
 
     def check(self, authorization: str | None) -> str:
         """The tenant whose key the header "Bearer KEY" has; "" if there are no keys.
 
         Raises `ApiError` 401 for anything else.
         """
-        if not self._tenants:
+        if not self._keys:
             return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise ApiError(
-                401, "missing_api_key", "Send an API key in the header: Authorization: Bearer KEY"
-            )
-        offered = _digest(key.strip())
+        return self._owner(_offered(authorization))
+
+    def check_operator(self, authorization: str | None) -> None:
+        """Raises `ApiError` 401 as `check` does, and 403 if the tenant is no operator."""
+        if not self._keys:
+            return
+        offered = _offered(authorization)
+        if self._run_digest is not None and hmac.compare_digest(offered, self._run_digest):
+            return
+        tenant = self._owner(offered)
+        if self._operators and tenant not in self._operators:
+            message = f"The API key of {tenant} is not an operator's; use one that is."
+            raise ApiError(403, "not_an_operator", message)
+
+    @contextmanager
+    def using(self, authorization: str | None, cut_off: Callable[[], None]) -> Iterator[str]:
+        """As `check`, and calls `cut_off` if the key is taken away before the context ends."""
+        if not self._keys:
+            yield ""
+            return
+        offered = _offered(authorization)
+        tenant = self._owner(offered)
+        users = self._in_use.setdefault((offered, tenant), set())
+        users.add(cut_off)
+        try:
+            yield tenant
+        finally:
+            users.discard(cut_off)
+            if not users:
+                self._in_use.pop((offered, tenant), None)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """Accept these keys from now on, and cut off who uses another one. No keys: ValueError, as
+        that would let everybody in.
+        """
+        owned = _owned(keys)
+        if not owned:
+            raise ValueError("no API key is left")
+        self._keys = owned
+        for digest, tenant in self._in_use.keys() - set(owned):
+            users = tuple(self._in_use[digest, tenant])
+            logger.warning("cut off %d requests of a revoked key of %s", len(users), tenant)
+            for cut_off in users:
+                cut_off()
+
+    def _owner(self, offered: bytes) -> str:
         found = None
-        for digest, tenant in self._tenants:
+        for digest, tenant in self._keys:
             found = tenant if hmac.compare_digest(offered, digest) else found
         if found is None:
             raise ApiError(401, "invalid_api_key", "The API key is not known here.")
         return found
 
-    def check_operator(self, authorization: str | None) -> None:
-        """Raises `ApiError` 401 as `check` does, and 403 if the tenant is no operator."""
-        tenant = self.check(authorization)
-        if self._operators and tenant not in self._operators:
-            message = f"The API key of {tenant} is not an operator's; use one that is."
-            raise ApiError(403, "not_an_operator", message)
+
+def _owned(keys: Iterable[ApiKey]) -> tuple[_Owned, ...]:
+    return tuple((_digest(key.key.get_secret_value()), key.tenant) for key in keys)
+
+
+def _offered(authorization: str | None) -> bytes:
+    """The digest of the key in the header. Raises `ApiError` 401 if there is none."""
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise ApiError(
+            401, "missing_api_key", "Send an API key in the header: Authorization: Bearer KEY"
+        )
+    return _digest(key.strip())
 
 
 def _digest(key: str) -> bytes:

@@ -10,6 +10,7 @@ Does not know routes, tokenizers or HTTP.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import Any, Final, Literal
@@ -41,6 +42,9 @@ class _Body(msgspec.Struct):
     tools: Raw | UnsetType = UNSET
     documents: Raw | UnsetType = UNSET
     n: Raw | UnsetType = UNSET
+    best_of: Raw | UnsetType = UNSET
+    max_tokens: Raw | UnsetType = UNSET
+    max_completion_tokens: Raw | UnsetType = UNSET
     echo: Raw | UnsetType = UNSET
     prompt_logprobs: Raw | UnsetType = UNSET
     prompt_embeds: Raw | UnsetType = UNSET
@@ -68,11 +72,17 @@ _messages_decoder: Final = msgspec.json.Decoder(list[_Message])
 _part_decoder: Final = msgspec.json.Decoder(_Part)
 _str_decoder: Final = msgspec.json.Decoder(str)
 _int_decoder: Final = msgspec.json.Decoder(int)
+_lax_number_decoder: Final = msgspec.json.Decoder(float, strict=False)
 _names_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _TRANSFER_PARAMS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _PART_TYPE: Final = re.compile(rb'\{\s*"type"\s*:\s*"(\w+)"')
 """Clients write the type first, so the megabytes that follow need not be parsed."""
 _IDS: Final = re.compile(rb"[\s\[]*\d")
+_PLAIN_NUMBER: Final = re.compile(rb"\d{1,18}")
+_LEAST_OUTPUT_TOKENS: Final = 16
+"""What vLLM makes of a completion that does not say how many tokens it wants."""
+_MOST: Final = 1 << 40
+"""Bounds numbers that clients send, so that products of them stay exact."""
 _NOTHING_LEARNT: Final = LengthEstimator()
 
 
@@ -91,7 +101,28 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: TokenIds | None
     cache_salt: str | None
     priority: int
+    may_go_first: bool
+    """Whether an engine may read its priority as one before others."""
+    num_choices: int
+    """Answers that an engine computes for each prompt."""
+    max_output_tokens: int
+    """Of one answer; where the client does not say, only what an engine makes at least."""
     request_id: str | None
+
+    def work_tokens(self, num_prompt_tokens: int) -> int:
+        """Tokens that engines compute for it at most, with so many in all its prompts together:
+        prompt and output of each answer, and the prompt once more for its logprobs.
+        """
+        num_answers = self.num_choices * self.shape.num_prompts
+        return self.work_of(num_prompt_tokens, num_answers * self.max_output_tokens)
+
+    def work_of(self, num_prompt_tokens: int, num_output_tokens: int) -> int:
+        """The same where all answers together have so many tokens."""
+        # Each answer may prefill the prompt: nothing promises that it is cached. The logprobs of a
+        # prompt are computed without the cache.
+        wants_logprobs = self.shape.has_prompt_logprobs or self.shape.has_echo
+        num_prefills = self.num_choices + wants_logprobs
+        return num_prefills * num_prompt_tokens + num_output_tokens
 
 
 def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[InboundRequest]:
@@ -115,6 +146,13 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
         token_ids=token_ids,
         cache_salt=_string("cache_salt", fields.cache_salt),
         priority=_optional(_int_decoder, fields.priority) or 0,
+        may_go_first=_is_set(fields.priority) and not _is_plain_number(fields.priority),
+        num_choices=max(_number(fields.n, 1), _number(fields.best_of, 1)),
+        max_output_tokens=max(
+            # Engines that know both take the second; counting the larger one suits all.
+            _number(fields.max_tokens, _LEAST_OUTPUT_TOKENS),
+            _number(fields.max_completion_tokens, 0),
+        ),
         request_id=_optional(_str_decoder, fields.request_id),
     )
 
@@ -277,6 +315,18 @@ def _media_kind(part: Raw | UnsetType) -> Media | None:
     if name in _TEXT_PARTS:
         return None
     return next((kind for kind in (Media.AUDIO, Media.VIDEO) if kind in name), Media.IMAGE)
+
+
+def _number(value: Raw | UnsetType, default: int) -> int:
+    """A number that a client sends, also as text as engines take it; `default` if it is none."""
+    number: float | None = _optional(_lax_number_decoder, value)
+    if number is None or math.isnan(number):
+        return default
+    return int(min(max(0.0, number), _MOST))
+
+
+def _is_plain_number(value: Raw | UnsetType) -> bool:
+    return isinstance(value, Raw) and _PLAIN_NUMBER.fullmatch(memoryview(value)) is not None
 
 
 def _num_bytes(value: Raw | UnsetType) -> int:

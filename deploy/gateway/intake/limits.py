@@ -2,16 +2,20 @@
 
 A body counts as its bytes arrive, whatever its headers announce. A body that goes beyond a limit is
 given up at that byte, and its memory is free at once. A request beyond a limit is told when to come
-back; once the gateway drains, none is let in. Does not know what requests ask for or who sent them.
+back; once the gateway drains, none is let in. Bodies that take their time are bounded by tenant and
+by address, and must keep up a rate, so that no client holds the places of all. Does not know what
+requests ask for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,12 +30,14 @@ SMALL_BODY_BYTES: Final = 64 << 10
 
 @dataclass(slots=True)
 class AcceptedBody:
-    """The body of a request that was let in. `nbytes` of it count towards the limits.
+    """The body of a request that was let in. `nbytes` of it count towards the limits of all and of
+    `tenant`, if it has one.
 
     `is_served` is set once an engine got the request. Only then the time it took says how soon
     other requests end.
     """
 
+    tenant: str = ""
     body: bytes = b""
     nbytes: int = 0
     is_served: bool = False
@@ -84,6 +90,9 @@ class Limits:
         """Requests being served right now."""
         self.num_body_bytes = 0
         """Bytes of the bodies of all requests in flight, those still arriving included."""
+        self._tenant_bytes: Counter[str] = Counter()
+        self._uploads: Counter[str] = Counter()
+        """Bodies that are arriving, by "tenant NAME" and by "address NETWORK"."""
         self.is_draining = False
         """Whether new requests are refused."""
         self._idle = asyncio.Event()
@@ -103,14 +112,14 @@ class Limits:
             raise ApiError(503, "shutting_down", "The gateway is shutting down.", retry_after_s=5)
 
     @asynccontextmanager
-    async def received(self, request: web.Request) -> AsyncIterator[AcceptedBody]:
+    async def received(self, request: web.Request, tenant: str = "") -> AsyncIterator[AcceptedBody]:
         """Read the whole body of `request`. Both count towards the limits until the context ends.
 
         Raises `ApiError` 413, 415, 429 or 503 by the headers, 400, 408, 413 or 429 while the body
         arrives.
         """
         self._let_in(request)
-        accepted, started_s = AcceptedBody(), time.monotonic()
+        accepted, started_s = AcceptedBody(tenant), time.monotonic()
         self.num_in_flight += 1
         self._idle.clear()
         try:
@@ -120,6 +129,7 @@ class Limits:
             if accepted.is_served:
                 self._retry_after.ended(time.monotonic() - started_s)
             self.num_body_bytes -= accepted.nbytes
+            _take(self._tenant_bytes, tenant, accepted.nbytes)
             self.num_in_flight -= 1
             if not self.num_in_flight:
                 self._idle.set()
@@ -138,17 +148,65 @@ class Limits:
             if request.content.is_eof():
                 # Usually the whole body is here already, and a timer costs more than reading it.
                 return await self._read_all(request, max_bytes, accepted)
-            async with asyncio.timeout(self._config.timeouts.body_s):
-                return await self._read_all(request, max_bytes, accepted)
-        except TimeoutError:
-            message = f"The body did not arrive within {self._config.timeouts.body_s:g} s."
-            raise ApiError(408, "body_timeout", message) from None
+            with self._upload(request, "" if accepted is None else accepted.tenant):
+                return await self._read_arriving(request, max_bytes, accepted)
         except (web.RequestPayloadError, ValueError) as error:
             raise ApiError(400, "unreadable_body", f"The body cannot be read: {error}") from error
 
-    async def _read_all(
+    async def _read_arriving(
         self, request: web.Request, max_bytes: int, accepted: AcceptedBody | None
     ) -> bytes:
+        """As `_read_all`. Raises `ApiError` 408 when the body takes too long."""
+        loop, config = asyncio.get_running_loop(), self._config
+        started_s, timeouts = loop.time(), config.timeouts
+        try:
+            async with asyncio.timeout(self._patience_s(0)) as limit:
+                return await self._read_all(
+                    request,
+                    max_bytes,
+                    accepted,
+                    lambda nbytes: limit.reschedule(started_s + self._patience_s(nbytes)),
+                )
+        except TimeoutError:
+            message = f"The body did not arrive within {timeouts.body_s:g} s."
+            if loop.time() - started_s < timeouts.body_s:
+                per_s = config.min_client_bytes_per_s
+                message = f"The body arrives with less than {per_s:g} bytes per second."
+            raise ApiError(408, "body_timeout", message) from None
+
+    def _patience_s(self, nbytes: int) -> float:
+        """How long after its start a body may take until it has more than `nbytes`."""
+        timeouts, per_s = self._config.timeouts, self._config.min_client_bytes_per_s
+        return min(timeouts.body_s, timeouts.body_grace_s + nbytes / per_s)
+
+    @contextmanager
+    def _upload(self, request: web.Request, tenant: str) -> Iterator[None]:
+        """Count a body that is not here yet. Raises `ApiError` 429 if its tenant or its address has
+        too many of them.
+        """
+        config = self._config
+        bounds = {f"address {network_of(request.remote)}": config.max_uploads_per_address}
+        if tenant:
+            bounds[f"tenant {tenant}"] = config.max_uploads_per_tenant
+        for who, limit in bounds.items():
+            if self._uploads[who] >= limit:
+                message = f"{limit} bodies of {who} are arriving, which is the limit here."
+                raise self._too_many(message, 1 / limit)
+        self._uploads.update(bounds.keys())
+        try:
+            yield
+        finally:
+            for who in bounds:
+                _take(self._uploads, who, 1)
+
+    async def _read_all(
+        self,
+        request: web.Request,
+        max_bytes: int,
+        accepted: AcceptedBody | None,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+    ) -> bytes:
+        """The body; `on_bytes` is told how much of it has arrived."""
         body = bytearray()
         while chunk := await request.content.readany():
             if len(body) + len(chunk) > max_bytes:
@@ -157,13 +215,19 @@ class Limits:
                 self._charge(accepted, len(chunk))
             # Not a list of chunks: one of tiny chunks would take many times their bytes.
             body += chunk
+            on_bytes(len(body))
         return bytes(body)
 
     def _charge(self, accepted: AcceptedBody, nbytes: int) -> None:
-        """Count bytes that have arrived. Raises `ApiError` 429 if all bodies take too much now."""
+        """Count bytes that have arrived. Raises `ApiError` 429 if all bodies, or those of the
+        tenant, take too much now.
+        """
         accepted.nbytes += nbytes
         self.num_body_bytes += nbytes
+        self._tenant_bytes[accepted.tenant] += nbytes
         self._check_memory(0)
+        if accepted.tenant:
+            self._check_tenant_memory(accepted.tenant)
 
     def _let_in(self, request: web.Request) -> None:
         """Raises `ApiError` if the headers alone say that there is no room for the request."""
@@ -193,10 +257,40 @@ class Limits:
         )
         raise self._too_many(message, too_many_bytes / self.num_body_bytes)
 
+    def _check_tenant_memory(self, tenant: str) -> None:
+        """Raises `ApiError` 429 if the bodies of the tenant take more than its share."""
+        config, nbytes = self._config, self._tenant_bytes[tenant]
+        # One body is never too long for ever.
+        limit = max(config.max_tenant_buffered_bytes, config.max_body_bytes)
+        if nbytes > limit:
+            message = (
+                f"The bodies of {tenant}'s requests take all the memory that one tenant may have, "
+                f"{limit} bytes (max_tenant_buffered_bytes)."
+            )
+            raise self._too_many(message, (nbytes - limit) / nbytes)
+
     def _too_many(self, message: str, share: float) -> ApiError:
         retry_after_s = self._retry_after.refused(share, time.monotonic())
         message += f" Send it again after {retry_after_s} s."
         return ApiError(429, "too_many_requests", message, retry_after_s=retry_after_s)
+
+
+def network_of(address: str | None) -> str:
+    """What counts as one address: in IPv6 the 64 bits that a host may choose from."""
+    try:
+        ip = ipaddress.ip_address(address or "")
+    except ValueError:
+        return "unknown"
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is None:
+        return f"{ipaddress.IPv6Address(int(ip) >> 64 << 64)}/64"
+    return str(ip)
+
+
+def _take(counts: Counter[str], name: str, number: int) -> None:
+    """Less of this; what is at nothing is forgotten, so that no name stays."""
+    counts[name] -= number
+    if counts[name] <= 0:
+        del counts[name]
 
 
 def _too_large(max_bytes: int, setting: str) -> ApiError:

@@ -20,6 +20,7 @@ from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import JSON_TYPE, EngineLost, EngineTimeout
 from deploy.gateway.proxy.sse import EventGate, first_data
 from deploy.gateway.proxy.usage import Correction
+from prfaas.engines.access import EngineAccess
 
 EVENT_STREAM: Final = "text/event-stream"
 _READ_BUFFER_BYTES: Final = 1 << 18
@@ -58,8 +59,12 @@ class EngineAnswer:
 class EngineHttpClient:
     """One connection pool to all engines of a region."""
 
-    def __init__(self, timeouts: TimeoutConfig, *, max_answer_bytes: int) -> None:
+    def __init__(
+        self, timeouts: TimeoutConfig, access: EngineAccess, *, max_answer_bytes: int
+    ) -> None:
+        """`access` says what the engines demand."""
         self._timeouts = timeouts
+        self._access = access
         self._max_answer_bytes = max_answer_bytes
         self._urls: dict[tuple[str, str], URL] = {}
         self._session = aiohttp.ClientSession(
@@ -90,7 +95,11 @@ class EngineHttpClient:
         """
         try:
             response = await self._session.post(
-                self._url(engine_url, path), data=body, headers=headers, allow_redirects=False
+                self._url(engine_url, path),
+                data=body,
+                headers={**headers, **self._access.headers},
+                allow_redirects=False,
+                ssl=self._access.tls(),
             )
             try:
                 return await self._begin(instance, response)

@@ -6,7 +6,6 @@ then a broken connection instead of the end of the body. Does not know routes or
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from aiohttp import web
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.proxy.engine import EngineAnswer
+from deploy.gateway.proxy.slow_client import ClientPatience, SlowClientWatch
 from deploy.gateway.proxy.sse import error_event
 from deploy.gateway.proxy.usage import in_events
 
@@ -68,8 +68,7 @@ async def relay_stream(
     answer: EngineAnswer,
     request: web.Request,
     client: web.StreamResponse,
-    *,
-    client_stall_s: float,
+    patience: ClientPatience,
 ) -> StreamEnd:
     """Forward `answer` until it ends; `client` must be prepared. Always closes `answer`.
 
@@ -79,15 +78,17 @@ async def relay_stream(
     gate, response = answer.gate, answer.response
     if gate is None or response is None:
         raise ValueError("not a stream")
-    watch = _StallWatch(request, client_stall_s)
+    watch = SlowClientWatch(request, patience)
     data, error, correction = answer.begun, "", answer.correction
+    sent_bytes = 0
     try:
         while True:
             if correction is not None and (places := in_events(data)):
                 data = await correction.apply(data, places)
             if data:
+                watch.given(len(data))
                 await _write(client, data)
-                watch.nbytes += len(data)
+                sent_bytes += len(data)
             try:
                 chunk = await response.content.readany()
             except (aiohttp.ClientError, OSError, TimeoutError) as broken:
@@ -99,48 +100,17 @@ async def relay_stream(
         if not gate.is_done:
             error = error or "the stream ended without [DONE]"
             await _break_off(answer.instance, request, client, error)
-            return StreamEnd("engine_lost", watch.nbytes, error, gate.num_events)
+            return StreamEnd("engine_lost", sent_bytes, error, gate.num_events)
         if not error:
             # Bytes after the end mark without a blank line are forwarded as well.
             await _write(client, gate.rest())
             answer.response = None
-        return StreamEnd("ok", watch.nbytes, num_events=gate.num_events, last_data=gate.last_data())
+        return StreamEnd("ok", sent_bytes, num_events=gate.num_events, last_data=gate.last_data())
     except ClientGone as gone:
-        return StreamEnd("client_gone", watch.nbytes, str(gone), gate.num_events)
+        return StreamEnd("client_gone", sent_bytes, str(gone), gate.num_events)
     finally:
         watch.stop()
         answer.close()
-
-
-class _StallWatch:
-    """Cuts off a client that takes nothing for `stall_s` while bytes wait for it.
-
-    A stream has one timer instead of a timeout for each of its thousands of writes. It notices the
-    client after one to two times `stall_s`; the handler is cancelled then.
-    """
-
-    def __init__(self, request: web.Request, stall_s: float) -> None:
-        self.nbytes = 0
-        self._request = request
-        self._stall_s = stall_s
-        self._seen_bytes = -1
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(stall_s, self._look)
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        transport = self._request.transport
-        if transport is None:
-            return
-        if self._seen_bytes == self.nbytes and self._request.protocol.writing_paused:
-            logger.info("cut off a client that read nothing for %g s", self._stall_s)
-            transport.abort()
-            return
-        self._seen_bytes = self.nbytes
-        self._timer = self._loop.call_later(self._stall_s, self._look)
 
 
 async def _write(client: web.StreamResponse, data: bytes) -> None:

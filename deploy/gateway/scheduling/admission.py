@@ -1,14 +1,16 @@
 """Requests let in or answered with 429 before anything is reserved for them.
 
-Asks the live scheduler (`AdmitAsked`) and turns a refusal into an OpenAI error that says what was
-predicted, what may be, and when to come back. Does not know engines, or how a load was measured.
+Asks the live scheduler (`AdmitAsked`, `TenantAsked`) and turns a refusal into an OpenAI error that
+says what was predicted, what may be, and when to come back. Does not know engines, or how a load
+was measured.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from functools import partial
+from typing import Final, NoReturn, Protocol, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -18,7 +20,7 @@ from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.config import AdmissionSection
 from scheduler.live.admission import AdmissionReason, Verdict
 from scheduler.live.core import Event
-from scheduler.live.events import AdmissionOver, AdmitAsked
+from scheduler.live.events import AdmissionOver, AdmitAsked, TenantAsked
 from scheduler.routing.prediction import Prediction
 
 R = TypeVar("R")
@@ -50,19 +52,19 @@ _MESSAGES: Final = {
         "{who} has {requests} of at most {max_requests} requests in flight. Wait for one to end."
     ),
     AdmissionReason.TENANT_TOKENS: (
-        "{who} has {tokens} prompt tokens in flight and may have {max_tokens}; this request brings "
-        "{new_tokens}. Wait for others to end."
+        "{who} has {tokens} tokens of prompts and answers in flight and may have {max_tokens}; "
+        "this request brings {new_tokens}. Wait for others to end."
     ),
     AdmissionReason.TENANT_RATE: (
-        "{who} brings more than {per_s:g} prompt tokens per second; this request brings "
-        "{new_tokens}, and {level_tokens:.0f} are left. Send less at a time."
+        "{who} brings more than {per_s:g} tokens of prompts and answers per second; this request "
+        "brings {new_tokens}, and {level_tokens:.0f} are left. Send less at a time."
     ),
 }
 """Of every refusal: what was predicted or counted, and the bound."""
 
 
 class TenantNow(msgspec.Struct, frozen=True):
-    """What a tenant has in flight."""
+    """What a tenant has in flight; `tokens` are those that its limits count."""
 
     requests: int
     tokens: int
@@ -97,6 +99,7 @@ class Admission:
         """`hide` gives the name that the live scheduler knows a tenant by."""
         self._hide = hide
         self._policy = config.policy
+        self._default, self._tenants = config.default_tenant, config.tenants
         self._decide = decide
         self._num_asked = 0
         self._in_flight: dict[str, TenantNow] = {}
@@ -104,26 +107,45 @@ class Admission:
         self._refused: Tally[str] = Tally()
         self._metrics = _Metrics(registry, config)
 
+    def is_limited(self, tenant: str) -> bool:
+        """Whether the tenant has any limit."""
+        limit = self._tenants.get(tenant, self._default)
+        return (limit.max_requests, limit.max_tokens, limit.tokens_per_s) != (None, None, None)
+
+    def check_tenant(self, tenant: str, model: str, work_tokens: int) -> None:
+        """Raises `ApiError` 429 if a request of at least so much work is refused whatever its
+        route. To be asked before an engine renders its prompt; nothing is held.
+        """
+        verdict = self._decide(TenantAsked(self._hide(tenant), model, work_tokens)).verdict
+        if not verdict.admitted:
+            self._refuse(tenant, verdict, None)
+
     def admit(
-        self, tenant: str, model: str, num_tokens: int, predicted: Prediction | None
-    ) -> Callable[[], None]:
+        self,
+        tenant: str,
+        model: str,
+        num_tokens: int,
+        predicted: Prediction | None,
+        *,
+        work_tokens: int = 0,
+    ) -> AdmittedRequest:
         """Let a request in that would take a route with this prediction.
 
-        `num_tokens` is its prompt's length. The handle is to be called when the request is over;
-        more calls do nothing. Raises `ApiError` 429, whose code is the reason; nothing is held
-        then.
+        `num_tokens` is its prompt's length, and `work_tokens` what its tenant's limits count (0:
+        its prompt alone). What is returned is to be called when the request is over. Raises
+        `ApiError` 429, whose code is the reason; nothing is held then.
         """
         self._num_asked += 1
-        number = self._num_asked
-        judged = self._decide(AdmitAsked(number, self._hide(tenant), model, num_tokens, predicted))
+        number, work_tokens = self._num_asked, work_tokens or num_tokens
+        asked = AdmitAsked(number, self._hide(tenant), model, num_tokens, predicted, work_tokens)
+        judged = self._decide(asked)
         verdict = judged.verdict
-        self._metrics.judged(verdict, judged.decode_load)
         if not verdict.admitted:
-            self._refused[verdict.reason.value] += 1
-            raise _error(tenant, verdict)
+            self._refuse(tenant, verdict, judged.decode_load)
+        self._metrics.judged(verdict, judged.decode_load)
         self._num_admitted += 1
-        self._count(tenant, +1, num_tokens)
-        return _Once(lambda: self._ended(number, tenant, num_tokens))
+        self._count(tenant, +1, work_tokens)
+        return AdmittedRequest(partial(self._ended, number, tenant, work_tokens))
 
     def overview(self) -> AdmissionOverview:
         """GET /prfaas/region: the policy, what it did, and who has something in flight."""
@@ -134,9 +156,14 @@ class Admission:
             tenants=dict(sorted(self._in_flight.items())),
         )
 
-    def _ended(self, number: int, tenant: str, num_tokens: int) -> None:
-        self._decide(AdmissionOver(number))
-        self._count(tenant, -1, -num_tokens)
+    def _refuse(self, tenant: str, verdict: Verdict, load: float | None) -> NoReturn:
+        self._metrics.judged(verdict, load)
+        self._refused[verdict.reason.value] += 1
+        raise _error(tenant, verdict)
+
+    def _ended(self, number: int, tenant: str, work_tokens: int, used_tokens: int | None) -> None:
+        self._decide(AdmissionOver(number, used_tokens))
+        self._count(tenant, -1, -work_tokens)
 
     def _count(self, tenant: str, requests: int, tokens: int) -> None:
         before = self._in_flight.pop(tenant, TenantNow(0, 0))
@@ -146,18 +173,20 @@ class Admission:
         self._metrics.in_flight(tenant, requests)
 
 
-class _Once:
-    """Calls what it was given the first time it is called."""
+class AdmittedRequest:
+    """A request that was let in, to be called once it is over with the work that it was, if that is
+    known. Only the first call counts.
+    """
 
     __slots__ = ("_call",)
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
+    def __init__(self, call: Callable[[int | None], None]) -> None:
+        self._call: Callable[[int | None], None] | None = call
 
-    def __call__(self) -> None:
+    def __call__(self, used_tokens: int | None = None) -> None:
         call, self._call = self._call, None
         if call is not None:
-            call()
+            call(used_tokens)
 
 
 class _Metrics:

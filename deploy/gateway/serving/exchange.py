@@ -18,6 +18,7 @@ from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.intake.inbound import InboundRequest, Kind
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.proxy.engine import EngineAnswer, EngineHttpClient
+from deploy.gateway.proxy.slow_client import ClientPatience
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.feedback import Feedback
 from deploy.gateway.scheduling.scheduler import RegionScheduler
@@ -53,6 +54,7 @@ class Services:
     engines: EngineHttpClient
     background: Background
     timeouts: TimeoutConfig
+    patience: ClientPatience
     scheduler: RegionScheduler
     admission: Admission
     places: Callable[[str], CachePlaces]

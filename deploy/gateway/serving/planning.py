@@ -52,6 +52,20 @@ _rendered_decoder = msgspec.json.Decoder(_Rendered)
 _rendered_list_decoder = msgspec.json.Decoder(list[_Rendered])
 
 
+def check_tenant(services: Services, exchange: Exchange) -> None:
+    """Raises `ApiError` 429 if a limit of the tenant refuses the request, as far as that can be
+    said before its prompt is counted.
+    """
+    inbound, tenant = exchange.inbound, exchange.record.tenant
+    if not services.admission.is_limited(tenant):
+        return
+    shape = services.feedback.likely(inbound.model, inbound.shape, inbound.content)
+    num_tokens = shape.num_prompt_tokens
+    if not shape.is_exact:
+        num_tokens //= 2  # an estimate, which must refuse nothing that counting lets in
+    services.admission.check_tenant(tenant, inbound.model, inbound.work_tokens(num_tokens))
+
+
 async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
     """The route of a request that has just arrived."""
     inbound = exchange.inbound

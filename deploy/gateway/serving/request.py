@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -27,10 +26,16 @@ from deploy.gateway.errors import (
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.stream import forwarded_headers, relay_stream
 from deploy.gateway.proxy.usage import in_answer
+from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.scheduling.feedback import Usage, usage_of
 from deploy.gateway.serving.exchange import Exchange, Services
 from deploy.gateway.serving.offload import NotOffloaded, Offload, PrefillLost
-from deploy.gateway.serving.planning import RequestPlan, direct_target, plan_request
+from deploy.gateway.serving.planning import (
+    RequestPlan,
+    check_tenant,
+    direct_target,
+    plan_request,
+)
 from deploy.gateway.serving.records import Outcome, RequestRecord
 from scheduler.routing.decision import Decision, Reason, fall_back
 from scheduler.routing.short_term import RouteDecision
@@ -51,7 +56,8 @@ class Serving:
         self._tries_left = 1
         self._lost_clusters: set[str] = set()
         self._lost_instances: set[str] = set()
-        self._end_admission: Callable[[], None] | None = None
+        self._end_admission: AdmittedRequest | None = None
+        self._num_prompt_tokens = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer `request`. Failures are answers too; only cancellation is raised."""
@@ -79,6 +85,8 @@ class Serving:
 
         Raises what ended the last try. Cancelling gives everything back.
         """
+        # Rendering costs an engine time: who may not be served gets none.
+        check_tenant(self._services, self._exchange)
         plan = await plan_request(self._services, self._exchange)
         self._admit(plan)
         is_refused = False
@@ -96,8 +104,13 @@ class Serving:
         """Let the request in, or raise `ApiError` 429."""
         decision, model = plan.decision, self._inbound.model
         predicted = decision.predicted if isinstance(decision, RouteDecision) else None
+        num_tokens = self._num_prompt_tokens = plan.shape.num_prompt_tokens
         self._end_admission = self._services.admission.admit(
-            self._exchange.record.tenant, model, plan.shape.num_prompt_tokens, predicted
+            self._exchange.record.tenant,
+            model,
+            num_tokens,
+            predicted,
+            work_tokens=self._inbound.work_tokens(num_tokens),
         )
 
     async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
@@ -266,9 +279,7 @@ class Serving:
             record.ended("client_gone", error=str(error))
             return response
         try:
-            end = await relay_stream(
-                answer, request, response, client_stall_s=self._services.timeouts.client_stall_s
-            )
+            end = await relay_stream(answer, request, response, self._services.patience)
         except Exception as error:
             # The answer has begun: an error response must not follow it on this connection.
             logger.exception("%s: relaying failed", self._exchange.request_id)
@@ -305,10 +316,23 @@ class Serving:
         for transfer_id in exchange.transfer_ids:
             self._feedback.answer_over(transfer_id)
         if self._end_admission is not None:
-            self._end_admission()
+            self._end_admission(self._used_tokens(answer))
         exchange.over()
         self._feedback.ended(self._inbound.model, exchange.record)
         _log(exchange.record)
+
+    def _used_tokens(self, answer: EngineAnswer | None) -> int | None:
+        """The work that the request was; None if nobody knows how much was computed."""
+        record = self._exchange.record
+        if record.outcome == "engine_error":
+            return 0
+        if record.outcome == "failed":
+            return self._inbound.work_of(self._num_prompt_tokens, 0)
+        num_events = 0 if answer is None or answer.gate is None else answer.gate.num_events
+        output_tokens = record.output_tokens or num_events
+        if not output_tokens:
+            return None
+        return self._inbound.work_of(self._num_prompt_tokens, output_tokens)
 
     def _leave(self, instance: str) -> None:
         """Tell the scheduler and the PD front that `instance` is done with the request."""

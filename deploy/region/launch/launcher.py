@@ -23,7 +23,14 @@ import psutil
 from deploy.command_line import CommandFailed
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.launch.arenas import discard_arenas
-from deploy.region.launch.plan import STOP_ORDER, Kind, PlannedProcess, Planner, gateway_url
+from deploy.region.launch.plan import (
+    STOP_ORDER,
+    Kind,
+    PlannedProcess,
+    Planner,
+    admin_url,
+    gateway_url,
+)
 from deploy.region.launch.ports import ResolvedRegion, resolve_ports, taken_ports
 from deploy.region.launch.probes import Prober, region_trouble
 from deploy.region.launch.rundir import (
@@ -40,8 +47,10 @@ from deploy.region.launch.trust import grants_of, region_key_of, run_credentials
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
+from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import FileError
-from kvmanager.private_files import write_private
+from kvmanager.private_files import read_secret, write_private
+from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.restart import RestartConfig
@@ -176,6 +185,16 @@ class RunningRegion:
         """host:port of a node agent's control service; KeyError if unknown."""
         return self._agent_controls()[node]
 
+    @property
+    def operator_key(self) -> str:
+        """What the gateway's pages for operators ask for, beside the region's API keys."""
+        return read_secret(self.directory.operator_key)
+
+    def engine_access(self) -> EngineAccess:
+        """How to ask the engines. Reads files."""
+        tls = tls_files(self.region.security.tls)
+        return EngineAccess(self.directory.engine_key, tls)
+
     def credentials(self, role: Role) -> Credentials | None:
         """What a process of this role shows to the region's processes, which it may then call as
         the role allows (`transport.access`).
@@ -212,7 +231,8 @@ class RunningRegion:
         RegionStartFailed, with what they miss, when time is over.
         """
         deadline_s = time.monotonic() + timeout_s
-        while (trouble := await region_trouble(self.gateway_url)) is not None:
+        url, key = admin_url(self.region), self.operator_key
+        while (trouble := await region_trouble(url, key)) is not None:
             if time.monotonic() > deadline_s:
                 raise RegionStartFailed(f"the gateway runs, but {trouble}")
             self._report(self.gateway, trouble, state="waiting")
@@ -255,12 +275,15 @@ class RunningRegion:
             private, public = new_key_pair()
             write_private(directory.granting_key, private)
             write_private(directory.granting_keys, public)
+        for secret in (directory.engine_key, directory.operator_key):
+            write_private(secret, f"{new_key()}\n".encode())
         for path, text in self._planner.files().items():
             write_private(path, text.encode())  # keys and passwords are among it
 
     async def _start_all(self) -> None:
         self._session = open_session()
-        self._prober = Prober(self._session, self.credentials("operator"))
+        access = await asyncio.to_thread(self.engine_access)
+        self._prober = Prober(self._session, self.credentials("operator"), access)
         assert self._planner is not None
         for item in self._planner.processes():
             self._processes[item.name] = self._supervised(self._adapt(item), self._prober)
@@ -346,6 +369,7 @@ class RunningRegion:
             launcher_started_s=own.create_time(),
             started_s=self._started_s,
             gateway_url=self.gateway_url,
+            admin_url=admin_url(self.region),
             region_file=str(directory.region_file),
             processes=tuple(_record(process) for process in self._processes.values()),
             relays={item.name: str(directory.socket(item.name)) for item in self._resolved.relays},

@@ -24,6 +24,8 @@ from deploy.region.launch.rundir import RunDirectory
 from deploy.region.launch.trust import grants_of, region_key_of
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from kvmanager.agent.config import AgentSection
+from kvmanager.config_files.fields import TlsSection
+from kvmanager.config_files.security import is_loopback
 from prfaas.engines.command import EngineOptions, EngineSpec
 from prfaas.engines.instances import InstanceSpec
 from prfaas.engines.process import KILL_S, ProcessSpec
@@ -183,6 +185,7 @@ class Planner:
             instance,
             self.directory.socket(node.name),
             kv_events=self._kv_events(node, instance),
+            key_file=self.directory.engine_key,
         )
         process = ProcessSpec(
             name=instance.name,
@@ -212,6 +215,7 @@ def engine_spec(
     agent_socket: Path | None,
     *,
     kv_events: str | None = None,
+    key_file: Path | None = None,
 ) -> EngineSpec:
     """How the instance's engine is started; without a socket, as a plain engine."""
     model = region.model_of(instance)
@@ -222,8 +226,10 @@ def engine_spec(
         instance=instance.name,
         model=model.path,
         served_name=model.name,
-        host=node.host,
+        host=region.engine_host(node),
         port=instance.port,
+        key_file=key_file,
+        tls=engine_tls(region, node),
         max_num_seqs=region.decode_slots_of(instance),
         enable_prefix_caching=model.prefix_caching,
         agent_socket=None if agent_socket is None else str(agent_socket),
@@ -245,6 +251,8 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
         ),
         api_keys_file=gateway.api_keys_file,
         api_keys_env=gateway.api_keys_env,
+        engine_key_file=directory.engine_key,
+        operator_key_file=directory.operator_key,
         pd=PdSource.of(name=pd.name, instances=_instances(region, pd)),
         prefill=tuple(
             PrefillSource.of(
@@ -264,9 +272,28 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
 
 def gateway_url(region: RegionSpec) -> str:
     """Where clients on this machine find the gateway."""
-    host = region.gateway.host
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://{Endpoint(host, region.gateway.port)}"
+    return _local_url(Endpoint(region.gateway.host, region.gateway.port))
+
+
+def admin_url(region: RegionSpec) -> str:
+    """Where operators on this machine find the gateway's pages."""
+    admin = region.gateway.admin
+    return gateway_url(region) if admin is None else _local_url(Endpoint.parse(admin))
+
+
+def _local_url(at: Endpoint) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(at.host, at.host)
+    return f"http://{Endpoint(host, at.port)}"
+
+
+def engine_tls(region: RegionSpec, node: NodeSpec) -> TlsSection | None:
+    """The certificates of the node's engines, which need none on loopback."""
+    return None if is_loopback(region.engine_host(node)) else region.security.tls
+
+
+def _engine_url(region: RegionSpec, node: NodeSpec, instance: RegionInstance) -> str:
+    scheme = "http" if engine_tls(region, node) is None else "https"
+    return f"{scheme}://{Endpoint(region.engine_host(node), instance.port)}"
 
 
 def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, ...]:
@@ -275,7 +302,7 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
             name=item.name,
             agent=str(Endpoint(node.host, node.agent.control_port)),
             node=node.name,
-            url=f"http://{Endpoint(node.host, item.port)}",
+            url=_engine_url(region, node, item),
             model=region.model_of(item).name,
             role=role_of(item, cluster),
             max_concurrent=item.max_concurrent,

@@ -97,7 +97,11 @@ def resolve_ports(
 
     gateway = region.gateway
     gateway = gateway.model_copy(update={"port": choose(gateway.host, gateway.port)})
-    clusters = tuple(_resolve_cluster(cluster, choose) for cluster in region.clusters)
+    if gateway.admin is not None:
+        at = Endpoint.parse(gateway.admin)
+        admin = str(Endpoint(at.host, choose(at.host, at.port)))
+        gateway = gateway.model_copy(update={"admin": admin})
+    clusters = tuple(_resolve_cluster(region, cluster, choose) for cluster in region.clusters)
     region = region.model_copy(update={"gateway": gateway, "clusters": clusters})
     relays: list[RelayPlan] = []
     links = tuple(_resolve_link(link, region, choose, relays) for link in region.links)
@@ -112,14 +116,14 @@ def advertised_address(node: NodeSpec) -> str:
 _Choose = Callable[[str, int], int]
 
 
-def _resolve_cluster(cluster: ClusterSpec, choose: _Choose) -> ClusterSpec:
+def _resolve_cluster(region: RegionSpec, cluster: ClusterSpec, choose: _Choose) -> ClusterSpec:
     nodes = []
     for node in cluster.nodes:
         keys = ("data_port", "control_port", "metrics_port")
         chosen = {key: choose(node.host, getattr(node.agent, key)) for key in keys}
         agent: AgentSpec = node.agent.model_copy(update=chosen)
         instances = tuple(
-            item.model_copy(update={"port": choose(node.host, item.port)})
+            item.model_copy(update={"port": choose(region.engine_host(node), item.port)})
             for item in node.instances
         )
         nodes.append(node.model_copy(update={"agent": agent, "instances": instances}))

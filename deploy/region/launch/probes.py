@@ -14,6 +14,8 @@ from deploy.region.client import CannotAsk, asked
 from deploy.region.launch.plan import PlannedProcess
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
+from prfaas.engines.access import EngineAccess
+from prfaas.engines.client import EngineHttp
 from prfaas.engines.supervisor import Probe
 from scheduler.reports import ClusterReport
 from transport import Credentials
@@ -28,10 +30,10 @@ class _RegionView(msgspec.Struct):
     prefill: dict[str, ClusterReport] = {}
 
 
-async def region_trouble(gateway_url: str) -> str | None:
+async def region_trouble(admin_url: str, key: str) -> str | None:
     """What the gateway still misses, None when all its instances are usable."""
     try:
-        view = await asked(gateway_url, "/prfaas/region", _RegionView)
+        view = await asked(admin_url, "/prfaas/region", _RegionView, key=key)
     except CannotAsk as error:
         return f"it does not answer: {error}"
     if view.pd is None:
@@ -46,9 +48,15 @@ async def region_trouble(gateway_url: str) -> str | None:
 class Prober:
     """Makes probes; `session` stays its owner's, `close` ends the connections to agents."""
 
-    def __init__(self, session: aiohttp.ClientSession, credentials: Credentials | None) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        credentials: Credentials | None,
+        access: EngineAccess,
+    ) -> None:
         self._session = session
         self._credentials = credentials
+        self._access = access
         self._agents: dict[str, AgentClient] = {}
 
     def probe(self, planned: PlannedProcess) -> Probe:
@@ -57,7 +65,9 @@ class Prober:
             return self._relay_probe(planned)
         if planned.kind == "agent":
             return self._agent_probe(planned.address)
-        return self._http_probe(planned)
+        if planned.kind == "engine":
+            return EngineHttp(planned.address, self._session, self._access).health
+        return self._gateway_probe(planned)
 
     async def agent_status(self, control: str) -> StatusReply:
         """What a node agent holds. RpcError."""
@@ -88,14 +98,14 @@ class Prober:
 
         return probe
 
-    def _http_probe(self, planned: PlannedProcess) -> Probe:
+    def _gateway_probe(self, planned: PlannedProcess) -> Probe:
         # A gateway whose engines are all down still serves: what it says about them is not its
         # own health.
-        path = "/health" if planned.kind == "engine" else "/version"
+        url = f"{planned.address}/version"
 
         async def probe() -> bool:
             timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-            async with self._session.get(f"{planned.address}{path}", timeout=timeout) as response:
+            async with self._session.get(url, timeout=timeout) as response:
                 return response.status == 200
 
         return probe

@@ -20,13 +20,23 @@ import msgspec
 import psutil
 
 from deploy.command_line import CommandFailed
-from kvmanager.private_files import make_private_directory, open_private, write_private
+from kvmanager.private_files import (
+    make_private_directory,
+    open_private,
+    read_secret,
+    write_private,
+)
 
 REGION_KEY: Final = "region.key"
 """Name of the file with the key that a run makes for itself."""
+ENGINE_KEY: Final = "engine.key"
+"""Name of the file with the key that the engines of a run demand."""
+OPERATOR_KEY: Final = "operator.key"
+"""Name of the file with the key of the user of a run to the pages of its gateway."""
 GRANTING_KEY: Final = "granting.key"
 GRANTING_KEYS: Final = "granting.pub"
 """Names of the files with the gateway's key of grants and what agents know of it."""
+RUN_KEYS: Final = (REGION_KEY, ENGINE_KEY, OPERATOR_KEY, GRANTING_KEY, GRANTING_KEYS)
 Phase = Literal["starting", "running", "stopping"]
 
 # The kernel's limit for a unix socket's path is 107 bytes.
@@ -71,6 +81,8 @@ class RegionState(msgspec.Struct, frozen=True):
     processes: tuple[ProcessRecord, ...]
     relays: dict[str, str]
     agents: dict[str, str]
+    admin_url: str = ""
+    """Where the gateway's pages for operators are."""
 
     def launcher_lives(self) -> bool:
         """Whether the process that wrote this still runs."""
@@ -121,6 +133,16 @@ class RunDirectory:
     def granting_keys(self) -> Path:
         """The public key with which this run's agents check them."""
         return self.root / GRANTING_KEYS
+
+    @property
+    def engine_key(self) -> Path:
+        """The key that this run's engines demand."""
+        return self.root / ENGINE_KEY
+
+    @property
+    def operator_key(self) -> Path:
+        """The key of this run's user to the gateway's pages."""
+        return self.root / OPERATOR_KEY
 
     def socket(self, name: str) -> Path:
         """The path of a socket; RunDirectoryError if the kernel would not take it."""
@@ -195,8 +217,7 @@ def remove_leftovers(root: Path) -> None:
     pointer = root / "sockets.path"
     if pointer.exists():
         shutil.rmtree(pointer.read_text(), ignore_errors=True)
-    keys = (root / name for name in (REGION_KEY, GRANTING_KEY, GRANTING_KEYS))
-    for path in (pointer, *keys, *root.glob("*.json")):
+    for path in (pointer, *(root / name for name in RUN_KEYS), *root.glob("*.json")):
         path.unlink(missing_ok=True)
 
 
@@ -208,6 +229,14 @@ def read_state(root: Path) -> RegionState | None:
         return None
     except msgspec.MsgspecError as error:
         raise RunDirectoryError(f"{root / 'state.json'} is of another version: {error}") from error
+
+
+def operator_key(root: Path) -> str:
+    """The key of the run in `root` to its gateway's pages, "" if it has none that can be read."""
+    try:
+        return read_secret(root / OPERATOR_KEY)
+    except (OSError, ValueError):
+        return ""
 
 
 def default_base(environment: Mapping[str, str]) -> Path:

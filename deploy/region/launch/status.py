@@ -22,7 +22,7 @@ from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import LinkReport
 from deploy.region.cache_identity import unlike_engines
 from deploy.region.client import CannotAsk, asked
-from deploy.region.launch.rundir import RegionState
+from deploy.region.launch.rundir import RegionState, operator_key
 from deploy.region.launch.trust import credentials_in
 from deploy.table_style import new_table
 from kvmanager.agent.client import AgentClient
@@ -63,7 +63,7 @@ async def region_status(state: RegionState) -> RegionStatus:
         asyncio.gather(
             *(_agent(control, credentials) for control in (state.agents.values() if lives else ()))
         ),
-        _plan(state.gateway_url if lives else ""),
+        _plan(state, lives),
     )
     links = [_link(Path(path)) for path in state.relays.values()]
     return RegionStatus(
@@ -194,13 +194,14 @@ def _link_table(status: RegionStatus) -> Table:
     return table
 
 
-async def _plan(gateway_url: str) -> PlanOverview | None:
-    """None also where the gateway asks for a key, which is not known here."""
-    if not gateway_url:
+async def _plan(state: RegionState, lives: bool) -> PlanOverview | None:
+    if not lives:
         return None
     try:
+        key = await asyncio.to_thread(operator_key, Path(state.region_file).parent)
         async with asyncio.timeout(_TIMEOUT_S):
-            return await asked(gateway_url, "/prfaas/plan", PlanOverview)
+            url = state.admin_url or state.gateway_url
+            return await asked(url, "/prfaas/plan", PlanOverview, key=key)
     except (CannotAsk, TimeoutError):
         return None
 

@@ -19,6 +19,7 @@ from deploy.region.spec.region import (
 from kvmanager.config_files.problems import KeyPath, Problem, suggestion
 from kvmanager.config_files.security import check_redis, is_loopback
 from kvmanager.config_files.units import parse_rate
+from transport import Endpoint
 
 MAX_NUM_SEQS: Final = "--max-num-seqs"
 
@@ -169,21 +170,26 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(("gateway", "directory", "url"), str(error))
     has_keys = bool(gateway.api_keys_file or gateway.api_keys_env)
-    if not (has_keys or security.trusted_network or is_loopback(gateway.host)):
-        message = (
-            f"{gateway.host} is reachable from other hosts and anybody could use the models; give "
-            "api_keys_file or api_keys_env, or set security.trusted_network"
-        )
-        yield Problem(("gateway", "host"), message)
+    listeners = {"host": (gateway.host, "use the models")}
+    if gateway.admin is not None:
+        listeners["admin"] = (Endpoint.parse(gateway.admin).host, "change roles")
+    for name, (host, what) in listeners.items():
+        if not (has_keys or security.trusted_network or is_loopback(host)):
+            message = (
+                f"{host} is reachable from other hosts and anybody could {what}; give "
+                "api_keys_file or api_keys_env, or set security.trusted_network"
+            )
+            yield Problem(("gateway", name), message)
     if gateway.scheduling.admission.tenants and not has_keys:
         message = "tenants are API keys; give api_keys_file or api_keys_env, or use default_tenant"
         yield Problem(("gateway", "scheduling", "admission", "tenants"), message)
     if gateway.shared_caches and not has_keys:
         message = "tenants are API keys; give api_keys_file or api_keys_env; without, all share"
         yield Problem(("gateway", "shared_caches"), message)
-    if gateway.operators and not has_keys:
-        message = "operators are names of API keys; give api_keys_file or api_keys_env"
-        yield Problem(("gateway", "operators"), message)
+    for name in ("operators", "priority_tenants"):
+        if getattr(gateway, name) and not has_keys:
+            message = f"{name} are names of API keys; give api_keys_file or api_keys_env"
+            yield Problem(("gateway", name), message)
 
 
 def _check_ports(region: RegionSpec) -> Iterator[Problem]:
@@ -199,8 +205,11 @@ def _check_ports(region: RegionSpec) -> Iterator[Problem]:
 def fixed_ports(region: RegionSpec) -> Iterator[tuple[KeyPath, str, int]]:
     """Every port of the region with its path and host, 0 where any will do."""
     yield ("gateway", "port"), region.gateway.host, region.gateway.port
+    if region.gateway.admin is not None:
+        admin = Endpoint.parse(region.gateway.admin)
+        yield ("gateway", "admin"), admin.host, admin.port
     for path, _, node in _nodes(region):
         for key in ("data_port", "control_port", "metrics_port"):
             yield (*path, "agent", key), node.host, getattr(node.agent, key)
         for i, instance in enumerate(node.instances):
-            yield (*path, "instances", i, "port"), node.host, instance.port
+            yield (*path, "instances", i, "port"), region.engine_host(node), instance.port

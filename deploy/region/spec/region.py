@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from deploy.gateway.config import ApiKeysSection, GatewaySection
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import Address, Port, Section, TlsSection
+from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import parse_duration, parse_rate
 from prfaas.engines.command import EngineOptions
 from prfaas.engines.instances import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
@@ -62,7 +63,7 @@ class RegionInstance(Section):
     model: str | None = None
     """Name of the model that it serves; may be left out if there is only one."""
     port: Port = 0
-    """Port of its OpenAI server; 0: any free one."""
+    """Port of its OpenAI server, which only the region's processes may use; 0: any free one."""
     max_concurrent: Annotated[int, Field(ge=1)] = DEFAULT_MAX_CONCURRENT
     """Prefill jobs given to it at a time; vLLM batches them."""
     decode_slots: Annotated[int, Field(ge=1)] | None = None
@@ -216,6 +217,13 @@ class RegionSpec(Section):
         """How many requests the instance's engine decodes at a time."""
         limit = self.model_of(instance).max_num_batched_tokens or DEFAULT_DECODE_SLOTS
         return instance.decode_slots or min(DEFAULT_DECODE_SLOTS, limit)
+
+    def engine_host(self, node: NodeSpec) -> str:
+        """The address that the node's engines listen on. Prompts and the engines' key cross a
+        network with TLS, or where it is trusted; all processes of `prfaas up` are on one host.
+        """
+        is_safe = self.security.tls is not None or self.security.trusted_network
+        return node.host if is_safe or is_loopback(node.host) else "127.0.0.1"
 
     def caches(self, node: NodeSpec) -> bool:
         """Whether the node has a prefix cache: some model there wants one, and it has room."""

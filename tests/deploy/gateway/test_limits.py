@@ -42,8 +42,9 @@ class Request:
 
     content_type = "application/json"
 
-    def __init__(self, announced: int | None = None) -> None:
+    def __init__(self, announced: int | None = None, remote: str = "127.0.0.1") -> None:
         self.content_length = announced
+        self.remote = remote
         self.content = Body()
 
 

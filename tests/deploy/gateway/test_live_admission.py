@@ -141,7 +141,8 @@ def test_a_tenant_has_so_many_tokens() -> None:
     handle = door.admit("acme", num_tokens=400)
     error = door.refused("acme", num_tokens=101)
     assert error.code == "tenant_tokens"
-    assert "400 prompt tokens in flight and may have 500; this request brings 101" in error.message
+    said = "400 tokens of prompts and answers in flight and may have 500; this request brings 101"
+    assert said in error.message
     door.admit("acme", num_tokens=100)
     handle()
     door.admit("acme", num_tokens=400)
@@ -152,7 +153,7 @@ def test_a_tenant_brings_so_many_tokens_a_second() -> None:
     door.admit(num_tokens=80)()
     error = door.refused(num_tokens=70)
     assert (error.code, error.retry_after_s) == ("tenant_rate", 5)
-    assert error.message.startswith("Everybody together brings more than 10 prompt tokens")
+    assert error.message.startswith("Everybody together brings more than 10 tokens of prompts")
     door.now_s = 5.0
     door.admit(num_tokens=70)
 

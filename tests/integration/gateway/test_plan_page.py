@@ -28,7 +28,7 @@ async def test_the_plan_of_a_running_gateway(open_region: Any) -> None:
             assert 'prfaas_gateway_plan_threshold_tokens{cluster="far"}' in await response.text()
 
 
-async def test_the_plan_can_be_protected(open_region: Any) -> None:
-    async with open_region(api_keys=("one",), protect_admin=True) as region:
+async def test_the_plan_is_protected_where_there_are_keys(open_region: Any) -> None:
+    async with open_region(api_keys=("one",)) as region:
         async with region.session.get(region.url + "/prfaas/plan") as response:
             assert response.status == 401

@@ -234,7 +234,7 @@ async def test_an_unknown_request_is_answered_with_the_newest(region: Any) -> No
 
 
 async def test_what_was_learnt_is_shown_to_those_who_may_see_it(open_region: Any) -> None:
-    async with open_region(api_keys=("one",), protect_admin=True) as region:
+    async with open_region(api_keys=("one",)) as region:
         assert (await page(region, "/prfaas/scheduling"))[0] == 401
         status, found = await page(region, "/prfaas/scheduling", Authorization="Bearer one")
         assert status == 200

@@ -34,7 +34,7 @@ async def test_a_recorded_day_is_decided_again(open_region: Any, tmp_path: Path)
     assert found["is_complete"]
     assert found["decisions"] >= 2 * 18
     outcomes = {(row["decision"], row["outcome"]) for row in found["outcomes"]}
-    assert ("AdmitAsked", "refused (tenant_requests)") in outcomes
+    assert ("TenantAsked", "refused (tenant_requests)") in outcomes
     assert ("RouteAsked", "far (above_threshold)") in outcomes
     for path in (tmp_path / "flight").iterdir():
         assert b"secret" not in path.read_bytes()

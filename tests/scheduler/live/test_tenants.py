@@ -23,3 +23,28 @@ def test_limits_that_cannot_be_meant() -> None:
         TenantLimit(max_requests=0)
     with pytest.raises(ValueError, match=r"burst_tokens is 0\.0"):
         TenantLimit(tokens_per_s=5.0)
+
+
+def test_a_bucket_counts_what_a_request_was_in_the_end() -> None:
+    tenants = TenantLedger(TenantLimit(tokens_per_s=1.0, burst_tokens=100.0))
+    tenants.started("t", 90, 0.0)
+    assert tenants.refusal("t", 20, 0.0) is not None
+    tenants.ended("t", 90, used_tokens=30)
+    assert tenants.refusal("t", 70, 0.0) is None
+    assert tenants.refusal("t", 71, 0.0) is not None
+    tenants.started("t", 10, 0.0)
+    tenants.ended("t", 10, used_tokens=1000)
+    refusal = tenants.refusal("t", 1, 0.0)
+    assert refusal is not None
+    assert refusal.retry_after_s == 1000 + 30 - 100 + 1
+    assert tenants.in_flight("t") == (0, 0)
+
+
+def test_a_bucket_never_holds_more_than_its_burst() -> None:
+    tenants = TenantLedger(TenantLimit(tokens_per_s=1.0, burst_tokens=100.0))
+    tenants.started("t", 10, 0.0)
+    tenants.started("t", 500, 90.0)
+    tenants.ended("t", 500, used_tokens=0)
+    tenants.started("t", 50, 200.0)
+    assert tenants.refusal("t", 50, 200.0) is None
+    assert tenants.refusal("t", 51, 200.0) is not None

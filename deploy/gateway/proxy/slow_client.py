@@ -1,0 +1,82 @@
+"""Cuts off clients that take an answer so slowly that they only hold its memory and its place.
+
+Does not know what is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import NamedTuple
+
+import aiohttp
+from aiohttp import web
+
+logger = logging.getLogger("prfaas.deploy.gateway")
+
+
+class ClientPatience(NamedTuple):
+    """A client must take `min_bytes_per_s`, on average over `stall_s`, while bytes wait for it."""
+
+    stall_s: float
+    min_bytes_per_s: float
+
+
+async def send_whole(
+    request: web.Request, response: web.StreamResponse, patience: ClientPatience
+) -> None:
+    """Send a response that has been made and not been sent yet. A client that is gone, or is cut
+    off, is no error.
+    """
+    if response.prepared or not isinstance(response, web.Response):
+        return
+    watch = SlowClientWatch(request, patience)
+    watch.given(response.content_length or 0)
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except (aiohttp.ClientError, OSError) as error:
+        logger.info("a client did not take its answer: %s", str(error) or type(error).__name__)
+    finally:
+        watch.stop()
+
+
+class SlowClientWatch:
+    """Watches one answer from its making until `stop`.
+
+    It has one timer instead of a timeout for each of thousands of writes, and notices a client
+    after one to two times `stall_s`; the connection's end cancels the handler. What the kernel
+    buffers counts as taken: that is bounded, and a client that lives from it runs out of it.
+    """
+
+    def __init__(self, request: web.Request, patience: ClientPatience) -> None:
+        self._request = request
+        self._patience = patience
+        self._given_bytes = 0
+        self._seen_bytes = 0
+        self._was_waiting = False
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(patience.stall_s, self._look)
+
+    def given(self, nbytes: int) -> None:
+        """So many more bytes are for the client."""
+        self._given_bytes += nbytes
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        transport, patience = self._request.transport, self._patience
+        if transport is None:
+            return
+        taken_bytes = self._given_bytes - transport.get_write_buffer_size()
+        new_bytes, self._seen_bytes = taken_bytes - self._seen_bytes, taken_bytes
+        # Bytes that wait at both ends of the time: the client, not the engine, is the slow one.
+        is_waiting = transport.get_write_buffer_size() > 0
+        was_waiting, self._was_waiting = self._was_waiting, is_waiting
+        if is_waiting and was_waiting and new_bytes < patience.stall_s * patience.min_bytes_per_s:
+            logger.info("cut off a client that read %d bytes in %g s", new_bytes, patience.stall_s)
+            transport.abort()
+            return
+        self._timer = self._loop.call_later(patience.stall_s, self._look)

@@ -1,0 +1,161 @@
+"""Attacks on limits of tenants: work that is not counted, engines that work for refused requests,
+and places before others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from deploy.gateway.config import ApiKey
+
+KEYS = tuple(ApiKey.model_validate(line) for line in ("acme one", "mallory two"))
+SHORT = {"model": "tiny", "prompt": "x"}
+
+
+def limited(**limit: Any) -> dict[str, Any]:
+    """A gateway whose tenant mallory has this limit."""
+    return {"api_keys": KEYS, "scheduling": {"admission": {"tenants": {"mallory": limit}}}}
+
+
+async def ask(region: Any, body: Any, key: str = "two", **headers: str) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key}"} | headers
+    status, _, answer = await region.post(body, headers=headers)
+    return status, json.loads(answer)
+
+
+async def in_flight(region: Any) -> int:
+    """Tokens that count for mallory now."""
+    headers = {"Authorization": "Bearer one"}
+    async with region.session.get(region.url + "/prfaas/region", headers=headers) as response:
+        tenants = (await response.json())["admission"]["tenants"]
+    return int(tenants["mallory"]["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_tokens"),
+    [
+        ({}, 10 + 16),
+        ({"max_tokens": 100_000}, 10 + 100_000),
+        ({"max_tokens": "100000"}, 10 + 100_000),
+        ({"max_tokens": 1e5}, 10 + 100_000),
+        ({"n": 16384, "max_tokens": 100_000}, 16384 * (10 + 100_000)),
+        ({"best_of": 64, "max_tokens": 5}, 64 * (10 + 5)),
+        ({"n": 2, "best_of": 64, "max_tokens": 5}, 64 * (10 + 5)),
+        ({"max_completion_tokens": 500}, 10 + 500),
+        ({"prompt_logprobs": 20, "max_tokens": 1}, 2 * 10 + 1),
+        ({"echo": True, "logprobs": 5, "max_tokens": 1}, 2 * 10 + 1),
+        ({"n": -3, "max_tokens": -5}, 10),
+    ],
+)
+async def test_what_a_request_asks_for_counts(
+    open_region: Any, fields: dict[str, Any], num_tokens: int
+) -> None:
+    async with open_region(**limited(max_requests=8)) as region:
+        region.engine.first_token.clear()
+        body = {"model": "tiny", "prompt": list(range(10))} | fields
+        asking = asyncio.create_task(ask(region, body))
+        await region.until(lambda: region.engine.num_serving == 1)
+        assert await in_flight(region) == num_tokens
+        region.engine.first_token.set()
+        assert (await asking)[0] == 200
+
+
+async def test_many_choices_do_not_pass_a_limit_of_tokens(open_region: Any) -> None:
+    async with open_region(**limited(max_tokens=1000)) as region:
+        region.engine.first_token.clear()
+        first = asyncio.create_task(ask(region, SHORT))
+        await region.until(lambda: region.engine.num_serving == 1)
+        status, answer = await ask(region, SHORT | {"n": 16384, "max_tokens": 100_000})
+        assert (status, answer["error"]["code"]) == (429, "tenant_tokens")
+        region.engine.first_token.set()
+        assert (await first)[0] == 200
+
+
+async def test_a_rate_counts_the_answers_that_came(open_region: Any) -> None:
+    """The double answers with 4 tokens, whatever was asked for."""
+    limit = {"tokens_per_s": 1e-3, "burst_tokens": 1000}
+    async with open_region(**limited(**limit)) as region:
+        # What was asked for and did not come is given back.
+        for _ in range(3):
+            assert (await ask(region, SHORT | {"max_tokens": 900}))[0] == 200
+
+        async def long(request: Any, body: Any) -> Any:
+            usage = {"prompt_tokens": 1, "completion_tokens": 5000}
+            return web.json_response({"choices": [], "usage": usage})
+
+        region.engine.reply = long
+        assert (await ask(region, SHORT))[0] == 200
+        status, answer = await ask(region, SHORT)
+        assert (status, answer["error"]["code"]) == (429, "tenant_rate")
+        assert (await ask(region, SHORT, "one"))[0] == 200
+
+
+async def test_an_answer_that_is_broken_off_counts(open_region: Any) -> None:
+    limit = {"tokens_per_s": 1e-3, "burst_tokens": 40}
+    async with open_region(**limited(**limit)) as region:
+        events = b"".join(b'data: {"choices":[{"text":"a"}]}\n\n' for _ in range(100))
+
+        async def endless(request: Any, body: Any) -> Any:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(events)
+            await asyncio.Event().wait()
+
+        region.engine.reply = endless
+        headers = {"Authorization": "Bearer two"}
+        body = SHORT | {"stream": True}
+        url = region.url + "/v1/completions"
+        async with region.session.post(url, json=body, headers=headers) as response:
+            await response.content.readexactly(len(events))
+            response.close()
+        await region.until(lambda: region.gateway.num_in_flight == 0)
+        status, answer = await ask(region, SHORT)
+        assert (status, answer["error"]["code"]) == (429, "tenant_rate")
+
+
+async def test_no_engine_renders_for_refused_requests(open_region: Any) -> None:
+    async with open_region(**limited(max_requests=1)) as region:
+        region.engine.first_token.clear()
+        first = asyncio.create_task(ask(region, SHORT))
+        await region.until(lambda: region.engine.num_serving == 1)
+        region.engine.requests.clear()
+        for _ in range(20):
+            assert (await ask(region, region.long_body()))[0] == 429
+        assert region.engine.requests == []
+        headers = {"Authorization": "Bearer two"}
+        status, _, _ = await region.post(SHORT, "/prfaas/cache/explain", headers=headers)
+        assert status in (404, 429), "404: this gateway has no directory of caches"
+        assert region.engine.requests == []
+        region.engine.first_token.set()
+        assert (await first)[0] == 200
+
+
+async def test_no_engine_renders_for_what_a_rate_refuses(open_region: Any) -> None:
+    limit = {"tokens_per_s": 1e-3, "burst_tokens": 330}
+    async with open_region(**limited(**limit)) as region:
+        assert (await ask(region, region.long_body()))[0] == 200
+        region.engine.requests.clear()
+        for _ in range(20):
+            assert (await ask(region, region.long_body()))[0] == 429
+        assert region.engine.requests == []
+
+
+@pytest.mark.parametrize("priority", [-1, "-1", -1.0, "x", True])
+async def test_only_some_go_before_others(open_region: Any, priority: Any) -> None:
+    async with open_region(api_keys=KEYS, priority_tenants=("acme",)) as region:
+        status, answer = await ask(region, SHORT | {"priority": priority})
+        assert (status, answer["error"]["code"]) == (403, "priority_not_allowed")
+        assert (await ask(region, SHORT | {"priority": priority}, "one"))[0] == 200
+        status, answer = await ask(region, SHORT, **{"X-Vllm-Priority": str(priority)})
+        assert (status, answer["error"]["code"]) == (403, "priority_not_allowed")
+        assert (await ask(region, SHORT | {"priority": 5}))[0] == 200
+        assert (await ask(region, SHORT | {"priority": None}))[0] == 200
+
+
+async def test_without_keys_everybody_may_go_before_others(region: Any) -> None:
+    assert (await region.post(SHORT | {"priority": -1}))[0] == 200
