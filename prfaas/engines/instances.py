@@ -23,7 +23,7 @@ from prfaas.engines.errors import EngineError
 from prfaas.engines.health import HealthConfig, HealthTracker
 from prfaas.engines.load import LoadEstimate
 from prfaas.engines.prefill_run import PrefillPlace
-from prfaas.engines.supervisor import (
+from prfaas.engines.supervision.supervisor import (
     ProcessState,
     Supervisor,
     SupervisorConfig,

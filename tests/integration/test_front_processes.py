@@ -20,8 +20,8 @@ from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.instances import InstancesConfig, InstanceSpec
-from prfaas.engines.restart import RestartConfig
-from prfaas.engines.supervisor import SupervisorConfig
+from prfaas.engines.supervision.restart import RestartConfig
+from prfaas.engines.supervision.supervisor import SupervisorConfig
 from prfaas.metrics import PrefillMetrics
 from prfaas.remote import RemotePrefillCluster
 

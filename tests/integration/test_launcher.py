@@ -34,8 +34,8 @@ from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.client import AgentClient
 from kvmanager.config_files.problems import FileError
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.restart import RestartConfig
-from prfaas.engines.supervisor import ProcessState
+from prfaas.engines.supervision.restart import RestartConfig
+from prfaas.engines.supervision.supervisor import ProcessState
 from transport.rpc import RpcError
 from transport.wire.frames import FrameType
 from transport.wire.handshake import MAGIC, own_hello

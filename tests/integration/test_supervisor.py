@@ -13,11 +13,11 @@ import pytest
 from front_doubles import eventually
 
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.guard import live_session_members
-from prfaas.engines.process import ChildProcess, ProcessSpec
-from prfaas.engines.restart import RestartConfig
-from prfaas.engines.spawn import spawn
-from prfaas.engines.supervisor import (
+from prfaas.engines.supervision.guard import live_session_members
+from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
+from prfaas.engines.supervision.restart import RestartConfig
+from prfaas.engines.supervision.spawn import spawn
+from prfaas.engines.supervision.supervisor import (
     ProcessState,
     Supervisor,
     SupervisorConfig,
@@ -106,7 +106,7 @@ async def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None
     code = f"""
 import asyncio, os, sys
 from pathlib import Path
-from prfaas.engines.process import ChildProcess, ProcessSpec
+from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
 async def main():
     spec = ProcessSpec("dummy", [sys.executable, "-c", {FAMILY!r}, "stubborn"],
                        Path({str(tmp_path)!r}) / "dummy.log", os.environ, term_grace_s=0.3)

@@ -13,7 +13,7 @@ from deploy.lab.demo.scenario import DemoRequest
 from deploy.lab.demo.tiny_specs import TinyModel
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.command import EngineSpec
-from prfaas.engines.supervisor import Supervisor, engine_process
+from prfaas.engines.supervision.supervisor import Supervisor, engine_process
 
 START_TIMEOUT_S = 300.0
 

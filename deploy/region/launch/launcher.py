@@ -42,8 +42,8 @@ from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.problems import FileError
 from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.restart import RestartConfig
-from prfaas.engines.supervisor import SupervisorConfig, SupervisorEvent
+from prfaas.engines.supervision.restart import RestartConfig
+from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Endpoint
 
 logger = logging.getLogger("prfaas.deploy.region")

@@ -25,7 +25,7 @@ from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, Reg
 from kvmanager.agent.config import AgentSection
 from prfaas.engines.command import EngineOptions, EngineSpec
 from prfaas.engines.instances import InstanceSpec
-from prfaas.engines.process import ProcessSpec
+from prfaas.engines.supervision.process import ProcessSpec
 from transport import Endpoint
 
 Kind = Literal["relay", "agent", "engine", "gateway"]

@@ -15,7 +15,7 @@ from deploy.region.launch.plan import PlannedProcess
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.fields import TlsSection
-from prfaas.engines.supervisor import Probe
+from prfaas.engines.supervision.supervisor import Probe
 from scheduler.reports import ClusterReport
 from transport import TlsFiles
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from deploy.region.launch.plan import Kind, PlannedProcess
-from prfaas.engines.supervisor import (
+from prfaas.engines.supervision.supervisor import (
     Probe,
     ProcessState,
     Supervisor,

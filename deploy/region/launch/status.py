@@ -27,7 +27,7 @@ from deploy.table_style import new_table
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
-from prfaas.engines.guard import live_session_members
+from prfaas.engines.supervision.guard import live_session_members
 from transport import TlsFiles
 from transport.rpc import RpcError
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final
 
-from prfaas.engines.guard import live_session_members
 from prfaas.engines.ownership import finished
-from prfaas.engines.spawn import spawn
+from prfaas.engines.supervision.guard import live_session_members
+from prfaas.engines.supervision.spawn import spawn
 
 logger = logging.getLogger("prfaas.engines")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.ownership import finished
-from prfaas.engines.process import ChildProcess, ProcessSpec
-from prfaas.engines.restart import RestartConfig, RestartPolicy
+from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
+from prfaas.engines.supervision.restart import RestartConfig, RestartPolicy
 
 logger = logging.getLogger("prfaas.engines")
 

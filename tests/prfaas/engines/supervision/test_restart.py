@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.engines.restart import RestartConfig, RestartPolicy
+from prfaas.engines.supervision.restart import RestartConfig, RestartPolicy
 
 CONFIG = RestartConfig(initial_backoff_s=1.0, factor=2.0, max_backoff_s=8.0, forgive_after_s=60.0)
 
