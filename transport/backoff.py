@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Doubles from `first_s` to `max_s`; a connection that lived longer than `max_s` starts it
-    anew.
+    """The delay doubles from `first_s` to `max_s`. It starts at `first_s` again after a connection
+    that lived longer than `max_s`.
     """
 
     def __init__(self, first_s: float, max_s: float) -> None:
@@ -15,6 +15,8 @@ class Backoff:
 
     def after(self, lived_s: float) -> float:
         """The delay after a connection that lived this long (0 when it never came up)."""
+        # A peer that accepts and closes at once must not be dialled at full speed, so only a
+        # connection that outlived the longest delay counts as a good one.
         if lived_s > self._max_s:
             self._next_s = self._first_s
         delay_s = self._next_s

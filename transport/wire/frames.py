@@ -1,10 +1,10 @@
-"""Frames on the wire and an incremental reader for them; the format is specified in WIRE.md.
+"""Frames on the wire, and an incremental reader for them. WIRE.md specifies the format.
 
-States of a `FrameReader`: HEADER (48 bytes are collected) -> BODY (`header.length` bytes follow) ->
-HEADER. Bytes enter through memory that the reader names (`buffers`), so that a receiver can read a
-DATA body straight into its destination. Every limit is checked when the header is complete, before
-any body byte is stored: a hostile peer cannot make the reader hold more than one control body (64
-KiB).
+States of a `FrameReader`: HEADER (collects 48 bytes) -> BODY (collects `header.length` bytes) ->
+HEADER. The reader names the memory that the next bytes go into (`buffers`), so that a receiver can
+read a DATA body straight into its destination. The reader checks every limit when the header is
+complete, before it stores any byte of the body. So a hostile peer cannot make it hold more than one
+control body (64 KiB).
 
 This file does not know what a transfer is, which frames may follow which, or where payload belongs.
 """
@@ -23,9 +23,11 @@ from transport.wire.ranges import Range
 
 HEADER_BYTES = 48
 MAX_CONTROL_BYTES = 64 * 1024
+# Bounds of what a peer can make this side hold. A stranger, before the handshake, gets the least.
 MAX_PREAUTH_BYTES = 256
 MAX_MESSAGE_BYTES = 1024
 MAX_CODE_BYTES = 32
+# Offset plus length stays within a signed 64-bit integer.
 MAX_OFFSET = 1 << 62
 NO_TRANSFER = bytes(16)
 
@@ -37,7 +39,7 @@ _RANGE = struct.Struct("<QQ")
 
 
 class FrameType(IntEnum):
-    """Wire values; see WIRE.md for direction and body."""
+    """The wire value of each frame's type. WIRE.md has their directions and bodies."""
 
     HELLO = 1
     WELCOME = 2
@@ -57,7 +59,7 @@ class DataFlags:
     """Bits of the flags byte of a DATA frame."""
 
     CODEC = 0x0F
-    """Which codec the body went through; 0: none."""
+    """The codec of the body; 0: none."""
     MORE = 0x40
     """More DATA follows on this connection at once: the acknowledgement may wait for it."""
     NO_SUM = 0x80
@@ -84,7 +86,7 @@ MAX_RANGES_PER_FRAME = MAX_CONTROL_BYTES // _RANGE.size
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """A checked frame header. `offset` counts bytes of the transfer and is 0 except in DATA."""
+    """A frame header that passed all checks. `offset` counts bytes of the transfer (DATA only)."""
 
     kind: FrameType
     transfer_id: bytes
@@ -95,17 +97,17 @@ class FrameHeader:
 
     @property
     def codec(self) -> int:
-        """Wire value of the codec a DATA body went through; 0: none."""
+        """Wire value of a DATA body's codec; 0: none."""
         return self.flags & DataFlags.CODEC
 
     @property
     def end(self) -> int:
-        """End of a DATA body that is not coded."""
+        """The transfer's byte after a DATA body that is not coded."""
         return self.offset + self.length
 
 
 class Step(Enum):
-    """What the bytes just taken completed."""
+    """What the bytes that `advance` took have completed."""
 
     PARTIAL = auto()
     HEADER = auto()
@@ -238,20 +240,22 @@ def _printable(text: str) -> str:
 
 
 class FrameReader:
-    """Collects frames from bytes that the caller puts into `buffers()`; see the module docstring.
+    """Collects frames from bytes that the caller puts into `buffers()`.
 
-    After `Step.HEADER` of a DATA frame the caller must say where its body goes, with `place` or
-    `discard`.
+    After the `Step.HEADER` of a DATA frame the caller must call `place` or `discard`, to say where
+    the body goes.
     """
 
     def __init__(self, max_data_bytes: int) -> None:
         self.max_data_bytes = max_data_bytes
         self.data_flags = 0
-        """Flags that DATA may carry besides MORE and a codec, which is the session's to judge."""
+        """Flags that DATA may carry besides MORE and a codec. The session judges the codec."""
         self.established = False
-        """Until set, only HELLO, WELCOME and ERROR bodies are allowed, and only short ones."""
+        """Whether the handshake is done. Before, only short HELLO, WELCOME and ERROR frames are
+        allowed.
+        """
         self.header: FrameHeader | None = None
-        """The frame whose body is being read, or the one just completed."""
+        """The header of the frame whose body is being read, or that was just completed."""
         self._header_memory = memoryview(bytearray(HEADER_BYTES))
         self._wanted: list[memoryview] = [self._header_memory]
         self._missing = HEADER_BYTES
@@ -269,7 +273,7 @@ class FrameReader:
         return not self._in_header
 
     def buffers(self) -> list[memoryview]:
-        """Where the next bytes go, in order; never empty. Valid until the next `advance`."""
+        """The memory for the next bytes, in order; never empty. Valid until the next `advance`."""
         return self._wanted
 
     def advance(self, num_bytes: int) -> Step:
@@ -287,7 +291,7 @@ class FrameReader:
         return Step.FRAME
 
     def place(self, views: list[memoryview]) -> None:
-        """The body of the current DATA frame goes into `views` (exactly `header.length` bytes)."""
+        """Read the body of the current DATA frame into `views` (exactly `header.length` bytes)."""
         assert self.header is not None
         if sum(map(len, views)) != self.header.length:
             raise ValueError("views do not have the length of the frame")
@@ -295,7 +299,7 @@ class FrameReader:
         self._wanted = views
 
     def discard(self, sink: memoryview) -> None:
-        """The body of the current DATA frame is read over and over into `sink` and forgotten."""
+        """Read the body of the current DATA frame piece by piece into `sink` and forget it."""
         self._sink = sink
         self._wanted = [sink[: self._missing]]
 
@@ -307,12 +311,15 @@ class FrameReader:
         return body
 
     def verify_data(self) -> None:
-        """Check the placed body of the DATA frame just completed and let go of its memory."""
+        """Check the body of the DATA frame just completed, and drop the views of its memory.
+
+        Raises PeerError("checksum") if it is damaged.
+        """
         body, self._body = self._body, []
         self._verify(body)
 
     def forget(self) -> None:
-        """Let go of all memory that was placed; the reader cannot be used any more."""
+        """Drop all views of memory. The reader cannot be used any more."""
         self._body = []
         self._wanted = []
         self._sink = None
@@ -366,6 +373,8 @@ class FrameReader:
         memory = self._header_memory
         (header_sum,) = _SUM.unpack_from(memory, _FIELDS.size)
         if xxh3_64_intdigest(memory[: _FIELDS.size]) != header_sum:
+            # Something else (HTTP, TLS) on this port fails here first, so it gets the clear
+            # message.
             if not self.established:
                 raise PeerError("not_prfaas", "the peer does not speak the PrfaaS transport")
             raise PeerError("checksum", "frame header arrived damaged")

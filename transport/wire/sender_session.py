@@ -1,6 +1,6 @@
-"""The sender's end of one connection, sans-IO: what the receiver answers becomes events.
+"""The sender's end of one connection, sans-IO: it turns the receiver's answers into events.
 
-What to send is decided by `transport.sending.link`. Knows no socket and no clock.
+`transport.sending.link` decides what to send. Knows no socket and no clock.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ Event = Welcomed | Opened | Acked | Completed | TransferFailed | CancelAcked
 
 
 class SenderSession:
-    """The sender's end of one connection: what the receiver says, as events."""
+    """The sender's end of one connection: it turns the receiver's bytes into events."""
 
     def __init__(self, config: TransportConfig, instance: bytes) -> None:
+        # No DATA flows towards a sender.
         self._reader = FrameReader(max_data_bytes=0)
         self._hello = own_hello(instance, config.max_frame_bytes, own_features(config))
 
