@@ -1,8 +1,9 @@
-"""Which cached prefixes get another copy in their cluster, ahead of need, and which copies go.
+"""Which cached prefixes get another copy in their cluster ahead of need, and which copies go.
 
-Prefixes that many requests resume from get copies, within a budget of bytes; copies that few ask
-for are dropped. Everything has a reason, also doing nothing. Pure. Does not know how bytes move,
-nor clocks. What one request gets from another cluster is decided in `scheduler.routing.candidates`.
+Prefixes that many requests resume from get copies, within a budget of bytes. Copies that few
+requests use are dropped. Every result has a reason, also doing nothing. Pure: it does not know how
+bytes move, and reads no clock. `scheduler.routing.candidates` decides what a single request fetches
+from another cluster.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from kvmanager.pool.shape import CacheShape
 from scheduler.routing.prefix_demand import CachedPrefix, Demand
 
 BlockPart = tuple[int, int]
+"""(index of the block, index of its part)."""
 
 NodeName = tuple[str, str]
 """(cluster, node)."""
 
 
 class ByteBudget:
-    """Bytes that may be sent ahead of need: `per_s` of them, saved up to `burst_bytes`."""
+    """Bytes that may be sent ahead of need: a token bucket of `per_s` and `burst_bytes`."""
 
     def __init__(self, per_s: float, burst_bytes: float) -> None:
         if per_s <= 0 or burst_bytes <= 0:
@@ -32,14 +34,14 @@ class ByteBudget:
         self._at_s: float | None = None
 
     def available_bytes(self, now_s: float) -> int:
-        """May be negative after a `spend` of more than there was."""
+        """What may be sent now. Negative after `spend` took more than there was."""
         if self._at_s is not None:
             self._bytes = min(self._burst_bytes, self._bytes + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         return math.floor(self._bytes)
 
     def spend(self, nbytes: int) -> None:
-        """These bytes are sent."""
+        """Count bytes that are sent."""
         self._bytes -= nbytes
 
 
@@ -59,7 +61,7 @@ class NodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """A prefix in demand, what its blocks consist of, and how many of its blocks each node can
+    """A prefix in demand, the composition of its blocks, and how many of its blocks each node can
     resume from its own pool.
     """
 
@@ -70,21 +72,25 @@ class HotPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationLimits:
-    """`per_copy_per_s`: one more copy for each so many requests a second beyond the first."""
+    """When copies are made and kept. A prefix gets one more copy for each `per_copy_per_s`."""
 
     min_per_s: float = 0.05
     per_copy_per_s: float = 0.5
     max_copies: int = 3
     max_moves: int = 2
     keep_share: float = 0.25
-    """A copy is kept while its prefix is asked for at this share of `min_per_s`."""
+    """A copy stays while its prefix is used at this share of `min_per_s` or more.
+
+    It is below 1, so that a rate around `min_per_s` does not make and drop copies by turns.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationState:
-    """What is under way and remembered: `moving` and `barred` (failed lately) are (key of the
-    prefix, destination), `replicas` are copies that were made by plan, `budget_bytes` what may be
-    sent now.
+    """What is under way and remembered.
+
+    `moving` and `barred` (failed lately) are pairs of a prefix's key and a destination. `replicas`
+    are the copies that a plan made. `budget_bytes` may be sent now.
     """
 
     budget_bytes: int
@@ -108,7 +114,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Drop a copy, but for the first blocks, which another prefix in demand shares."""
+    """Drop a copy, except its first `keep_blocks`, which another prefix in demand shares."""
 
     prefix: CachedPrefix
     cluster: str
@@ -119,7 +125,7 @@ class Demote:
 
 @dataclass(frozen=True, slots=True)
 class ReplicationPlan:
-    """What to do now; `notes` say why not more."""
+    """What to do now. `notes` say why it is not more."""
 
     replicate: tuple[Replicate, ...] = ()
     demote: tuple[Demote, ...] = ()
@@ -132,9 +138,9 @@ def plan_replication(
     state: ReplicationState,
     limits: ReplicationLimits,
 ) -> ReplicationPlan:
-    """Copies to make for the prefixes in `hot` (hottest first), and replicas of these to drop.
+    """Copies to make for the prefixes in `hot` (hottest first), and copies of them to drop.
 
-    Only inside a cluster: between clusters a prefix moves when a request makes it pay.
+    It plans only inside clusters. Between clusters a prefix moves when it pays for one request.
     """
     planner = _Planner(state, limits)
     for prefix in hot:
@@ -146,7 +152,7 @@ def plan_replication(
 
 
 class _Planner:
-    """Collects what fits the limits."""
+    """Collects the copies that fit the limits."""
 
     def __init__(self, state: ReplicationState, limits: ReplicationLimits) -> None:
         self.replicate: list[Replicate] = []
@@ -157,7 +163,7 @@ class _Planner:
         self._load: dict[NodeName, int] = {}
 
     def consider(self, hot: HotPrefix, nodes: Sequence[NodeLoad]) -> None:
-        """One more copy of this prefix in one cluster, or a note why not."""
+        """Plan one more copy of this prefix in one cluster, or note why not."""
         prefix, per_s = hot.demand.prefix, hot.demand.per_s
         cluster = nodes[0].cluster
         holders = [node for node in nodes if self._holds(hot, node)]
@@ -200,7 +206,7 @@ class _Planner:
             )
 
     def _busy(self, node: NodeLoad) -> tuple[float, str]:
-        """A move that was just planned counts as a request."""
+        """The load, where each move that was just planned counts as a request."""
         return node.load + self._load.get(node.name, 0), node.node
 
     def _num_copies(self, per_s: float, num_nodes: int) -> int:
@@ -220,7 +226,7 @@ class _Planner:
 def _demotions(
     hot: Sequence[HotPrefix], state: ReplicationState, limits: ReplicationLimits
 ) -> Iterable[Demote]:
-    """Copies whose prefix is asked for no more; one that another node has not is kept."""
+    """Copies whose prefix is hardly used any more. The only copy in a cluster stays."""
     by_key = {prefix.demand.prefix.key: prefix for prefix in hot}
     for prefix, (cluster, node) in state.replicas:
         known = by_key.get(prefix.key)
@@ -239,7 +245,7 @@ def _demotions(
 def _shared_blocks(
     prefix: CachedPrefix, hot: Sequence[HotPrefix], limits: ReplicationLimits
 ) -> int:
-    """How many leading blocks another prefix has that is still asked for."""
+    """How many leading blocks it shares with another prefix that is still in use."""
     wanted = [
         other.demand.prefix
         for other in hot

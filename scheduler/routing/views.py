@@ -1,7 +1,7 @@
 """A region at one moment as the scheduler's decisions see it: instances, clusters.
 
-Values that shells fill from reports and measurements. Work is given in predicted seconds of one
-instance. Knows neither how anything was measured nor what is decided from it.
+Shells fill these values from reports and measurements. Work is given in predicted seconds of one
+instance. This file knows neither how anything was measured nor what is decided from it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from scheduler.routing.profiles import PrefillProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
-    """One engine. `node` is another name that cached prefixes may be known by.
+    """One engine. `node` is another name by which its cached prefixes may be known.
 
-    `running_s` is what remains of the prefills it runs: until a new one given to it would begin.
+    `running_s` is the time until it has finished the prefills it runs, when a new one could begin.
     """
 
     name: str
@@ -38,12 +38,13 @@ class DecodeView:
     """The decode side of a PD cluster as one pool of slots.
 
     A slot is a place in a batch that keeps the time per token within its objective. `decode_s` is
-    how long a request decodes on average (None: no answer has ended yet, so nobody knows) and
-    `step_s` one step. `left_s` are the predicted times until each running decode ends, ascending,
-    where output lengths are known. None where they are not: then slots fall free evenly, one per
-    `decode_s` / slots, which holds whatever the lengths are like, while "average less what it has
-    had" would say 0 for all that last longer. `landing_s` are the predicted times until each
-    request now in prefill can decode, ascending; `landing_kv_bytes` is what they take together.
+    how long a request decodes on average, None until the first answer has ended; `step_s` is the
+    time of one step. `left_s` are the predicted times until each running decode ends, ascending,
+    where output lengths are known. Where they are not, it is None, and slots fall free evenly, one
+    per `decode_s` / slots. That holds for any distribution of lengths, while "the average less the
+    time so far" would give 0 for every decode that lasts longer than the average. `landing_s` are
+    the predicted times until each request now in prefill can decode, ascending, and
+    `landing_kv_bytes` is the KV memory that these requests will take together.
     """
 
     slots_total: int
@@ -58,6 +59,7 @@ class DecodeView:
     landing_kv_bytes: float = 0.0
 
     def __post_init__(self) -> None:
+        # A view is made for every route: one comparison usually, names only for the message.
         counts = self.slots_total, self.slots_used, self.num_waiting
         values = (*counts, self.step_s, self.decode_s or 0.0, self.kv_bytes, self.landing_kv_bytes)
         if not (min(values) >= 0 and sum(values) < math.inf):
@@ -74,7 +76,7 @@ class DecodeView:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing decodes, waits for it, or is on its way."""
+        """Whether nothing decodes, waits to decode or is on its way here."""
         return not (self.slots_used or self.num_waiting or self.landing_s)
 
 
@@ -82,12 +84,11 @@ class DecodeView:
 class ClusterView:
     """A prefill cluster, or the prefill side of the PD cluster.
 
-    `instances` may be left out where `free_s` is given.
-    `queued_s` of work wait in the common queue, ahead of a new request. `link` leads to the PD
-    cluster, None inside of it. `links_in` lead here from the clusters whose cached prefixes
-    can be received, by their names. `threshold_tokens`: prompts with more uncached are meant for
-    this cluster.
-    `plan_threshold_tokens`: the same if its link were well; None where that is not told apart.
+    `instances` may be left out where `free_s` is given. `queued_s` is the work in the common queue
+    ahead of a new request. `link` leads to the PD cluster; it is None inside of it. `links_in` lead
+    here from the clusters whose cached prefixes can be received, by their names. Prompts with more
+    than `threshold_tokens` uncached tokens are meant for this cluster. `plan_threshold_tokens` is
+    the threshold while the link is well, None where the two are not told apart.
     """
 
     name: str
@@ -102,8 +103,9 @@ class ClusterView:
     threshold_tokens: float = 0.0
     plan_threshold_tokens: float | None = None
     free_s: tuple[float, ...] = field(default=(), repr=False)
-    """From now until each usable instance is done with what it has, ascending. That of `instances`
-    where there are any, worked out once, because every route asks for it."""
+    """The times until each usable instance has finished what it has, ascending. Computed once from
+    `instances`, where there are any, because every route needs it.
+    """
 
     def __post_init__(self) -> None:
         values = self.num_queued, self.queued_s, self.threshold_tokens
@@ -116,7 +118,7 @@ class ClusterView:
 
     @property
     def takes_jobs(self) -> bool:
-        """Whether one more job fits its queue."""
+        """Whether its queue has room for one more job."""
         return self.max_queued is None or self.num_queued < self.max_queued
 
 
@@ -124,11 +126,11 @@ class ClusterView:
 class RegionSnapshot:
     """All that a route may depend on besides the request, as it was at `taken_s`.
 
-    `local` are the prefill instances of the PD cluster (none: its decode engines prefill),
-    `engines` those that can serve a request whole. `landing_room_bytes` is what one more landing
-    can take in the PD cluster; None: not known. `moving` are the pairs of clusters (from, to)
-    between which a cached prefix is under way, and `failed_moves` those between which a move failed
-    lately.
+    `local` is the prefill side of the PD cluster; if it has no instances, the decode engines
+    prefill. `engines` are the instances that can serve a request whole. `landing_room_bytes` is the
+    largest landing that fits in the PD cluster, None while that is not known. `moving` are the
+    pairs of clusters (from, to) between which a cached prefix is under way, `failed_moves` those
+    between which a move has failed lately.
     """
 
     taken_s: float
