@@ -110,7 +110,9 @@ class Candidate(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """The arguments of all candidates of one request. No cache comes from clusters in `excluded`."""
+    """The arguments shared by all candidates of one request. Clusters in `excluded` send no
+    cache.
+    """
 
     request: RequestShape
     snapshot: RegionSnapshot
@@ -144,7 +146,7 @@ def obstacle(
 
 
 def has_landing_room(request: RequestShape, snapshot: RegionSnapshot, kv: KvProfile) -> bool:
-    """Whether the KVCache of the prompt fits into the landing memory, as far as its room is known."""
+    """Whether the KVCache of the prompt fits into the landing memory, as far as that is known."""
     room_bytes = snapshot.landing_room_bytes
     # Every landing takes memory, so a full arena (0) has no room even where nothing is known of
     # sizes.

@@ -205,7 +205,7 @@ def fall_back(failed: Decision, reason: Reason) -> Decision:
 
 
 def one_engine(shape: RequestShape, reason: Reason) -> Decision:
-    """Serve it whole on one engine, for a `reason` found outside of routing, such as no rendering."""
+    """Serve it whole on one engine, for a `reason` found outside of routing (no rendering)."""
     return Decision("direct", ONE_ENGINE, reason, _prompt_numbers(shape))
 
 

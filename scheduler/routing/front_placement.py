@@ -43,7 +43,7 @@ class TokenLoad:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The chosen instance, how many tokens of the prompt it has to compute, and why it was chosen."""
+    """The chosen instance, how much of the prompt it has to compute, and why it was chosen."""
 
     instance: str
     uncached_tokens: int
