@@ -1,6 +1,7 @@
-"""A running region as the planner sees it: what it is set to, and its model as measured.
+"""A running region as the planner sees it: its present settings, and its model as measured.
 
-Values and one pure function. Knows neither how anything was measured nor what is decided.
+These are values and one pure function. They know neither how anything was measured nor what is
+decided.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from scheduler.planning.region_model import Region, Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Corrections:
-    """What measurement says of the region, over its profiles; what is left out is right already.
+    """Measured values that replace those of the profiles. What is left out is right already.
 
-    Factors are measured over predicted time by cluster name (`scheduler.routing.prediction`). Link
-    rates are means over the last period, by `Link.name`: what lasts for seconds is not for this
-    loop.
+    `prefill_factors` are measured over predicted time, by cluster name
+    (`scheduler.routing.prediction`). `link_bytes_per_s` are means over the last period, by
+    `Link.name`: this loop does not react to what lasts for seconds.
     """
 
     prefill_factors: Mapping[str, float] = field(default_factory=dict)
@@ -38,16 +39,16 @@ UNCORRECTED = Corrections()
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What the region is set to now.
+    """The present settings of the region.
 
-    Instances count that are usable, by the role that they have, or will have once a conversion that
-    runs is done. `converting` names clusters where one runs or dwells.
+    Usable instances count by the role that they have, or that they will have after a conversion
+    that runs. `converting` names the clusters where one runs or dwells.
     """
 
     thresholds: Mapping[str, float]
-    """t of each prefill cluster by name, tokens."""
+    """The threshold of each prefill cluster by name, tokens."""
     num_prefill: Mapping[str, int]
-    """By PD cluster, as `num_decode`."""
+    """Instances by PD cluster, like `num_decode`."""
     num_decode: Mapping[str, int]
     converting: frozenset[str] = frozenset()
 
