@@ -1,6 +1,6 @@
 """`prfaas gateway`: a gateway as a process of its own.
 
-Only reads the file, runs the parts and turns signals into a stop.
+It only reads the file, runs the parts and turns signals into a stop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def gateway_command(
 
 
 async def run(file: GatewayFile) -> None:
-    """Serve until SIGTERM or SIGINT; a second one skips the drain. Says on stdout when ready."""
+    """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready."""
     stop = asyncio.Event()
     serving = asyncio.current_task()
 
@@ -67,6 +67,7 @@ async def run(file: GatewayFile) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    # Made on the loop: the clients belong to the event loop on which they are made.
     agents = agent_clients(file)
     caches = build_caches(file, agents)
     clusters = build_clusters(file)
@@ -82,6 +83,7 @@ async def run(file: GatewayFile) -> None:
         )
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:
+        # Not our second signal: the cancellation comes from outside.
         if not stop.is_set():
             raise
     finally:

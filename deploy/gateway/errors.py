@@ -78,6 +78,7 @@ class EngineTimeout(EngineLost):
     """An engine kept silent for longer than the configured limit."""
 
 
+# The types of OpenAI's API; other statuses follow from their first digit.
 _TYPE_OF_STATUS: Final = {
     401: "authentication_error",
     403: "permission_error",

@@ -45,11 +45,11 @@ EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
 
 class _Source(Section):
     name: Annotated[str, Field(min_length=1)]
-    """Name of the cluster."""
+    """The name of the cluster."""
     front: Address | None = None
     """host:port of a front that runs elsewhere, instead of `instances`."""
     instances: tuple[InstanceSpec, ...] = ()
-    """The engines of the cluster, whose front then runs in the gateway's process."""
+    """The engines of the cluster. Its front then runs in the gateway's process."""
 
     @model_validator(mode="after")
     def _either(self) -> _Source:
@@ -59,15 +59,16 @@ class _Source(Section):
 
 
 class PrefillSource(_Source, QueueBounds):
-    """A prefill cluster and the name of the link that its KVCache takes. A front elsewhere has its
-    own `max_queued` and `max_wait_s`.
+    """A prefill cluster and the name of the link that its KVCache takes.
+
+    A front elsewhere has its own `max_queued` and `max_wait_s`.
     """
 
     link: str = ""
-    """Name of the link to the PD cluster."""
+    """The name of the link to the PD cluster."""
     endpoints: dict[Address, Address] = Field(default={})
-    """Address advertised by a receiving agent -> what this cluster's senders connect to instead,
-    where that differs (a tunnel, an emulated link).
+    """Which address this cluster's senders connect to, by the address that a receiving agent
+    advertises, where the two differ (a tunnel, an emulated link).
     """
 
 
@@ -80,7 +81,7 @@ class PdSource(_Source, PdPlacement):
 
 @filled_from(InstancesConfig)
 class GatewayFile(ApiKeysSection):
-    """Everything `prfaas gateway` needs."""
+    """Everything that `prfaas gateway` needs."""
 
     gateway: GatewayConfig
     """The gateway itself."""
@@ -89,7 +90,7 @@ class GatewayFile(ApiKeysSection):
     prefill: tuple[PrefillSource, ...] = ()
     """The prefill clusters."""
     tls: TlsSection | None = None
-    """Mutual TLS with fronts and agents; left out: none."""
+    """Mutual TLS with fronts and agents. Left out: no TLS."""
     log_dir: Path
 
     @model_validator(mode="after")
@@ -104,7 +105,7 @@ class GatewayFile(ApiKeysSection):
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """The fronts a gateway talks to; whoever built them starts and closes them."""
+    """The fronts that a gateway talks to. The caller that built them starts and closes them."""
 
     pd: EmbeddedPdCluster | RemotePdCluster
     prefill: Mapping[str, LinkedPrefillCluster]
@@ -171,7 +172,7 @@ def build_links(file: GatewayFile, agents: AgentClients) -> RegionLinks:
 
 def _redis_directory(url: str) -> DirectoryReader:
     try:
-        # Its client is installed for those who use it.
+        # The redis client is an extra that only its users install.
         from kvmanager.directory.redis_store import RedisDirectory
 
         return RedisDirectory.at(url)

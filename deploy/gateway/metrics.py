@@ -30,7 +30,8 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        # The library's own look-up by labels takes a lock and builds strings at each call.
+        # The library's own look-up by labels takes a lock and builds strings at each call. Labels
+        # come from configuration and code alone, so the cache is bounded.
         self._child: Callable[..., Any] = cache(lambda family, *labels: family.labels(*labels))
         prefix = "prfaas_gateway_"
 

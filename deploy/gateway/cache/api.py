@@ -169,6 +169,7 @@ def explanation(
 def _node_cache(
     name: NodeName, target: str, status: StatusReply | str, known: NodeState | None
 ) -> NodeCacheStatus:
+    # A string is the error of an agent that did not answer.
     if isinstance(status, str):
         cache, error = None, status
     else:

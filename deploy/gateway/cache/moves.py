@@ -40,7 +40,7 @@ MoveName = tuple[bytes, NodeName]
 
 STATUS_TIMEOUT_S: Final = 3.0
 MAX_MOVES: Final = 8
-"""At most so many moves are under way at a time."""
+"""The most moves under way at a time."""
 
 
 class MoveMetrics:

@@ -81,6 +81,7 @@ class PrefixPlacement:
         if cached.keys is None or not num_blocks:
             return
         keys, model = cached.keys, cached.keys.model
+        # Namespaces come from engines' reports; the bound keeps wrong ones from filling memory.
         if model.namespace not in self._models and len(self._models) >= MAX_MODELS:
             return
         self._models[model.namespace] = model
@@ -116,6 +117,7 @@ class PrefixPlacement:
             self._replicate(replicate)
         for demote in plan.demote:
             await self._demote(demote)
+        # Notes repeat every few seconds, so only new ones are logged.
         if plan.notes != self._last_notes:
             self._last_notes = plan.notes
             logger.debug("no more copies: %s", "; ".join(plan.notes))
@@ -167,8 +169,10 @@ class PrefixPlacement:
         task = self.moves.begin(self._keys(order.prefix), source, destination, order.parts)
         if task is None:
             return
+        # Counted when the move begins: two plans in a row must not spend the same bytes.
         self._budget.spend(order.nbytes)
         logger.info("copying a prefix to %s: %s", destination, order.reason)
+        # Insertion order is age, so the oldest copies are forgotten.
         while len(self._replicas) >= MAX_REPLICAS:
             del self._replicas[next(iter(self._replicas))]
         self._replicas[name] = order.prefix
@@ -181,6 +185,7 @@ class PrefixPlacement:
 
     async def _demote(self, order: Demote) -> None:
         node = NodeName(order.cluster, order.node)
+        # Forgotten first: a copy that cannot be dropped is left to the eviction of its node.
         self._replicas.pop((order.prefix.key, node), None)
         try:
             num_parts = await self.moves.drop(self._keys(order.prefix), node, order.keep_blocks)

@@ -63,6 +63,7 @@ class RegionCaches:
             for item in report.instances
             if item.node
         }
+        # `follow` awaits: two reports at once must not overwrite each other's nodes.
         async with self._watching:
             # A report without nodes comes from a front that cannot be asked: keep the known ones.
             kept = {name: at for name, at in self._targets.items() if name.cluster != report.name}

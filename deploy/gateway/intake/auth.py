@@ -36,6 +36,7 @@ class KeyRing:
             )
         offered = _digest(key.strip())
         found = None
+        # No early exit: the time must not depend on which key matches.
         for digest, tenant in self._tenants:
             found = tenant if hmac.compare_digest(offered, digest) else found
         if found is None:

@@ -136,6 +136,7 @@ def kind_of(body: bytes) -> Kind:
 def with_kv_transfer_params(body: bytes, params: dict[str, Any]) -> bytes:
     """`body`, a JSON object, with kv_transfer_params appended; all other bytes stay."""
     head = body.rstrip(_WHITESPACE)[:-1].rstrip(_WHITESPACE)
+    # Appended and not merged: the body is not parsed again, and the last duplicate counts.
     comma = b"" if head.endswith(b"{") else b","
     return b"".join((head, comma, b'"kv_transfer_params":', msgspec.json.encode(params), b"}"))
 
@@ -158,6 +159,7 @@ def _shape(
         is_exact=token_ids is not None,
         bound_tokens=at_most if token_ids is None else None,
         num_prompts=num_prompts,
+        # Any other spelling of n, also a wrong one, goes to one engine, which judges it.
         num_choices=1 if _is_one_of(fields.n, b"1", b"null") else 2,
         has_prompt_logprobs=_is_set(fields.prompt_logprobs),
         # In chat the field only shapes the template, which rendering sees.

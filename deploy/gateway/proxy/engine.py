@@ -23,7 +23,8 @@ from deploy.gateway.proxy.usage import Correction
 
 EVENT_STREAM: Final = "text/event-stream"
 _READ_BUFFER_BYTES: Final = 1 << 18
-# uvicorn closes an idle connection after 5 s; a POST must not meet it half closed.
+# uvicorn closes an idle connection after 5 s. A POST must not go out on one half closed: it could
+# not be repeated safely.
 _KEEP_ALIVE_S: Final = 4.0
 
 
@@ -63,8 +64,11 @@ class EngineHttpClient:
         self._max_answer_bytes = max_answer_bytes
         self._urls: dict[tuple[str, str], URL] = {}
         self._session = aiohttp.ClientSession(
+            # No limit: the gateway's own limits bound the requests, and a queue here would be
+            # invisible.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(
+                # No total limit: a long answer may stream for hours.
                 total=None,
                 sock_connect=timeouts.connect_s,
                 sock_read=timeouts.engine_silence_s,
@@ -95,8 +99,11 @@ class EngineHttpClient:
             try:
                 return await self._begin(instance, response)
             except BaseException:
+                # Also after a cancellation: the engine notices it and aborts its request.
                 response.close()
                 raise
+        # Before `ClientError`, which it is a kind of: a silent engine leaves no time for another
+        # try.
         except aiohttp.SocketTimeoutError:
             raise EngineTimeout(
                 instance, f"no answer within {self._timeouts.engine_silence_s:g} s"

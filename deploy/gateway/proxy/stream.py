@@ -85,6 +85,7 @@ async def relay_stream(
         while True:
             if correction is not None and (places := in_events(data)):
                 data = await correction.apply(data, places)
+            # Empty while an event is unfinished.
             if data:
                 await _write(client, data)
                 watch.nbytes += len(data)
@@ -96,6 +97,7 @@ async def relay_stream(
             if not chunk:
                 break
             data = gate.feed(chunk)
+        # A clean end of the body is not enough: a dying engine may close its connection cleanly.
         if not gate.is_done:
             error = error or "the stream ended without [DONE]"
             await _break_off(answer.instance, request, client, error)

@@ -58,7 +58,7 @@ class Correction:
 
     async def apply(self, data: bytes, places: Iterable[CachedTokens]) -> bytes:
         """`data` with the right number at those `places` where it is wrong."""
-        # An engine that did not take the landing reports less, the tokens in its own cache.
+        # An engine that did not take the landing reports fewer: the tokens in its own cache.
         wrong = [place for place in places if place.num_tokens >= self.num_landed]
         if not wrong or (num_tokens := await self.cached()) is None:
             return data
