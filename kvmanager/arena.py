@@ -309,7 +309,7 @@ def _open_new(path: Path) -> int:
 
 
 def _lock_existing(path: Path) -> int:
-    """Open and lock the file at `path`; -1: there is none. Raises ArenaError when its agent lives."""
+    """The locked file at `path`; -1: there is none. Raises ArenaError when its agent lives."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

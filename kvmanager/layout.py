@@ -84,7 +84,7 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LayerExtent:
-    """The place of one layer's pages in a transfer: page `pages[i]` starts at `offset` + i pages."""
+    """One layer's pages in a transfer: page `pages[i]` starts at `offset` + i pages."""
 
     group_index: int
     layer: KVLayer

@@ -71,7 +71,7 @@ class BlockAllocator:
         taken: list[Run] = []
         missing = num_blocks
         while missing:
-            # Among runs of one length the first is used, which keeps the arena's end free.
+            # Among runs of one length the first is used.
             wanted = min(missing, self._by_length[-1][0])
             length, first = self._by_length[bisect_left(self._by_length, (wanted, 0))]
             taken.append(self._take(Run(first, length), wanted))

@@ -93,7 +93,7 @@ class BlockHolds:
             self._free_if_possible(key, record)
 
     def release_engines(self, key: Key) -> None:
-        """Remove all engines, which by the rules of the protocol do not touch the memory any more."""
+        """Remove all engines: by the protocol none touches the memory any more."""
         record = self._records.get(key)
         if record is not None:
             record.holders &= _OURS

@@ -140,7 +140,6 @@ class OutboxTable:
             if offset < 0 or length < 0 or offset + length > outbox.spec.nbytes:
                 reason = f"ready range [{offset}, +{length}) is not in {outbox.spec.nbytes} bytes"
                 return self._end(outbox, State.FAILED, reason, now_s)
-            # Ranks that share a page may report it twice; each byte is forwarded once.
             for start, end in outbox.ready.gaps(offset, offset + length):
                 outbox.ready.add(start, end)
                 fresh.append((start, end - start))

@@ -1,12 +1,12 @@
 """The connector's half in vLLM's scheduler process: decides what each step sends, loads and stores.
 
-A producer request is followed from its first chunk to its last: each step's metadata carries the
-block tables as they stand. A consumer request waits for its landing (`landings`). Every request may
-use the agent's prefix cache (`cache_scheduler`). Whatever goes wrong with a transfer makes the
-engine compute the prompt itself: from here no failure ever reaches the engine.
+It follows a producer request from its first chunk to its last; each step's metadata has the present
+block tables. A consumer request waits for its landing (`landings`). Every request may use the
+agent's prefix cache (`cache.scheduler`). If anything goes wrong with a transfer, the engine
+computes the prompt itself. No failure here ever reaches the engine.
 
-Agent events arrive on the client's thread and are passed on to the two; everything else runs on the
-scheduler's thread.
+Agent events arrive on the client's thread and are passed on to these two; everything else runs on
+the scheduler's thread.
 """
 
 import logging
@@ -54,14 +54,15 @@ NO_CACHE = PrefixCacheOptions()
 IDLE_WAIT_SHARE = 9.0
 MIN_IDLE_WAIT_S = 0.004
 MAX_IDLE_WAIT_S = 0.025
-"""vLLM polls a connector that is not ready without a pause. A scheduling pass with nothing to
-compute therefore waits for the agent, and the longer the longer a pass takes: a waiting engine
-takes about a tenth of a core from whoever prefills beside it, on slow machines too. The maximum is
-what a new request may have to wait for."""
+"""vLLM's engine core polls a connector that is not ready without a pause. So a scheduling pass with
+nothing to compute waits for the agent, for a time that grows with the duration of a pass: a waiting
+engine then takes about a tenth of a core from prefills beside it, on slow machines too. A new
+request may have to wait for the maximum.
+"""
 
 
 def idle_wait_s(pass_s: float) -> float:
-    """How long to wait for the agent after a pass of `pass_s` that had nothing to compute."""
+    """Seconds to wait for the agent after a pass of `pass_s` that had nothing to compute."""
     return min(max(MIN_IDLE_WAIT_S, IDLE_WAIT_SHARE * pass_s), MAX_IDLE_WAIT_S)
 
 
@@ -131,7 +132,7 @@ class SchedulerSide:
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
-        if not attempt:  # of an outbox the workers hear themselves
+        if not attempt:  # a landing; the agent tells workers of outboxes directly
             self._landings.on_failed(transfer_id)
         self._agent_said.set()
 
@@ -159,7 +160,7 @@ class SchedulerSide:
         self._cache.add(request)
 
     def _accepted(self, request: "Request") -> ProducerParams | ConsumerParams | None:
-        """The request's transfer if it belongs here; one that does not is refused."""
+        """The request's transfer if it belongs to this engine. Another one is refused."""
         try:
             params = parse(request.kv_transfer_params)
         except ParamsError as error:
@@ -194,6 +195,7 @@ class SchedulerSide:
                 return f"{len(tokens)} prompt tokens but the outbox is for {params.num_tokens}"
             return ""
         assert isinstance(params, ConsumerParams)
+        # vLLM must compute at least one token of a prompt, so a landing never has the last one.
         if len(tokens) != params.num_tokens + 1:
             return f"{len(tokens)} prompt tokens but the landing holds {params.num_tokens}"
         if token_digest(tokens[:-1]).hex() != params.token_digest:
@@ -219,9 +221,9 @@ class SchedulerSide:
         return num_new, bool(num_new)
 
     def _wait_if_idle(self) -> bool:
-        """In a pass that follows one without any work: wait until the agent says something.
+        """If the last pass had no work, wait until the agent sends something.
 
-        False: it said nothing, or this pass has waited for as long as it may.
+        False: it sent nothing, or this pass may not wait any longer.
         """
         if not self._engine_is_idle:
             return False
@@ -237,6 +239,8 @@ class SchedulerSide:
     ) -> None:
         if num_external_tokens == 0:
             return
+        # vLLM calls this a second time, with 0 external tokens, for blocks after the load (handled
+        # above).
         tables = self._config.select_transfer_block_ids(blocks.get_block_ids())
         step = self._landings.load(request.request_id, tables, num_external_tokens)
         if step is None:
@@ -264,7 +268,7 @@ class SchedulerSide:
     def _add_steps(
         self, meta: PrfaasMetadata, output: "SchedulerOutput", request_id: str, computed: int
     ) -> None:
-        """What the workers send and store of this request once the step has computed it."""
+        """Add the sends and stores of this request that follow the step."""
         end = computed + output.num_scheduled_tokens[request_id]
         state = output.kv_connector_block_state
         if state is None:
@@ -315,7 +319,9 @@ class SchedulerSide:
         return table[pages.start : pages.stop]
 
     def reset_cache(self) -> None:
-        """The engine's weights may have changed, which no block key says."""
+        """Stop using the cache: the engine's weights may have changed, which block keys do not
+        show.
+        """
         logger.warning(
             "vLLM reset its caches: this engine leaves the node's prefix cache alone until it is "
             "started again"
@@ -328,7 +334,7 @@ class SchedulerSide:
             self._cache.loaded(request_id)
 
     def request_finished(self, request: "Request", *, aborted: bool) -> None:
-        """The request is over; its blocks may be freed at once, its pages were copied out."""
+        """The request is over. Its blocks may be freed at once: its pages were copied out."""
         producer = self._producers.pop(request.request_id, None)
         if producer is not None:
             early = aborted or not producer.done

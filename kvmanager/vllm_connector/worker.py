@@ -1,14 +1,13 @@
 """The connector's half in each vLLM worker: copies finished pages out and landed pages in.
 
-While the forward pass runs, `save_kv_layer` is called after every attention layer: the pages of
-that layer which this chunk filled go to the arena and are announced to the agent at once. Recurrent
-states have no such hook and are final only with the last chunk: they follow in `wait_for_save`.
-Loads run on a thread of their own, beside the engine's steps.
+During the forward pass vLLM calls `save_kv_layer` after every attention layer. The pages of that
+layer that this chunk has filled go to the arena and are announced to the agent at once. vLLM has no
+such hook for recurrent layers, and their states are final only with the last chunk: they follow in
+`wait_for_save`. Loads run on a thread of their own, beside the engine's steps. `cache.worker` does
+the part of the prefix cache.
 
-The agent's prefix cache is `cache_worker`'s part; it is called from here.
-
-Nothing here raises into the engine: a producer's failure aborts that transfer, a consumer's is
-reported so that vLLM recomputes the prompt.
+Nothing here raises into the engine. A producer's failure aborts its transfer. A consumer's failure
+is reported, so that vLLM computes the prompt.
 """
 
 import logging
@@ -48,7 +47,7 @@ class BrokenSend:
 
 @dataclass(slots=True)
 class Outgoing:
-    """One outbox this worker fills: how far each layer has come."""
+    """One outbox that this worker fills, with the number of pages sent of each layer."""
 
     space: ArenaSpace
     extents: dict[str, LayerExtent]
@@ -67,25 +66,25 @@ class WorkerSide:
         self._client: EngineClient | None = None
         self._access: ArenaAccess | None = None
         self._sending = threading.Lock()
-        # By opening. None: this worker gave it up; later steps leave it alone.
+        # By opening of the outbox. None: this worker gave it up, so later steps skip it.
         self._outgoing: dict[tuple[bytes, int], Outgoing | None] = {}
-        # Outboxes up to this attempt may have ended unheard: they are not begun any more. While
-        # there is no connection, none is.
+        # Outboxes up to this attempt are not begun: they may have ended while this worker had no
+        # connection. Without a connection no outbox is begun.
         self._may_begin_after: float = math.inf
-        # Attempts behind it that failed before their first step.
+        # Later attempts that failed before their first step.
         self._lost: set[int] = set()
         self._stats = TransferStats()
         self._cache = CacheWorker(layout, tp_rank, lambda: self._stats)
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
-        self._grace_s = 0.0  # for how long the agent keeps what a lost connection owned
-        # What takes long, or must not be done by the thread that ends copies.
+        self._grace_s = 0.0  # the time for which the agent keeps what a lost connection owned
+        # Loads take long, and the thread that ends copies must not call the copier (`PageCopier`).
         self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Learn where the engine's pages are. Raises `LayoutError` for an unsupported geometry."""
+        """Take the engine's KV tensors. Raises `LayoutError` for an unsupported geometry."""
         for group in self._layout.groups:
             for layer in group.layers:
                 cache = kv_caches[layer.name]
@@ -122,7 +121,9 @@ class WorkerSide:
         self._cache.on_connected()
 
     def on_disconnected(self) -> None:
-        """Every outbox is lost; their memory may belong to others soon."""
+        """Give up every outbox, and return when no copy is under way: the agent may soon use the
+        memory for something else.
+        """
         logger.warning("agent disconnected")
         with self._sending:
             self._may_begin_after = math.inf
@@ -134,7 +135,7 @@ class WorkerSide:
         self._access_or_raise.forget()
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
-        """An outbox is over without success: stop, and say so once no copy is under way."""
+        """An outbox has failed: stop writing, and answer once no copy is under way."""
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
         with self._sending:
             if (transfer_id, attempt) in self._outgoing:
@@ -145,10 +146,10 @@ class WorkerSide:
         self._client_or_raise.release(transfer_id, attempt)
 
     def _remember_lost(self, attempt: int) -> None:
-        """Its request, if this engine has one, must not begin to write."""
+        """Remember a failed attempt, whose request must not begin to write."""
         self._lost.add(attempt)
         if len(self._lost) > MAX_LOST:
-            # To forget one is safe only if nothing as old is begun: attempts rise with time.
+            # Attempts rise with time. The oldest can be forgotten if no outbox that old is begun.
             oldest = min(self._lost)
             self._lost.remove(oldest)
             self._may_begin_after = max(self._may_begin_after, oldest)
@@ -156,7 +157,7 @@ class WorkerSide:
     # Producer.
 
     def start_step(self, meta: PrfaasMetadata) -> None:
-        """Before the step's loads and after its metadata is bound."""
+        """Begin the step's loads and end outboxes. vLLM calls it before the forward pass."""
         for load in meta.loads:
             self._load_queue.put(load)
         for ended in meta.ended:
@@ -168,13 +169,14 @@ class WorkerSide:
                 self._client_or_raise.abort(*ended.opening, ended.failure)
 
     def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
-        """Send what the running step added to this attention layer."""
+        """Send the pages that the running step has completed in this attention layer."""
         for step in meta.sends:
             self._guarded_send(step, layer_name)
 
     def wait_for_save(self, meta: PrfaasMetadata) -> None:
-        """Send recurrent states after the last chunk and say that prefill is over; then copy what
-        the step completed into the prefix cache."""
+        """After the last chunk, send recurrent states and say that the prefill is over. Then copy
+        the parts that the step has completed into the prefix cache.
+        """
         for step in meta.sends:
             if not step.is_last:
                 continue
@@ -245,7 +247,7 @@ class WorkerSide:
         copier.store(pages, blocks[first:stop], outgoing.space, offset, copied)
 
     def _num_final_pages(self, step: SendStep, extent: LayerExtent) -> int:
-        """How many of the layer's pages no later chunk will change."""
+        """The number of the layer's pages that no later chunk will change."""
         if step.is_last:
             return len(extent.pages)
         group = self._layout.groups[extent.group_index]
@@ -295,7 +297,8 @@ class WorkerSide:
             self._cache.load(step.cached)
         if step.ref is not None:
             self._load_landing(step, step.ref)
-        # The source belongs to the scheduler's connection, whose loss this worker does not see.
+        # The scheduler's connection owns the source, and this worker does not see its loss. Within
+        # the grace time the agent keeps the bytes even then.
         if time.monotonic() > step.given_s + self._grace_s:
             raise StaleArenaError(f"the load was over only after {self._grace_s:g} s")
 
@@ -315,7 +318,9 @@ class WorkerSide:
 
     @staticmethod
     def _check_blocks(blocks: Sequence[int], extent: LayerExtent) -> None:
-        """Block 0 is vLLM's null block: writing it would hide an error in the block tables."""
+        """Raise ValueError for block 0, vLLM's null block: writing to it would hide an error in the
+        block tables.
+        """
         if 0 in blocks:
             raise ValueError(
                 f"the engine gave no block for a page that layer {extent.layer.name} needs"
@@ -327,7 +332,7 @@ class WorkerSide:
         return self._layout.extents(ref.num_tokens, self._tp_rank, ref.cached_tokens)
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
-        """The bytes of a transfer. Raises `StaleArenaError` when its agent is gone."""
+        """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""
         arena, copier = self._access_or_raise.open(ref.arena_epoch)
         nbytes = self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens)
         return arena.view(ref.runs, nbytes), copier

@@ -1,4 +1,4 @@
-"""Names the blocks of one engine's requests in the prefix cache.
+"""Computes the keys of one engine's requests in the prefix cache.
 
 A block's key must be the same in every engine that would compute the same bytes for it, and in no
 other. Reads vLLM's configuration and requests; knows nothing of agents, memory or steps.
@@ -22,15 +22,16 @@ NAMESPACE_BYTES = 32
 
 
 def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
-    """What all keys of this engine start from; empty when its KVCache must not be shared.
+    """The start of all keys of this engine; empty when its KVCache must not be shared.
 
     The layout has the model's served name, its configuration with all overrides, and the cache's
-    data types. What else changes the values is added: the revision of the weights, how they are
-    quantised, and with "longrope" the longest context, by which vLLM chooses the factors.
+    data types. Other things that change the values are added: the revision of the weights, their
+    quantisation, and with "longrope" the longest context, by which vLLM chooses the factors.
     """
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching or getattr(cache, "calculate_kv_scales", False):
-        # Scales that an engine measures on its first requests are its own.
+        # With calculate_kv_scales vLLM measures scales on its first requests, so the same tokens
+        # have other bytes in every engine.
         return b""
     model = vllm_config.model_config
     values: list[object] = [model.revision, model.quantization]
@@ -40,7 +41,7 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
 
 
 def may_be_cached(request: Request) -> bool:
-    """Whether the keys say all that the request's KVCache depends on, for as long as it runs."""
+    """Whether the keys cover everything that the request's KVCache depends on while it runs."""
     return (
         request.prompt_token_ids is not None
         and request.prompt_embeds is None
@@ -62,7 +63,7 @@ class RequestKeys:
         self.extend(request.all_token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the keys of further blocks that these tokens, the request's from its first, fill."""
+        """Add the keys of further full blocks; `token_ids` are all of the request's tokens."""
         known = len(self.keys)
         if len(token_ids) // self._block_tokens <= known:
             return
@@ -71,17 +72,17 @@ class RequestKeys:
         self.keys += block_keys(rest, self._block_tokens, self.before(known), extras)
 
     def before(self, block: int) -> bytes:
-        """The key that the key of `block` is chained to."""
+        """The key to which the key of `block` is chained."""
         return self.keys[block - 1] if block else self.root
 
 
 def _lora(lora_request: Any) -> str:
-    """An adapter by name and place, as vLLM tells them apart."""
+    """The LoRA adapter by name and path, which identify it in vLLM."""
     return f"{lora_request.lora_name}\0{lora_request.lora_path}" if lora_request else ""
 
 
 def _extras(features: Sequence[Any], block_tokens: int) -> dict[int, bytes]:
-    """For each block that multimodal inputs touch: which they are and where each begins."""
+    """For each block that multimodal inputs touch: their identifiers, and where each begins."""
     extras: dict[int, bytes] = {}
     for feature in features:
         place = feature.mm_position
