@@ -145,7 +145,7 @@ class RelayProcess(RelayControl):
             raise RelayError("the relay is not running")
         return self._process.pid
 
-    def start(self, timeout_s: float = 10.0) -> Self:
+    def start(self, timeout_s: float = 30.0) -> Self:
         """Start and wait until it listens; `RelayError` with its last words if it does not."""
         self._directory = Path(tempfile.mkdtemp(prefix="prfaas-link-"))
         self.socket_path = self._directory / "control.sock"
@@ -157,7 +157,7 @@ class RelayProcess(RelayControl):
             )
         line = _first_line(self._process, timeout_s)
         if not line:
-            last_words = log_path.read_text()[-2000:]
+            last_words = log_path.read_text()[-2000:] or f"it said nothing within {timeout_s:g} s"
             self.stop()
             raise RelayError(f"the relay did not start: {last_words}")
         self.host, self.port = Endpoint.parse(json.loads(line)["listen"])
