@@ -12,7 +12,7 @@ Does not know how a gateway turns these into answers for clients.
 
 from typing import Final, Literal
 
-from prfaas.engines.log_lines import shortened
+from prfaas.engines.supervision.log_lines import shortened
 
 _MAX_LINE_CHARS: Final = 200
 

@@ -30,7 +30,7 @@ from deploy.region.client import ask
 from deploy.region.launch.launcher import RegionStartFailed, RunningRegion
 from deploy.region.launch.progress import progress_view
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.log_lines import shortened
+from prfaas.engines.supervision.log_lines import shortened
 
 DEFAULT_MODELS = ("qwen3-next-tiny", "mimo-v2-tiny")
 SETTLE_TIMEOUT_S = 10.0

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.region.launch.launcher import ProcessProgress
-from prfaas.engines.log_lines import shortened
+from prfaas.engines.supervision.log_lines import shortened
 
 _STYLES = {
     "healthy": "green",
