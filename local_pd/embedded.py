@@ -28,7 +28,8 @@ from local_pd.placement import (
 )
 from local_pd.slots import HeldSlots
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
-from prfaas.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
+from prfaas.engines.instance import Instance, InstanceSpec
+from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
-from prfaas.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
+from prfaas.engines.instance import Instance, InstanceSpec
+from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.prefill_run import (
     AttemptFailed,
     PrefillRunner,

@@ -36,7 +36,8 @@ from local_pd.embedded import EmbeddedPdCluster
 from local_pd.front_config import PdPlacement
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.front_config import QueueBounds
 from prfaas.remote import RemotePrefillCluster
 

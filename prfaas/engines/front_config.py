@@ -17,7 +17,8 @@ from kvmanager.config_files.fields import (
     filled_from,
     tls_files,
 )
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 
 EXPECTED = "a front's file is a mapping with the keys name and instances"
 

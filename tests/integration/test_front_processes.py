@@ -19,7 +19,8 @@ from deploy.cli import app
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.supervision.restart import RestartConfig
 from prfaas.engines.supervision.supervisor import SupervisorConfig
 from prfaas.metrics import PrefillMetrics

@@ -20,7 +20,8 @@ from kvmanager.token_ids import TokenIds
 from prfaas.cluster import PrefillCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillResult
 from prfaas.metrics import PrefillMetrics

@@ -18,7 +18,8 @@ from local_pd.messages import DecodeSlot
 from local_pd.metrics import PdMetrics
 from local_pd.remote import RemotePdCluster
 from local_pd.server import PdServer
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob
 

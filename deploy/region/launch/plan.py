@@ -24,7 +24,7 @@ from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from kvmanager.agent.config import AgentSection
 from prfaas.engines.command import EngineOptions, EngineSpec
-from prfaas.engines.instances import InstanceSpec
+from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.supervision.process import ProcessSpec
 from transport import Endpoint
 

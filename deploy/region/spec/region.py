@@ -15,7 +15,7 @@ from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import Address, Port, Section, TlsSection
 from kvmanager.config_files.units import parse_duration, parse_rate
 from prfaas.engines.command import EngineOptions
-from prfaas.engines.instances import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
+from prfaas.engines.instance import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
 
 ClusterKind = Literal["prefill", "pd"]
 InstanceRole = Literal["prefill", "decode", "both"]

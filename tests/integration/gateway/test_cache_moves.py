@@ -21,7 +21,8 @@ from kvmanager.hashing import block_keys
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.metrics import PrefillMetrics
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
 from scheduler.routing.decision import ONE_ENGINE

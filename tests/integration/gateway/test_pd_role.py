@@ -18,7 +18,8 @@ from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
 from deploy.gateway.server import start_server
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 
 ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
 KEYS = {"Authorization": "Bearer secret"}
