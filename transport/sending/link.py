@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
 
 from transport.codec.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, TransportError
 from transport.interfaces import OutgoingSpec, TransferState
+from transport.sending.connections import LinkConnections
 from transport.sending.dispatch import Dispatch
 from transport.sending.link_state import Backlog
 from transport.sending.link_work import AbortConnection, Effect, TransferEnded, Work
@@ -28,18 +28,6 @@ from transport.wire.handshake import Hello
 from transport.wire.ranges import Range
 
 logger = logging.getLogger("prfaas.transport")
-
-
-@dataclass(slots=True)
-class _Connection:
-    peer: Hello
-    progress_s: float
-    heard_s: float
-    """When the receiver last said something here."""
-    kernel_queue_bytes: int = 0
-    aborted: bool = False
-    in_flight: set[bytes] = field(default_factory=set)
-    """Transfers of which this connection has unacknowledged bytes."""
 
 
 class LinkCore:
@@ -54,7 +42,7 @@ class LinkCore:
         """Why no connection stands, once one was lost or could not be made."""
         self._acked_s = -math.inf  # when anything was acknowledged last
         self._transfers: dict[bytes, OutgoingState] = {}
-        self._connections: dict[int, _Connection] = {}
+        self._connections = LinkConnections(config.ack_timeout_s)
         self._effects: list[Effect] = []
         self._last_error: TransportError | None = None
 
@@ -107,7 +95,7 @@ class LinkCore:
 
     def connected(self, connection: int, peer: Hello, now_s: float) -> None:
         """The handshake is done. Transfers of an earlier life of the receiver cannot go on."""
-        self._connections[connection] = _Connection(peer, now_s, now_s)
+        self._connections.add(connection, peer, now_s)
         self.trouble = ""
         for transfer in list(self._transfers.values()):
             known = transfer.receiver_instance
@@ -124,7 +112,7 @@ class LinkCore:
     def disconnected(self, connection: int, error: TransportError) -> None:
         """The connection is gone, or never came up; its thread has let go of every ByteSpace."""
         self._last_error = error
-        self._connections.pop(connection, None)
+        self._connections.remove(connection)
         if not self._connections:
             self.trouble = error.message
         for transfer in list(self._transfers.values()):
@@ -150,8 +138,7 @@ class LinkCore:
         """What this connection sends next; None when there is nothing for it now (for how long at
         most, `dispatch.delay_s` says). DATA and digests must end in `sent`.
         """
-        state = self._connections.get(connection)
-        if state is None or state.aborted:
+        if not self._connections.may_send(connection):
             return None
         work = self._take_control(connection, now_s)
         if work is None and self.carries_data(connection):
@@ -191,21 +178,15 @@ class LinkCore:
         return None
 
     def _take_of(self, transfer: OutgoingState, connection: int, now_s: float) -> Range | None:
-        state = self._connections[connection]
-        data = self.dispatch.take(transfer, connection, state.peer.max_frame_bytes, now_s)
+        max_frame_bytes = self._connections.peer(connection).max_frame_bytes
+        data = self.dispatch.take(transfer, connection, max_frame_bytes, now_s)
         if data is not None:
-            # An idle connection owes no acknowledgement: its silence counts from here on.
-            if not state.in_flight:
-                state.progress_s = now_s
-            state.in_flight.add(transfer.spec.transfer_id)
+            self._connections.took(connection, transfer, now_s)
         return data
 
     def carries_data(self, connection: int) -> bool:
         """Whether it is one of the `width` oldest connections."""
-        if len(self._connections) <= self.dispatch.width:
-            return True
-        # Connections are numbered as they are made, so the oldest ones come first.
-        return connection in sorted(self._connections)[: self.dispatch.width]
+        return self._connections.carries_data(connection, self.dispatch.width)
 
     def sent(
         self, connection: int, work: Work, now_s: float, *, whole: bool, coded: Coded = RAW_CODED
@@ -238,7 +219,7 @@ class LinkCore:
             self.acked_bytes += gained
             self._acked_s = now_s
         self.dispatch.note(transfer)
-        self._settle(transfer)
+        self._connections.settle(transfer)
 
     def opened(
         self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float
@@ -255,7 +236,7 @@ class LinkCore:
         transfer.progress_s = now_s
         transfer.ack(ranges, now_s)
         self.dispatch.note(transfer)
-        self._settle(transfer)
+        self._connections.settle(transfer)
 
     def _is_scattered(self, transfer: OutgoingState, ranges: list[Range], now_s: float) -> bool:
         """Whether a receiver may not list so many ranges, which cost memory here; then it fails."""
@@ -292,29 +273,21 @@ class LinkCore:
 
     def kernel_queue(self, connection: int, num_bytes: int, now_s: float) -> None:
         """How much the kernel still holds for this connection: any change is a sign of life."""
-        state = self._connections.get(connection)
-        if state is not None and state.kernel_queue_bytes != num_bytes:
-            state.kernel_queue_bytes = num_bytes
-            state.progress_s = now_s
+        self._connections.kernel_queue(connection, num_bytes, now_s)
 
     def expire(self, now_s: float) -> None:
         """Apply the timeouts; call it every config.tick_s while there are transfers."""
-        for connection, state in self._connections.items():
-            silent_s = now_s - state.progress_s
-            if silent_s >= self._config.ack_timeout_s and state.in_flight:
-                message = f"no acknowledgement for {self._config.ack_timeout_s:g} s"
-                self._abort(connection, LinkError("ack_timeout", message))
-                self._abort_unproven(state.progress_s)
+        for connection, why in self._connections.silent(now_s):
+            self._abort(connection, LinkError("ack_timeout", why))
         for transfer in list(self._transfers.values()):
             self._expire_transfer(transfer, now_s)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance."""
-        for transfer_id, transfer in self._transfers.items():
+        for transfer in self._transfers.values():
             transfer.check_invariants()
             self.dispatch.check_invariants(transfer)
-            for connection, state in self._connections.items():
-                assert (transfer_id in state.in_flight) == transfer.is_in_flight(connection)
+            self._connections.check_invariants(transfer)
 
     def _expire_transfer(self, transfer: OutgoingState, now_s: float) -> None:
         if transfer.ended:
@@ -356,15 +329,8 @@ class LinkCore:
     ) -> None:
         transfer.turn(state, error, now_s)
         self.dispatch.note(transfer)
-        self._settle(transfer)
+        self._connections.settle(transfer)
         self._report(transfer)
-
-    def _settle(self, transfer: OutgoingState) -> None:
-        """Forget connections that have nothing of this transfer in flight any more."""
-        transfer_id = transfer.spec.transfer_id
-        for connection, state in self._connections.items():
-            if transfer.ended or not transfer.is_in_flight(connection):
-                state.in_flight.discard(transfer_id)
 
     def _report(self, transfer: OutgoingState) -> None:
         if transfer.ended and not transfer.pinned and not transfer.reported:
@@ -378,13 +344,11 @@ class LinkCore:
             return False
         transfer.announced.add(connection)
         transfer.needs_open = False
-        transfer.receiver_instance = self._connections[connection].peer.instance
+        transfer.receiver_instance = self._connections.peer(connection).instance
         return True
 
     def _abort(self, connection: int, error: TransportError) -> None:
-        state = self._connections.get(connection)
-        if state is not None and not state.aborted:
-            state.aborted = True
+        if self._connections.abort(connection):
             self._effects.append(AbortConnection(connection, error))
 
     def _leave(self, transfer: OutgoingState) -> None:
@@ -394,18 +358,7 @@ class LinkCore:
         for connection in transfer.announced:
             self._abort(connection, LinkError("lost", "its transfer ended without an answer"))
 
-    def _abort_unproven(self, since_s: float) -> None:
-        """Close idle connections on which nothing was heard since one that timed out began to wait:
-        what ended that one mostly ended them too, and each would cost a timeout to find out.
-        """
-        for connection, state in self._connections.items():
-            if not state.in_flight and state.heard_s <= since_s:
-                message = "idle since before another connection fell silent"
-                self._abort(connection, LinkError("ack_timeout", message))
-
     def _heard_of(self, transfer_id: bytes, connection: int, now_s: float) -> OutgoingState | None:
         """The receiver spoke of this transfer here; None: it is over, and nothing is to be done."""
-        state = self._connections.get(connection)
-        if state is not None:
-            state.progress_s = state.heard_s = now_s
+        self._connections.heard(connection, now_s)
         return self._transfers.get(transfer_id)
