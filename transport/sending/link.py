@@ -26,6 +26,15 @@ from transport.sending.link_work import AbortConnection, Effect, TransferEnded, 
 from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
 from transport.wire.handshake import Hello
 from transport.wire.ranges import Range
+from transport.wire.sender_session import (
+    Acked,
+    CancelAcked,
+    Completed,
+    Event,
+    Opened,
+    TransferFailed,
+    Welcomed,
+)
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -202,6 +211,22 @@ class LinkCore:
             self.dispatch.note(work.transfer)
         if work.transfer.ended:
             self._report(work.transfer)
+
+    def handle(self, connection: int, event: Event, now_s: float) -> None:
+        """What the receiver said after the handshake; PeerError when it broke the rules."""
+        match event:
+            case Acked(transfer_id, ranges):
+                self.acked(connection, transfer_id, ranges, now_s)
+            case Opened(transfer_id, ranges):
+                self.opened(connection, transfer_id, ranges, now_s)
+            case Completed(transfer_id):
+                self.completed(connection, transfer_id, now_s)
+            case TransferFailed(transfer_id, error):
+                self.refused(connection, transfer_id, error, now_s)
+            case CancelAcked(transfer_id):
+                self.cancel_acked(connection, transfer_id, now_s)
+            case Welcomed():
+                raise PeerError("protocol", "a second WELCOME")
 
     def acked(self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float) -> None:
         """ACK; raises PeerError("protocol") for bytes that were never offered."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from transport.codec.coder import LinkCoder
 from transport.config import TransportConfig
 from transport.endpoint import Endpoint
-from transport.errors import LinkError, LocalError, PeerError, TransportError
+from transport.errors import LinkError, LocalError, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.sending.lane import Lane
 from transport.sending.link import LinkCore
@@ -27,15 +27,7 @@ from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
 from transport.sockets import SocketOwner
 from transport.tls import Rotating
 from transport.wire.handshake import Hello
-from transport.wire.sender_session import (
-    Acked,
-    CancelAcked,
-    Completed,
-    Event,
-    Opened,
-    TransferFailed,
-    Welcomed,
-)
+from transport.wire.sender_session import Event
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -344,7 +336,7 @@ class SenderLink:
         with self._lock:
             try:
                 for event in events:
-                    self._handle(lane.connection, event, time.monotonic())
+                    self._core.handle(lane.connection, event, time.monotonic())
             finally:
                 if self._num_waiting:
                     self._acked.notify_all()
@@ -356,21 +348,6 @@ class SenderLink:
         with self._lock:
             lane.abort(error)
             self._wake_lanes()
-
-    def _handle(self, connection: int, event: Event, now_s: float) -> None:
-        match event:
-            case Acked(transfer_id, ranges):
-                self._core.acked(connection, transfer_id, ranges, now_s)
-            case Opened(transfer_id, ranges):
-                self._core.opened(connection, transfer_id, ranges, now_s)
-            case Completed(transfer_id):
-                self._core.completed(connection, transfer_id, now_s)
-            case TransferFailed(transfer_id, error):
-                self._core.refused(connection, transfer_id, error, now_s)
-            case CancelAcked(transfer_id):
-                self._core.cancel_acked(connection, transfer_id, now_s)
-            case Welcomed():
-                raise PeerError("protocol", "a second WELCOME")
 
     def _pop_effects(self) -> list[Effect]:
         """What the core decided; with the lock. One of it may be the end of a transfer, which
