@@ -69,7 +69,7 @@ class LinkDirection:
 
     def configure(self, shape: LinkShape, now_s: float) -> None:
         rate = shape.rate_bytes_per_s
-        self._shape = shape
+        self.shape = shape
         self._clock.change_rate(now_s, rate)
         self._clock.read_ahead_s = _read_ahead_s(shape)
         if rate == 0:
@@ -98,9 +98,9 @@ class LinkDirection:
             self.first_in_s = now_s
         self.last_in_s = now_s
         self.in_bytes += nbytes
-        jitter_s = self._shape.jitter_s
+        jitter_s = self.shape.jitter_s
         swing_s = self._random.uniform(-jitter_s, jitter_s) if jitter_s else 0.0
-        return self._clock.admit(now_s, nbytes) + max(0.0, self._shape.one_way_s + swing_s)
+        return self._clock.admit(now_s, nbytes) + max(0.0, self.shape.one_way_s + swing_s)
 
     def delivered(self, now_s: float, nbytes: int) -> None:
         if self.first_out_s is None:
@@ -109,7 +109,7 @@ class LinkDirection:
         self.out_bytes += nbytes
 
     def fin_arrives_s(self, now_s: float) -> float:
-        return now_s + self._shape.one_way_s
+        return now_s + self.shape.one_way_s
 
     def report(self, held_bytes: int) -> DirectionReport:
         return DirectionReport(

@@ -41,7 +41,7 @@ class ControlServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen(8)
-        link.add_handler(self._listener.fileno(), self._accept)
+        link.sockets.add_handler(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
         for peer, _ in self._peers.values():
@@ -55,7 +55,7 @@ class ControlServer:
         # Replies are a few hundred bytes: a peer that does not read them loses its connection.
         peer.settimeout(0.1)
         self._peers[peer.fileno()] = (peer, bytearray())
-        self._link.add_handler(peer.fileno(), lambda _events: self._read(peer))
+        self._link.sockets.add_handler(peer.fileno(), lambda _events: self._read(peer))
 
     def _read(self, peer: socket.socket) -> None:
         fd = peer.fileno()
@@ -70,7 +70,7 @@ class ControlServer:
                 del received[: end + 1]
                 peer.sendall(msgspec.json.encode(self._answer(line)) + b"\n")
         except OSError:
-            self._link.remove_handler(fd)
+            self._link.sockets.remove_handler(fd)
             del self._peers[fd]
             peer.close()
 
@@ -95,12 +95,12 @@ def main(argv: list[str] | None = None) -> int:
     wake_read, wake_write = socket.socketpair()
     wake_write.setblocking(False)
     signal.set_wakeup_fd(wake_write.fileno())
-    link.add_handler(wake_read.fileno(), lambda _events: link.stop())
+    link.sockets.add_handler(wake_read.fileno(), lambda _events: link.stop())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: link.stop())
     ready = {
         "event": "ready",
-        "listen": str(Endpoint(*link.address)),
+        "listen": str(Endpoint(*link.sockets.address)),
         "to": args.to,
         "pid": os.getpid(),
     }
