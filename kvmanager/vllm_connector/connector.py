@@ -42,6 +42,7 @@ from kvmanager.vllm_connector.cache.scheduler import (
 )
 from kvmanager.vllm_connector.engine_layout import layout_of
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
+from kvmanager.vllm_connector.pages import registered_pages
 from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
 from kvmanager.vllm_connector.worker import WorkerSide
@@ -85,12 +86,19 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         instance = instance_name(vllm_config)
         # vLLM makes one connector in the scheduler's process and one in each worker, and calls only
         # the methods of its role.
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._layout = layout
+        self._tp_rank = 0 if is_scheduler else get_tensor_model_parallel_rank()
+        side: Literal["scheduler", "worker"] = "scheduler" if is_scheduler else "worker"
+        hello = _hello(instance, side, layout, self._tp_rank, namespace)
+        self._client = EngineClient(socket_path, hello)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             self._scheduler = SchedulerSide(
                 layout,
                 kv_cache_config,
+                self._client,
                 mamba_cache_mode=vllm_config.cache_config.mamba_cache_mode,
                 landing_timeout_s=float(extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)),
                 produces=self._kv_transfer_config.is_kv_producer,
@@ -103,13 +111,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                     "agent, and something else after the next start",
                     instance,
                 )
-            hello = _hello(instance, "scheduler", layout, 0, namespace)
-            self._scheduler.connect(EngineClient(socket_path, hello, self._scheduler))
-        else:
-            rank = get_tensor_model_parallel_rank()
-            self._worker = WorkerSide(layout, rank, kv_cache_config)
-            hello = _hello(instance, "worker", layout, rank, namespace)
-            self._client = EngineClient(socket_path, hello, self._worker)
+            self._scheduler.start()
 
     def _may_load(self, vllm_config: "VllmConfig") -> bool:
         """Whether no load can meet a running step that still writes the same block.
@@ -123,11 +125,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self._worker is not None
-        self._worker.register_kv_caches(kv_caches)
+        pages = registered_pages(self._layout, kv_caches, self._kv_cache_config)
         # Not earlier: a load needs the pages, and the agent may give this worker work once it is
         # connected.
-        self._worker.connect(self._client)
+        self._worker = WorkerSide(self._layout, self._tp_rank, self._client, pages)
+        self._worker.start()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None

@@ -58,20 +58,21 @@ class Landings:
     """All landings that one engine waits for or loads."""
 
     def __init__(
-        self, layout: KVLayout, pages: CachePages, block_tokens: int, timeout_s: float
+        self,
+        layout: KVLayout,
+        pages: CachePages,
+        block_tokens: int,
+        timeout_s: float,
+        client: EngineClient,
     ) -> None:
         self._layout = layout
         self._pages = pages
         self._block_tokens = block_tokens
         self._timeout_s = timeout_s
-        self._client: EngineClient | None = None
+        self._client = client
         self._lock = threading.Lock()
         self._consumers: dict[str, Consumer] = {}
         self._request_of: dict[bytes, str] = {}
-
-    def connect(self, client: EngineClient) -> None:
-        """Use this client from now on."""
-        self._client = client
 
     # Events of the agent, on the client's thread.
 
@@ -107,15 +108,15 @@ class Landings:
         with self._lock:
             self._consumers[request_id] = Consumer(ref, params.cached_runs, deadline_s)
             self._request_of[ref.transfer_id] = request_id
-        if not self._client_or_raise.watch(ref.transfer_id):
+        if not self._client.watch(ref.transfer_id):
             logger.warning("request %s: no agent; computing it here", request_id)
             self._change(ref.transfer_id, LandingState.OVER)
 
     def refuse(self, params: ConsumerParams) -> None:
         """Give back a landing that no request will load."""
         # The agent releases a landing only for an engine that watches it.
-        self._client_or_raise.watch(params.id_bytes)
-        self._client_or_raise.release(params.id_bytes)
+        self._client.watch(params.id_bytes)
+        self._client.release(params.id_bytes)
 
     def matched(
         self, request_id: str, num_computed_tokens: int, wait: Callable[[], bool]
@@ -215,14 +216,9 @@ class Landings:
         with self._lock:
             was, consumer.state = consumer.state, LandingState.OVER
         if was is not LandingState.OVER:
-            self._client_or_raise.release(consumer.ref.transfer_id)
+            self._client.release(consumer.ref.transfer_id)
 
     def _forget(self, request_id: str, consumer: Consumer) -> None:
         with self._lock:
             self._consumers.pop(request_id, None)
             self._request_of.pop(consumer.ref.transfer_id, None)
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client

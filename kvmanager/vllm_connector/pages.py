@@ -8,13 +8,13 @@ import ctypes
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from kvmanager.layout import KVLayer, LayoutError
+from kvmanager.layout import KVLayer, KVLayout, LayoutError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -64,6 +64,20 @@ class LayerPages:
             first.storage_offset() * first.element_size(),
         )
         return cls(layer, rows)
+
+
+def registered_pages(
+    layout: KVLayout, kv_caches: Mapping[str, torch.Tensor], config: "KVCacheConfig"
+) -> dict[str, LayerPages]:
+    """All layers' pages by name, of the tensors that vLLM registered.
+
+    Raises `LayoutError` for an unsupported geometry.
+    """
+    return {
+        layer.name: LayerPages.of(layer, kv_caches[layer.name], config)
+        for group in layout.groups
+        for layer in group.layers
+    }
 
 
 def _is_one_run(cache: torch.Tensor) -> bool:

@@ -81,6 +81,7 @@ class SchedulerSide:
         self,
         layout: KVLayout,
         kv_cache_config: "KVCacheConfig",
+        client: EngineClient,
         *,
         mamba_cache_mode: str,
         landing_timeout_s: float,
@@ -95,7 +96,7 @@ class SchedulerSide:
         self._config = kv_cache_config
         self._specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
         self._mamba_cache_mode = mamba_cache_mode
-        self._client: EngineClient | None = None
+        self._client = client
         self._agent_said = threading.Event()
         self._engine_is_idle = False
         self._pass_began_s = 0.0
@@ -106,19 +107,17 @@ class SchedulerSide:
         self._shape = CacheShape.of(layout)
         state_tokens = [spec.block_size for spec in self._specs]
         pages = CachePages(layout, self._shape, self._state_index, state_tokens)
-        self._landings = Landings(layout, pages, self._shape.block_tokens, landing_timeout_s)
-        self._cache = CacheScheduler(self._shape, pages, cache, self._agent_said)
+        self._landings = Landings(
+            layout, pages, self._shape.block_tokens, landing_timeout_s, client
+        )
+        self._cache = CacheScheduler(self._shape, pages, cache, self._agent_said, client)
 
-    def connect(self, client: EngineClient) -> None:
-        """Use this client; its events must be wired to the `on_*` methods."""
-        self._client = client
-        self._landings.connect(client)
-        self._cache.connect(client)
-        client.start()
+    def start(self) -> None:
+        """Connect to the agent in the background."""
+        self._client.start(self)
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
+        self._client.close()
 
     # Events of the agent, on the client's thread.
 

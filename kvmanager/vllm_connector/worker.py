@@ -15,12 +15,10 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import Welcome
@@ -57,14 +55,20 @@ class Outgoing:
 class WorkerSide:
     """Called by vLLM through the facade, with vLLM's own names."""
 
-    def __init__(self, layout: KVLayout, tp_rank: int, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        tp_rank: int,
+        client: EngineClient,
+        pages: Mapping[str, LayerPages],
+    ) -> None:
+        """`pages` are the engine's by layer name: all of `layout`, on one device."""
         self._layout = layout
         self._tp_rank = tp_rank
-        self._config = kv_cache_config
-        self._pages: dict[str, LayerPages] = {}
-        self._device = torch.device("cpu")
-        self._client: EngineClient | None = None
-        self._access: ArenaAccess | None = None
+        self._client = client
+        self._pages = pages
+        device = next(iter(pages.values())).rows.device
+        self._access = ArenaAccess(client, device)
         self._sending = threading.Lock()
         # By opening of the outbox. None: this worker gave it up, so later steps skip it.
         self._outgoing: dict[tuple[bytes, int], Outgoing | None] = {}
@@ -74,7 +78,9 @@ class WorkerSide:
         # Later attempts that failed before their first step.
         self._lost: set[int] = set()
         self._stats = TransferStats()
-        self._cache = CacheWorker(layout, tp_rank, lambda: self._stats)
+        self._cache = CacheWorker(
+            layout, tp_rank, client, self._access, pages, stats=lambda: self._stats
+        )
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
@@ -83,37 +89,25 @@ class WorkerSide:
         self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the engine's KV tensors. Raises `LayoutError` for an unsupported geometry."""
-        for group in self._layout.groups:
-            for layer in group.layers:
-                cache = kv_caches[layer.name]
-                self._pages[layer.name] = LayerPages.of(layer, cache, self._config)
-        self._device = next(iter(self._pages.values())).rows.device
-        logger.info("moving %s, %s", self._layout.describe(), self._device)
+        logger.info("moving %s, %s", layout.describe(), device)
 
-    def connect(self, client: EngineClient) -> None:
-        """Use this client; its events must be wired to the `on_*` methods."""
-        self._client = client
-        self._access = ArenaAccess(client, self._device)
-        self._cache.connect(client, self._access, self._pages)
-        client.start()
+    def start(self) -> None:
+        """Connect to the agent in the background, and be ready to load."""
+        self._client.start(self)
         self._loader.start()
 
     def close(self) -> None:
         self._load_queue.put(None)
         if self._loader.is_alive():
             self._loader.join(timeout=5)
-        if self._access is not None:
-            self._access.close()
-        if self._client is not None:
-            self._client.close()
+        self._access.close()
+        self._client.close()
 
     # Events of the agent, on the client's thread.
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
-        self._access_or_raise.prepare(arena)
+        self._access.prepare(arena)
         with self._sending:
             self._grace_s = welcome.grace_s
             self._may_begin_after = welcome.last_attempt
@@ -128,11 +122,11 @@ class WorkerSide:
         with self._sending:
             self._may_begin_after = math.inf
             self._outgoing = dict.fromkeys(self._outgoing)
-            self._drain()
+            self._access.drain()
         self._cache.on_disconnected()
 
     def on_agent_gone(self) -> None:
-        self._access_or_raise.forget()
+        self._access.forget()
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         """An outbox has failed: stop writing, and answer once no copy is under way."""
@@ -142,8 +136,8 @@ class WorkerSide:
                 self._outgoing[transfer_id, attempt] = None
             else:
                 self._remember_lost(attempt)
-            self._drain()
-        self._client_or_raise.release(transfer_id, attempt)
+            self._access.drain()
+        self._client.release(transfer_id, attempt)
 
     def _remember_lost(self, attempt: int) -> None:
         """Remember a failed attempt, whose request must not begin to write."""
@@ -164,9 +158,9 @@ class WorkerSide:
             with self._sending:
                 self._outgoing.pop(ended.opening, None)
                 if ended.failure:
-                    self._drain()
+                    self._access.drain()
             if ended.failure:
-                self._client_or_raise.abort(*ended.opening, ended.failure)
+                self._client.abort(*ended.opening, ended.failure)
 
     def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
         """Send the pages that the running step has completed in this attention layer."""
@@ -184,7 +178,7 @@ class WorkerSide:
                 if group.kind is KVKind.RECURRENT:
                     for layer in group.layers:
                         self._guarded_send(step, layer.name)
-            self._client_or_raise.prefill_end(*step.ref.opening, self._tp_rank)
+            self._client.prefill_end(*step.ref.opening, self._tp_rank)
         self._cache.store(meta.stores)
 
     def _guarded_send(self, step: SendStep, layer_name: str) -> None:
@@ -210,7 +204,7 @@ class WorkerSide:
         if ref.attempt <= self._may_begin_after:
             raise StaleArenaError("the outbox was opened before this connection to the agent")
         space, _ = self._space(ref)
-        if not self._client_or_raise.attach(*ref.opening):
+        if not self._client.attach(*ref.opening):
             raise StaleArenaError("the agent is gone")
         return Outgoing(
             space,
@@ -220,9 +214,9 @@ class WorkerSide:
     def _fail(self, ref: TransferRef, reason: str) -> None:
         with self._sending:
             self._outgoing[ref.opening] = None
-            self._drain()
+            self._access.drain()
         self._stats.add_failed_send()
-        self._client_or_raise.abort(*ref.opening, reason)
+        self._client.abort(*ref.opening, reason)
 
     def _send(self, step: SendStep, outgoing: Outgoing, extent: LayerExtent) -> None:
         blocks = step.blocks[extent.group_index]
@@ -238,11 +232,11 @@ class WorkerSide:
 
         def copied(error: BaseException | None) -> None:
             if error is None:
-                self._client_or_raise.ready(*step.ref.opening, [(offset, nbytes)])
+                self._client.ready(*step.ref.opening, [(offset, nbytes)])
             else:
                 self._load_queue.put(BrokenSend(step.ref, f"{type(error).__name__}: {error}"))
 
-        _, copier = self._access_or_raise.open(step.ref.arena_epoch)
+        _, copier = self._access.open(step.ref.arena_epoch)
         pages = self._pages[extent.layer.name]
         copier.store(pages, blocks[first:stop], outgoing.space, offset, copied)
 
@@ -333,20 +327,6 @@ class WorkerSide:
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""
-        arena, copier = self._access_or_raise.open(ref.arena_epoch)
+        arena, copier = self._access.open(ref.arena_epoch)
         nbytes = self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens)
         return arena.view(ref.runs, nbytes), copier
-
-    def _drain(self) -> None:
-        if self._access is not None:
-            self._access.drain()
-
-    @property
-    def _access_or_raise(self) -> ArenaAccess:
-        assert self._access is not None, "connect() comes first"
-        return self._access
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client

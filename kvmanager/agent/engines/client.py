@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvmanager.agent.engines.connection import AgentConnection, SchedulerEvents, WorkerEvents
+from kvmanager.agent.engines.connection import AgentConnection
 from kvmanager.agent.engines.protocol import (
     LENGTH_BYTES,
     MAX_RANGES_PER_READY,
@@ -43,14 +43,9 @@ logger = logging.getLogger("prfaas.kvmanager.engine_client")
 class EngineClient:
     """Speaks to the agent at `socket_path` for one process of an engine."""
 
-    def __init__(
-        self,
-        socket_path: str | Path,
-        hello: EngineHello,
-        events: WorkerEvents | SchedulerEvents,
-    ) -> None:
+    def __init__(self, socket_path: str | Path, hello: EngineHello) -> None:
         self._hello = hello
-        self._connection = AgentConnection(socket_path, hello, events)
+        self._connection = AgentConnection(socket_path, hello)
         self.start = self._connection.start
         self.close = self._connection.close
 

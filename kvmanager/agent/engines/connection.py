@@ -107,19 +107,14 @@ class _Lost(Exception):
 
 
 class AgentConnection:
-    """Keeps one connection to the agent at `socket_path`. Exceptions of `events` do not end it."""
+    """Keeps one connection to the agent at `socket_path`."""
 
-    def __init__(
-        self,
-        socket_path: str | Path,
-        hello: EngineHello,
-        events: WorkerEvents | SchedulerEvents,
-    ) -> None:
+    def __init__(self, socket_path: str | Path, hello: EngineHello) -> None:
         self.arena: Arena | None = None
         """The agent's arena while connected. A reference to it keeps the memory mapped."""
         self._path = str(socket_path)
         self._hello = hello
-        self._events = events
+        self._events: WorkerEvents | SchedulerEvents | None = None  # told from `start` on
         self._lock = threading.Lock()
         self._mapped: Arena | None = None  # of the latest connection, kept between connections
         self._socket: socket.socket | None = None  # set while sends are possible
@@ -137,11 +132,15 @@ class AgentConnection:
     def connected(self) -> bool:
         return self._socket is not None
 
-    def start(self) -> None:
-        """Begin to connect in the background; returns at once. Further calls do nothing."""
+    def start(self, events: WorkerEvents | SchedulerEvents) -> None:
+        """Begin to connect in the background; returns at once. Further calls do nothing.
+
+        Exceptions of `events` do not end the connection.
+        """
         with self._lock:
             if self._thread is not None or self._closing:
                 return
+            self._events = events
             self._thread = threading.Thread(
                 target=self._run, name="prfaas-engine-client", daemon=True
             )

@@ -70,28 +70,24 @@ class CacheScheduler:
         pages: CachePages,
         options: PrefixCacheOptions,
         agent_said: threading.Event,
+        client: EngineClient,
     ) -> None:
         self._block_tokens = shape.block_tokens
         self._has_states = shape.state_part is not None
         self._pages = pages
         self._options = options
         self._agent_said = agent_said
-        self._client: EngineClient | None = None
+        self._client = client
         self._lock = threading.RLock()
         # Handles begin at the time, because a restarted engine has the name of the one before it,
         # and the agent may still hold that one's handles.
         self._handles = itertools.count(time.time_ns() // 1000)
-        self._stores = CacheStores(shape, pages, self._handles)
+        self._stores = CacheStores(shape, pages, self._handles, client)
         self._tracked: dict[str, Tracked] = {}
         self._finds: dict[int, Tracked] = {}
         self._ahead: dict[str, int] = {}
         self._loading: dict[str, Find] = {}
         self.is_stopped = False
-
-    def connect(self, client: EngineClient) -> None:
-        """Use this client from now on."""
-        self._client = client
-        self._stores.connect(client)
 
     # Events of the agent, on the client's thread.
 
@@ -174,7 +170,7 @@ class CacheScheduler:
         with self._lock:
             find = self._loading.pop(request_id, None)
             if find is not None:
-                self._client_or_raise.cache_free(find.handle)
+                self._client.cache_free(find.handle)
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.stage is Stage.LOADING:
                 tracked.stage = Stage.READY
@@ -239,7 +235,7 @@ class CacheScheduler:
             find = Find(next(self._handles), time.monotonic())
             self._finds[find.handle] = tracked
             tracked.find, tracked.stage = find, Stage.FINDING
-            if self._client_or_raise.cache_find(find.handle, keys):
+            if self._client.cache_find(find.handle, keys):
                 return
             del self._finds[find.handle]
             tracked.find = None
@@ -339,7 +335,7 @@ class CacheScheduler:
         """Free the cached prefix, or the answer that is yet to come."""
         if tracked.find is not None:
             self._finds.pop(tracked.find.handle, None)
-            self._client_or_raise.cache_free(tracked.find.handle)
+            self._client.cache_free(tracked.find.handle)
         tracked.find = None
 
     def _end(self, tracked: Tracked) -> None:
@@ -362,8 +358,3 @@ class CacheScheduler:
                 logger.exception("request %s goes on without the prefix cache", request_id)
                 with contextlib.suppress(Exception):
                     self._drop(request_id)
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client

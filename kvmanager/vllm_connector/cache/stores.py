@@ -42,7 +42,9 @@ class CacheStores:
     `placement` and `epoch` are the connected agent's. Without a placement nothing is asked for.
     """
 
-    def __init__(self, shape: CacheShape, pages: CachePages, handles: Iterator[int]) -> None:
+    def __init__(
+        self, shape: CacheShape, pages: CachePages, handles: Iterator[int], client: EngineClient
+    ) -> None:
         self.placement: StatePlacement | None = None
         self.epoch = ""
         self._shape = shape
@@ -50,13 +52,9 @@ class CacheStores:
         self._handles = handles
         self._has_only_kv = shape.parts[-1].kind is PartKind.KV
         self._reach = max(1, window_reach(shape))
-        self._client: EngineClient | None = None
+        self._client = client
         self._stores: dict[int, Store] = {}
         self._ended: list[StoreStep] = []
-
-    def connect(self, client: EngineClient) -> None:
-        """Use this client from now on."""
-        self._client = client
 
     def reserve_prompt(self, tracked: Tracked) -> None:
         """Ask for memory for the parts that the prompt will compute and the agent lacks."""
@@ -113,7 +111,7 @@ class CacheStores:
         first, last = parts[0][0], parts[-1][0]
         store = Store(next(self._handles), first, time.monotonic())
         self._stores[store.handle] = store
-        is_sent = self._client_or_raise.cache_reserve(
+        is_sent = self._client.cache_reserve(
             store.handle,
             tracked.keys.keys[first : last + 1],
             [(block - first, part) for block, part in parts],
@@ -167,7 +165,7 @@ class CacheStores:
             tracked.stores.remove(store)
             is_open = self._stores.pop(store.handle, None) is not None
             if is_open and not parts and not store.handed_over:
-                self._client_or_raise.cache_cancel(store.handle)
+                self._client.cache_cancel(store.handle)
         if parts or (is_last and store.handed_over):
             return self._step(store, parts, is_last=is_last)
         return None
@@ -196,15 +194,10 @@ class CacheStores:
             if store.handed_over:
                 self._ended.append(self._step(store, (), is_last=True))
             else:
-                self._client_or_raise.cache_cancel(store.handle)
+                self._client.cache_cancel(store.handle)
         tracked.stores.clear()
 
     def take_ended(self) -> list[StoreStep]:
         """Take the last steps of handles that the workers know and that need no more copies."""
         ended, self._ended = self._ended, []
         return ended
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client

@@ -79,28 +79,33 @@ class LayerCopy:
 
 
 class CacheWorker:
-    """Called by `WorkerSide`. `stats` returns the counters of the running interval."""
+    """Called by `WorkerSide`. `pages` are the engine's by layer name. `stats` returns the counters
+    of the running interval.
+    """
 
-    def __init__(self, layout: KVLayout, tp_rank: int, stats: Callable[[], TransferStats]) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        tp_rank: int,
+        client: EngineClient,
+        access: ArenaAccess,
+        pages: Mapping[str, LayerPages],
+        *,
+        stats: Callable[[], TransferStats],
+    ) -> None:
         self._layout = layout
         self._shape = CacheShape.of(layout)
         self._tp_rank = tp_rank
         self._stats = stats
-        self._client: EngineClient | None = None
-        self._access: ArenaAccess | None = None
-        self._pages: Mapping[str, LayerPages] = {}
+        self._client = client
+        self._access = access
+        self._pages = pages
         self._lock = threading.Lock()
         self._connected_at_s = math.inf
         self._writing: dict[int, Writing] = {}
         # The thread that ends copies takes this lock, so it must not be held while a copier is
         # called, whose `drain` waits for that thread.
         self._writing_lock = threading.Lock()
-
-    def connect(
-        self, client: EngineClient, access: ArenaAccess, pages: Mapping[str, LayerPages]
-    ) -> None:
-        """Use this agent, its arena, and these pages of the engine by layer name from now on."""
-        self._client, self._access, self._pages = client, access, pages
 
     def on_connected(self) -> None:
         with self._lock:
@@ -110,8 +115,7 @@ class CacheWorker:
         """Wait until nothing writes into the arena, whose memory the agent may soon use again."""
         with self._lock:
             self._connected_at_s = math.inf
-            if self._access is not None:
-                self._access.drain()
+            self._access.drain()
 
     def store(self, steps: Sequence[StoreStep]) -> None:
         """Copy the parts of these steps. The agent is told when the copies have ended."""
@@ -184,10 +188,9 @@ class CacheWorker:
 
     def _say(self, step: StoreStep, parts: Sequence[tuple[int, int]], *, is_last: bool) -> None:
         """Send `CacheWritten` to the agent that gave the memory, and to no agent after it."""
-        client = self._client_or_raise
-        arena = client.arena
+        arena = self._client.arena
         if arena is not None and arena.epoch == step.cached.arena_epoch:
-            client.cache_written(step.handle, parts, is_last=is_last)
+            self._client.cache_written(step.handle, parts, is_last=is_last)
 
     def _close(self, handle: int) -> None:
         with self._writing_lock:
@@ -213,7 +216,6 @@ class CacheWorker:
         self._stats().add_cache_loaded(nbytes, len({part.index for part in cached.parts}))
 
     def _open(self, cached: CachedParts) -> tuple[Arena, PageCopier]:
-        assert self._access is not None, "connect() comes first"
         self._check_connection(cached)
         return self._access.open(cached.arena_epoch)
 
@@ -243,11 +245,6 @@ class CacheWorker:
                     )
                 if block_ids:
                     yield LayerCopy(extent.layer.name, block_ids, JoinedSpace(ranges))
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client
 
 
 def _nothing(error: BaseException | None) -> None:
