@@ -27,7 +27,7 @@ from local_pd.placement import (
     decode_order,
 )
 from local_pd.slots import HeldSlots
-from prfaas.engines.errors import PrefillFailed, UnknownInstance
+from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.ownership import Cleanups, cancel_requested
@@ -76,7 +76,7 @@ class EmbeddedPdCluster:
         self._name = name
         self._metrics = metrics or pd_metrics()
         self._specs = tuple(instances)
-        self._instances = Instances(instances, self._config.instances, self._instance_changed)
+        self._instances = Instances(name, instances, self._config.instances, self._instance_changed)
         self._runner = PrefillRunner(self._config.runner)
         self._leases = LeaseKeeper()
         self._slots = HeldSlots()
@@ -248,8 +248,8 @@ class EmbeddedPdCluster:
         )
 
     async def drain(self, instance: str) -> None:
-        self._set_draining(instance, draining=True)
-        found = self._instances.by_name[instance]
+        found = self._instances.known(instance)
+        self._instances.set_draining(instance, draining=True)
         # What an engine has to do is known from its metrics only; nothing signals it. A request may
         # be on its way there while one look finds the engine idle, so two have to.
         num_idle = 0
@@ -264,12 +264,10 @@ class EmbeddedPdCluster:
             raise NoInstance(f"{self._name}: {instance} is not drained but gone: {found.reason}")
 
     async def resume(self, instance: str) -> None:
-        self._set_draining(instance, draining=False)
+        self._instances.set_draining(instance, draining=False)
 
     async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
-        found = self._instances.by_name.get(instance)
-        if found is None:
-            raise UnknownInstance(self._name, instance)
+        found = self._instances.known(instance)
         if found.role == "both":
             raise RoleRefused(
                 f"{self._name}: {instance} prefills and decodes; it has no other role"
@@ -354,12 +352,6 @@ class EmbeddedPdCluster:
         except RpcError as error:
             # An agent that is gone has no landing; one that is only slow has the lease.
             logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)
-
-    def _set_draining(self, instance: str, *, draining: bool) -> None:
-        try:
-            self._instances.set_draining(instance, draining)
-        except KeyError as error:
-            raise UnknownInstance(self._name, instance) from error
 
     def _num_requests(self, instance: Instance) -> int:
         """All requests of an engine, also those that come once their KVCache has landed."""

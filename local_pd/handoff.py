@@ -123,7 +123,8 @@ class LocalHandoff:
             try:
                 return await self._try(job, choice.name, choice, attempt=len(tried))
             except AttemptFailed as error:
-                self._note(choice.name, error)
+                logger.warning("%s: local prefill on %s: %s", self._cluster, choice.name, error)
+                self._instances.attempt_failed(choice.name, error)
                 failure = PrefillFailed(error.code, error.message)
                 if not error.retryable:
                     break
@@ -142,13 +143,6 @@ class LocalHandoff:
             return await self._runner.run(job, place, attempt=attempt, reason=choice.reason)
         finally:
             tries.remove(mine)
-
-    def _note(self, name: str, error: AttemptFailed) -> None:
-        logger.warning("%s: local prefill on %s: %s", self._cluster, name, error)
-        if error.engine_lost:
-            self._instances.engine_lost(name, error.message)
-        if error.agent_lost:
-            self._instances.agent_lost(name, error.message)
 
     def _shutting_down(self) -> PrefillFailed:
         return PrefillFailed("closed", f"cluster {self._cluster} is shutting down")

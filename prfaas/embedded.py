@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from prfaas.engines.errors import PrefillFailed, UnknownInstance
+from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.prefill_run import (
@@ -78,7 +78,7 @@ class EmbeddedPrefillCluster:
         self._metrics = metrics or prefill_metrics()
         self._queue = PrefillQueue(name, config.queue)
         self._runner = PrefillRunner(config.runner)
-        self._instances = Instances(instances, config.instances, self._instance_changed)
+        self._instances = Instances(name, instances, config.instances, self._instance_changed)
         for spec in instances:
             # Known in this order from the start; a probe will say when each is usable.
             self._queue.instance_changed(_view(spec, healthy=False, draining=False), 0.0)
@@ -133,7 +133,7 @@ class EmbeddedPrefillCluster:
         )
 
     async def drain(self, instance: str) -> None:
-        self._set_draining(instance, draining=True)
+        self._instances.set_draining(instance, draining=True)
         try:
             while self._queue.running_on(instance) > 0:
                 await self._changed.wait()
@@ -141,7 +141,7 @@ class EmbeddedPrefillCluster:
             self._instances.drained(instance)
 
     async def resume(self, instance: str) -> None:
-        self._set_draining(instance, draining=False)
+        self._instances.set_draining(instance, draining=False)
 
     async def close(self) -> None:
         self._closed = True
@@ -156,12 +156,6 @@ class EmbeddedPrefillCluster:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._runner.close()
         await self._instances.close()
-
-    def _set_draining(self, instance: str, *, draining: bool) -> None:
-        try:
-            self._instances.set_draining(instance, draining)
-        except KeyError as error:
-            raise UnknownInstance(self._name, instance) from error
 
     async def _submit(self, job: PrefillJob) -> PrefillResult:
         if self._closed:
@@ -237,10 +231,7 @@ class EmbeddedPrefillCluster:
             logger.error("%s: prefill %s", self._name, start.key, exc_info=error)
             error = AttemptFailed("engine_failed", f"{type(error).__name__}: {error}")
         logger.warning("%s: prefill %s on %s: %s", self._name, start.key, start.instance, error)
-        if error.engine_lost:
-            self._instances.engine_lost(start.instance, error.message)
-        if error.agent_lost:
-            self._instances.agent_lost(start.instance, error.message)
+        self._instances.attempt_failed(start.instance, error)
         retryable, now_s = error.retryable, self._clock()
         self._perform(
             self._queue.failed(

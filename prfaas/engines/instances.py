@@ -16,9 +16,10 @@ import aiohttp
 from kvmanager.agent.client import AgentClients
 from prfaas.engines.client import EngineHttp, open_session
 from prfaas.engines.command import EngineSpec
-from prfaas.engines.errors import EngineError
+from prfaas.engines.errors import EngineError, UnknownInstance
 from prfaas.engines.health import HealthConfig
 from prfaas.engines.instance import Instance, InstanceSpec
+from prfaas.engines.prefill_run import AttemptFailed
 from prfaas.engines.supervision.supervisor import (
     ProcessState,
     Supervisor,
@@ -53,10 +54,11 @@ class InstancesConfig:
 
 
 class Instances:
-    """All instances of one cluster. `on_change` is called after an instance's usability changed."""
+    """All instances of `cluster`. `on_change` is called after an instance's usability changed."""
 
     def __init__(
         self,
+        cluster: str,
         specs: Sequence[InstanceSpec],
         config: InstancesConfig,
         on_change: Callable[[Instance], None],
@@ -64,6 +66,7 @@ class Instances:
         names = [spec.name for spec in specs]
         if len(set(names)) != len(names):
             raise ValueError(f"instance names must be unique, got {', '.join(names)}")
+        self._cluster = cluster
         self._specs = tuple(specs)
         self._config = config
         self._on_change = on_change
@@ -112,6 +115,20 @@ class Instances:
                     progress(f"{instance.name}: {instance.reason}")
                 await asyncio.sleep(0.2)
 
+    def known(self, name: str) -> Instance:
+        """The instance of this name. Raises UnknownInstance; all of them before `start`."""
+        instance = self._instances.get(name)
+        if instance is None:
+            raise UnknownInstance(self._cluster, name)
+        return instance
+
+    def attempt_failed(self, name: str, error: AttemptFailed) -> None:
+        """A try on a known instance failed: what it proved to be gone stays out."""
+        if error.engine_lost:
+            self.engine_lost(name, error.message)
+        if error.agent_lost:
+            self.agent_lost(name, error.message)
+
     def engine_lost(self, name: str, reason: str) -> None:
         """A request proved that the engine is gone; it stays out until a probe succeeds."""
         instance = self._instances[name]
@@ -138,9 +155,9 @@ class Instances:
             if instance.spec.agent == target:
                 instance.landing_room_bytes = room_bytes
 
-    def set_draining(self, name: str, draining: bool) -> None:
-        """Take an instance out of placement, or back in. Raises KeyError for an unknown name."""
-        instance = self._instances[name]
+    def set_draining(self, name: str, *, draining: bool) -> None:
+        """Take an instance out of placement, or back in. Raises UnknownInstance."""
+        instance = self.known(name)
         if hold := self._holds.pop(name, None):
             hold.cancel()
         if instance.draining != draining:
@@ -153,13 +170,13 @@ class Instances:
         """
         if not self._instances[name].draining:
             return
-        self.set_draining(name, True)
+        self.set_draining(name, draining=True)
         loop = asyncio.get_running_loop()
         self._holds[name] = loop.call_later(self._config.drained_hold_s, self._hold_over, name)
 
     def set_role(self, name: str, role: Role, epoch: int) -> None:
-        """Give the instance this role by the order of this epoch. KeyError: no such instance."""
-        instance = self._instances[name]
+        """Give the instance this role by the order of this epoch. Raises UnknownInstance."""
+        instance = self.known(name)
         instance.role, instance.role_epoch = role, epoch
         self._on_change(instance)
 
@@ -185,7 +202,7 @@ class Instances:
     def _hold_over(self, name: str) -> None:
         held_s = self._config.drained_hold_s
         logger.warning("%s: given work again, nobody did after %g s without", name, held_s)
-        self.set_draining(name, False)
+        self.set_draining(name, draining=False)
 
     def _supervise(self, instance: Instance, engine: EngineSpec) -> Supervisor:
         def on_event(event: SupervisorEvent) -> None:
