@@ -4,10 +4,15 @@ The implementations are in embedded.py and remote.py. A local PD cluster serves 
 end alone, or decodes what was prefilled in another cluster. It does not know routing or clients.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
+from local_pd.messages import (
+    DecodeSlot,
+    DirectRequest,
+    DirectTarget,
+    LandingReport,
+    ReserveRequest,
+)
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
@@ -26,23 +31,9 @@ class PdCluster(Protocol):
         """Whether `prefill_locally` can work at all, by the roles known last."""
         ...
 
-    async def reserve(
-        self,
-        num_tokens: int,
-        token_digest: str,
-        request_id: str,
-        model: str = "",
-        *,
-        block_keys: bytes = b"",
-        prefer_nodes: Sequence[str] = (),
-        tenant: str = "",
-    ) -> DecodeSlot:
-        """A decode instance, and memory on its node for the KVCache of `num_tokens` tokens.
+    async def reserve(self, request: ReserveRequest) -> DecodeSlot:
+        """A decode instance, and memory on its node for the prompt's KVCache.
 
-        `block_keys` (see `kvmanager.agent.messages.Reserve`) let the node leave out of the transfer
-        what it has cached. `prefer_nodes` are control addresses of node agents, asked first in this
-        order unless their instances have much more to do than others. `tenant` is whose KVCache
-        it is: nodes may bound what one tenant's landings take.
         The slot's lease is kept alive until `release`. Raises NoLandingRoom, NoInstance,
         FrontUnreachable. When cancelled, nothing stays reserved.
         """
@@ -68,16 +59,8 @@ class PdCluster(Protocol):
         """
         ...
 
-    async def direct(
-        self,
-        request_id: str,
-        model: str = "",
-        exclude: Sequence[str] = (),
-        *,
-        prefer_nodes: Sequence[str] = (),
-    ) -> DirectTarget:
-        """One engine that serves a request whole; not those in `exclude`, unless there is no
-        other; one that drains only when no other is left. `prefer_nodes` as for `reserve`. The
+    async def direct(self, request: DirectRequest) -> DirectTarget:
+        """One engine that serves a request whole; one that drains only when no other is left. The
         instance counts as having a request more, until it is `ended`. Raises NoInstance,
         FrontUnreachable.
         """

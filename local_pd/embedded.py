@@ -17,7 +17,14 @@ from kvmanager.landing import consumer_params, reserved_landing
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
 from local_pd.handoff import LocalHandoff
 from local_pd.leases import LeaseKeeper
-from local_pd.messages import DecodeSlot, DirectTarget, LandingReport, landing_report
+from local_pd.messages import (
+    DecodeSlot,
+    DirectRequest,
+    DirectTarget,
+    LandingReport,
+    ReserveRequest,
+    landing_report,
+)
 from local_pd.metrics import PdMetrics, pd_metrics
 from local_pd.placement import (
     DEFAULT_AFFINITY_SLACK,
@@ -106,25 +113,16 @@ class EmbeddedPdCluster:
         """Wait until all instances are healthy; see `Instances.wait_ready` for errors."""
         await self._instances.wait_ready(timeout_s, progress)
 
-    async def reserve(
-        self,
-        num_tokens: int,
-        token_digest: str,
-        request_id: str,
-        model: str = "",
-        *,
-        block_keys: bytes = b"",
-        prefer_nodes: Sequence[str] = (),
-        tenant: str = "",
-    ) -> DecodeSlot:
+    async def reserve(self, request: ReserveRequest) -> DecodeSlot:
         wanted = Reserve(
-            num_tokens,
+            request.num_tokens,
             self._config.lease_s,
-            token_digest=token_digest,
-            tenant=tenant,
-            block_keys=block_keys,
+            token_digest=request.token_digest,
+            tenant=request.tenant,
+            block_keys=request.block_keys,
         )
-        candidates = decode_order(self._views(), model, self._affinity(prefer_nodes))
+        affinity = self._affinity(request.prefer_nodes)
+        candidates = decode_order(self._views(), request.model, affinity)
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
         full: list[str] = []
@@ -138,7 +136,9 @@ class EmbeddedPdCluster:
             try:
                 slot = await self._reserve_at(instance, wanted)
             except RpcError as error:
-                logger.warning("%s: %s: no landing at %s: %s", request_id, self._name, name, error)
+                logger.warning(
+                    "%s: %s: no landing at %s: %s", request.request_id, self._name, name, error
+                )
                 if error.code in ("UNAVAILABLE", "TIMEOUT"):
                     self._instances.agent_lost(name, error.message)
                 (full if error.code == "NO_ROOM" else broken).append(f"{name}: {error.message}")
@@ -196,22 +196,17 @@ class EmbeddedPdCluster:
         if found := self._instances.by_name.get(instance):
             found.load.request_ended()
 
-    async def direct(
-        self,
-        request_id: str,
-        model: str = "",
-        exclude: Sequence[str] = (),
-        *,
-        prefer_nodes: Sequence[str] = (),
-    ) -> DirectTarget:
-        views, affinity = self._views(), self._affinity(prefer_nodes)
-        left = [view for view in views if view.name not in exclude]
-        choice = choose_direct(left, model, affinity)
+    async def direct(self, request: DirectRequest) -> DirectTarget:
+        views, affinity = self._views(), self._affinity(request.prefer_nodes)
+        left = [view for view in views if view.name not in request.exclude]
+        choice = choose_direct(left, request.model, affinity)
         if choice.name is None:
-            choice = choose_direct(views, model, affinity)
+            choice = choose_direct(views, request.model, affinity)
         if choice.name is None:
             raise NoInstance(f"{self._name}: {choice.reason}")
-        logger.debug("%s: %s serves %s: %s", self._name, choice.name, request_id, choice.reason)
+        logger.debug(
+            "%s: %s serves %s: %s", self._name, choice.name, request.request_id, choice.reason
+        )
         instance = self._instances.by_name[choice.name]
         instance.load.given()
         return DirectTarget(
@@ -292,8 +287,8 @@ class EmbeddedPdCluster:
         await self._cleanups.close()
         await self._instances.close()
 
-    def _affinity(self, prefer_nodes: Sequence[str]) -> Affinity:
-        return Affinity(tuple(prefer_nodes), self._config.affinity_slack)
+    def _affinity(self, prefer_nodes: tuple[str, ...]) -> Affinity:
+        return Affinity(prefer_nodes, self._config.affinity_slack)
 
     async def _reserve_at(self, instance: Instance, wanted: Reserve) -> DecodeSlot:
         async def undo(reply: ReserveReply) -> None:

@@ -57,23 +57,31 @@ class DirectTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `PdCluster.reserve`."""
+    """What `PdCluster.reserve` is asked for: room for the KVCache of `num_tokens` tokens."""
 
     num_tokens: int
     token_digest: str
     request_id: str
     model: str = ""
     block_keys: bytes = b""
+    """They let the node leave out of the transfer what it has cached, as
+    `kvmanager.agent.messages.Reserve` says.
+    """
     prefer_nodes: tuple[str, ...] = ()
+    """Control addresses of node agents, asked first in this order unless their instances have much
+    more to do than others.
+    """
     tenant: str = ""
+    """Whose KVCache it is: nodes may bound what one tenant's landings take."""
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `PdCluster.direct`."""
+    """What `PdCluster.direct` is asked for. `prefer_nodes` as in `ReserveRequest`."""
 
     request_id: str
     model: str = ""
     exclude: tuple[str, ...] = ()
+    """Instances to be named only if there is no other."""
     prefer_nodes: tuple[str, ...] = ()
 
 

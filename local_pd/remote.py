@@ -8,7 +8,6 @@ It does not know instances.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
 from typing import Final
 
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
@@ -73,27 +72,7 @@ class RemotePdCluster:
     async def start(self) -> None:
         """Nothing to start: the front runs elsewhere, the connection opens with the first call."""
 
-    async def reserve(
-        self,
-        num_tokens: int,
-        token_digest: str,
-        request_id: str,
-        model: str = "",
-        *,
-        block_keys: bytes = b"",
-        prefer_nodes: Sequence[str] = (),
-        tenant: str = "",
-    ) -> DecodeSlot:
-        request = ReserveRequest(
-            num_tokens=num_tokens,
-            token_digest=token_digest,
-            request_id=request_id,
-            model=model,
-            block_keys=block_keys,
-            prefer_nodes=tuple(prefer_nodes),
-            tenant=tenant,
-        )
-
+    async def reserve(self, request: ReserveRequest) -> DecodeSlot:
         async def undo(slot: DecodeSlot) -> None:
             await self.release(slot, "the caller went away")
 
@@ -133,20 +112,7 @@ class RemotePdCluster:
         with contextlib.suppress(RpcError):
             await call
 
-    async def direct(
-        self,
-        request_id: str,
-        model: str = "",
-        exclude: Sequence[str] = (),
-        *,
-        prefer_nodes: Sequence[str] = (),
-    ) -> DirectTarget:
-        request = DirectRequest(
-            request_id=request_id,
-            model=model,
-            exclude=tuple(exclude),
-            prefer_nodes=tuple(prefer_nodes),
-        )
+    async def direct(self, request: DirectRequest) -> DirectTarget:
         try:
             return await self._client.call("Direct", request, DirectTarget, CALL_TIMEOUT_S)
         except RpcError as error:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from local_pd.messages import ReserveRequest
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import EngineStartFailed
@@ -105,7 +106,13 @@ async def test_the_pd_front_as_a_process(tmp_path: Path) -> None:
     config = write_config(tmp_path / "front.yaml", engine, agent, "both")
     async with front_process("pd", config) as (target, _):
         front = RemotePdCluster("c", target, has_prefill_instances=False)
-        slot = await front.reserve(8, prefill_job(1).landing.token_digest, "r1")
+        slot = await front.reserve(
+            ReserveRequest(
+                num_tokens=8,
+                token_digest=prefill_job(1).landing.token_digest,
+                request_id="r1",
+            )
+        )
         assert slot.engine_url == engine.url
         await front.release(slot, "done")
         assert not agent.landings

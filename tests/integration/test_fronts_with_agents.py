@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.errors import NoLandingRoom
-from local_pd.messages import DecodeSlot
+from local_pd.messages import DecodeSlot, ReserveRequest
 from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed
@@ -61,7 +61,7 @@ class Region:
     async def begin(self) -> tuple[DecodeSlot, asyncio.Task[PrefillResult]]:
         """Reserve, let the decode engine watch, submit."""
         job = prefill_job(7, num_tokens=NUM_TOKENS)
-        slot = await self.pd.reserve(NUM_TOKENS, job.landing.token_digest, "r7")
+        slot = await self.pd.reserve(wanted(job.landing.token_digest, "r7"))
         self.data = os.urandom(slot.landing.nbytes)
         self.consumer.client.watch(bytes.fromhex(slot.landing.transfer_id))
         job = msgspec.structs.replace(job, landing=slot.landing)
@@ -132,6 +132,10 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         await made.pd.wait_ready(20)
         yield made
         http.may_answer.set()
+
+
+def wanted(token_digest: str, request_id: str = "r") -> ReserveRequest:
+    return ReserveRequest(num_tokens=NUM_TOKENS, token_digest=token_digest, request_id=request_id)
 
 
 def instance(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:
@@ -225,7 +229,7 @@ async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) 
 
     async def fill_up() -> None:
         while True:
-            slots.append(await region.pd.reserve(NUM_TOKENS, digest, "r"))
+            slots.append(await region.pd.reserve(wanted(digest)))
 
     with pytest.raises(NoLandingRoom):
         await fill_up()
@@ -233,7 +237,7 @@ async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) 
     for slot in slots:
         await region.pd.release(slot, "done")
     await region.memory_is_back()
-    slot = await region.pd.reserve(NUM_TOKENS, digest, "r")
+    slot = await region.pd.reserve(wanted(digest))
     await region.pd.release(slot, "done")
 
 
@@ -253,7 +257,7 @@ async def test_engines_of_another_layout_on_the_node_are_no_obstacle(region: Reg
 async def test_a_slot_nobody_renews_comes_back_with_its_lease(region: Region) -> None:
     digest = prefill_job(7, num_tokens=NUM_TOKENS).landing.token_digest
     region.pd._config = replace(region.pd._config, lease_s=1.0)
-    slot = await region.pd.reserve(NUM_TOKENS, digest, "r")
+    slot = await region.pd.reserve(wanted(digest))
     region.pd._leases.drop(slot.landing.transfer_id)
     await region.memory_is_back()
 

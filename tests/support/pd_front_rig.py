@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from local_pd.cluster import PdCluster
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.messages import DecodeSlot
+from local_pd.messages import DecodeSlot, ReserveRequest
 from local_pd.metrics import PdMetrics
 from local_pd.remote import RemotePdCluster
 from local_pd.server import PdServer
@@ -52,7 +52,9 @@ class PdRig:
 
     async def reserve(self) -> DecodeSlot:
         job = prefill_job(1)
-        return await self.front.reserve(8, job.landing.token_digest, "r1")
+        return await self.front.reserve(
+            ReserveRequest(num_tokens=8, token_digest=job.landing.token_digest, request_id="r1")
+        )
 
     async def awaited(self, slot: DecodeSlot, timeout_s: float = 20.0) -> tuple[str, str]:
         """How a landing ended, and why."""

@@ -40,7 +40,7 @@ from deploy.gateway.serving.planning import RequestPlan
 from kvmanager.hashing import token_digest
 from kvmanager.token_ids import TokenIds
 from local_pd.errors import NoLandingRoom, PdError
-from local_pd.messages import DecodeSlot, LandingReport
+from local_pd.messages import DecodeSlot, LandingReport, ReserveRequest
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.routing.decision import HAND_OFF, Decision, Reason, fall_back
@@ -138,18 +138,19 @@ class Offload:
 
     async def _reserve(self) -> DecodeSlot:
         started_s = self._exchange.elapsed_s()
+        request = ReserveRequest(
+            num_tokens=len(self._prefix),
+            token_digest=token_digest(self._prefix).hex(),
+            request_id=self._exchange.request_id,
+            model=self._inbound.model,
+            block_keys=self._cached.block_keys,
+            prefer_nodes=self._cached.landing_nodes(),
+            # The cache salt names the tenant that the bytes count for on links, too.
+            tenant=self._inbound.cache_salt or "",
+        )
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
-                slot = self._slot = await self._services.pd.reserve(
-                    num_tokens=len(self._prefix),
-                    token_digest=token_digest(self._prefix).hex(),
-                    request_id=self._exchange.request_id,
-                    model=self._inbound.model,
-                    block_keys=self._cached.block_keys,
-                    prefer_nodes=self._cached.landing_nodes(),
-                    # The cache salt names the tenant that the bytes count for on links, too.
-                    tenant=self._inbound.cache_salt or "",
-                )
+                slot = self._slot = await self._services.pd.reserve(request)
         except (TimeoutError, PdError, RpcError, OSError) as error:
             is_full = isinstance(error, NoLandingRoom)
             reason = Reason.NO_LANDING_ROOM if is_full else Reason.RESERVE_FAILED

@@ -17,7 +17,7 @@ from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.errors import EngineLost
 from deploy.gateway.serving.exchange import Exchange, Services
 from kvmanager.token_ids import TokenIds, in_turns, parsing
-from local_pd.messages import DirectTarget
+from local_pd.messages import DirectRequest, DirectTarget
 from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -100,12 +100,13 @@ async def direct_target(
     """An engine that can serve the request alone and is none of the instances in `lost`."""
     # No timeout here: an embedded front answers at once, and the client of a remote one has a
     # deadline.
-    return await services.pd.direct(
-        exchange.request_id,
+    request = DirectRequest(
+        request_id=exchange.request_id,
         model=exchange.inbound.model,
         exclude=tuple(sorted(lost)),
         prefer_nodes=prefer_nodes,
     )
+    return await services.pd.direct(request)
 
 
 async def _render(services: Services, exchange: Exchange) -> TokenIds:

@@ -14,7 +14,7 @@ from pd_front_rig import CONFIG, ROLES, PdRig, make_rig
 
 from kvmanager.agent.messages import CacheModel, Reserve
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom
-from local_pd.messages import DecodeSlot
+from local_pd.messages import DecodeSlot, DirectRequest, ReserveRequest
 from local_pd.remote import RemotePdCluster
 from scheduler.live.long_term.conversion import RoleChange
 
@@ -58,12 +58,14 @@ async def test_what_a_node_has_cached_draws_requests_and_is_not_sent(rig: PdRig)
     keys = bytes(range(48))
     digest = prefill_job(1).landing.token_digest
     slot = await rig.front.reserve(
-        8,
-        digest,
-        "r1",
-        block_keys=keys,
-        prefer_nodes=["10.0.0.9:1", preferred.target],
-        tenant="blue",
+        ReserveRequest(
+            num_tokens=8,
+            token_digest=digest,
+            request_id="r1",
+            block_keys=keys,
+            prefer_nodes=("10.0.0.9:1", preferred.target),
+            tenant="blue",
+        )
     )
     assert slot.instance == "d1"
     assert preferred.landings[slot.landing.transfer_id] == Reserve(
@@ -72,7 +74,9 @@ async def test_what_a_node_has_cached_draws_requests_and_is_not_sent(rig: PdRig)
     assert slot.landing.cached_tokens == 4
     params = slot.kv_transfer_params["prfaas"]
     assert (params["cached_tokens"], params["cached_runs"]) == (4, [[[9, 1]]])
-    target = await rig.front.direct("r2", prefer_nodes=[preferred.target])
+    target = await rig.front.direct(
+        DirectRequest(request_id="r2", prefer_nodes=(preferred.target,))
+    )
     assert target.instance == "d1"
     assert "cached" in target.reason
 
@@ -124,7 +128,7 @@ async def test_nodes_that_are_gone_are_said_to_be(rig: PdRig) -> None:
         await rig.reserve()
     with pytest.raises(NoInstance, match="node agent is not healthy"):
         await rig.reserve()
-    target = await rig.front.direct("r1")  # engines alone still serve
+    target = await rig.front.direct(DirectRequest(request_id="r1"))  # engines alone still serve
     assert target.instance in ("d0", "d1")
 
 
@@ -132,21 +136,22 @@ async def test_nodes_that_are_gone_are_said_to_be(rig: PdRig) -> None:
 async def test_requests_are_spread_between_two_polls(kind: str) -> None:
     rarely = replace(CONFIG, instances=replace(CONFIG.instances, probe_interval_s=60.0))
     async with make_rig(kind, rarely) as rig:
-        targets = [await rig.front.direct(f"r{n}") for n in range(4)]
+        targets = [await rig.front.direct(DirectRequest(request_id=f"r{n}")) for n in range(4)]
     assert sorted(target.instance for target in targets) == ["d0", "d0", "d1", "d1"]
 
 
 async def test_a_request_is_served_whole_by_a_usable_engine(rig: PdRig) -> None:
-    target = await rig.front.direct("r0")
+    target = await rig.front.direct(DirectRequest(request_id="r0"))
     assert target.engine_url == rig.engines[target.instance].url
-    assert (await rig.front.direct("r5", exclude=["d0"])).instance == "d1"
-    assert (await rig.front.direct("r6", exclude=["d0", "d1"])).instance == "p0"
-    assert (await rig.front.direct("r7", exclude=list(ROLES))).instance in ROLES
+    left = {("d0",): {"d1"}, ("d0", "d1"): {"p0"}, tuple(ROLES): set(ROLES)}
+    for exclude, instances in left.items():
+        target = await rig.front.direct(DirectRequest(request_id="r5", exclude=exclude))
+        assert target.instance in instances
     for engine in rig.engines.values():
         engine.healthy = False
     await eventually(lambda: not any(i.serves for i in rig.embedded._instances.by_name.values()))
     with pytest.raises(NoInstance, match="engine is not healthy"):
-        await rig.front.direct("r8")
+        await rig.front.direct(DirectRequest(request_id="r8"))
 
 
 async def test_cancelling_a_reservation_leaves_no_landing(rig: PdRig) -> None:
@@ -210,9 +215,9 @@ async def test_a_lease_that_is_over_is_not_renewed_for_ever() -> None:
 async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:
     front = RemotePdCluster("west", "127.0.0.1:1", has_prefill_instances=False)
     with pytest.raises(FrontUnreachable, match="west"):
-        await front.reserve(8, "00" * 32, "r1")
+        await front.reserve(ReserveRequest(num_tokens=8, token_digest="00" * 32, request_id="r1"))
     with pytest.raises(FrontUnreachable, match="west"):
-        await front.direct("r1")
+        await front.direct(DirectRequest(request_id="r1"))
     with pytest.raises(FrontUnreachable, match="west"):
         await front.set_role("d0", RoleChange("prefill", 1))
     landing = prefill_job(1).landing
