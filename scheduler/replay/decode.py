@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import ClassVar
 
+from scheduler.live.long_term.conversion import PdRole
 from scheduler.replay.jobs import Job
 
 _ROUNDING_STEPS = 1e-6
@@ -37,18 +39,31 @@ def step_table(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
 
 
 class DecodeInstance:
-    """One engine. Requests in it are ordered by the step that is their last."""
+    """One engine. Requests in it are ordered by the step that is their last. `role_epoch` is the
+    order that gave it its role.
+    """
 
-    __slots__ = ("at_s", "is_usable", "name", "running", "steps", "version")
+    __slots__ = ("at_s", "is_usable", "name", "role_epoch", "running", "steps", "version")
+    role: ClassVar[PdRole] = "decode"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, role_epoch: int = 0) -> None:
         self.name = name
+        self.role_epoch = role_epoch
         self.is_usable = True
         self.running: list[tuple[float, int, Job]] = []
         self.steps = 0.0
         self.at_s = 0.0
         self.version = 0
         """Of the one pending event; older ones are void."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_tokens(self) -> int:
+        """The work that it has left."""
+        return int(sum(last - self.steps for last, _, _ in self.running))
 
 
 class DecodePool:

@@ -25,12 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from scheduler.live.long_term.model_plan import ThresholdPlan, sends_of
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.plan import Plan, best_plan, is_pair, threshold_plan
 from scheduler.planning.region_model import Cluster
 from scheduler.planning.throughput import Mode
 from scheduler.replay.caching import ReplayCache
-from scheduler.replay.deciding import Decider, decider_of
+from scheduler.replay.deciding import decider_of
 from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
 from scheduler.replay.jobs import Fate, Job
 from scheduler.replay.model import Policy, ReplayModel
@@ -40,10 +41,9 @@ from scheduler.replay.results import Outcome, Series
 from scheduler.replay.station_views import Parts
 from scheduler.replay.transfers import Transfers
 from scheduler.replay.workload import Workload
-from scheduler.routing.prediction import ProfileCorrection
 from scheduler.routing.profiles import PrefillProfile
 
-_DECODE_END, _PREFILL_END, _LANDED, _GIVEN_UP, _RELABELLED, _SAMPLE, _RECORD, _PERIOD = range(8)
+_DECODE_END, _PREFILL_END, _LANDED, _GIVEN_UP, _RELABELLED, _SAMPLE, _RECORD, _LOOK = range(8)
 """Kinds of events, in their order at one instant."""
 
 
@@ -105,23 +105,13 @@ class _Driver:
             give_up_later=partial(self._push, _GIVEN_UP),
         )
         self._caches = self._caches_of()
-        thresholds = dict(policy.thresholds or thresholds_of(plan))
         parts = Parts(self._stations, self._pool, self._caches, self._transfers.watches)
-        self._decider: Decider = decider_of(parts, model, policy, thresholds)
-        planned = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
-        self._decider.plan_sends(max(planned.values(), default=0.0))
+        planned = ThresholdPlan(policy.thresholds or thresholds_of(plan), sends_of(plan))
+        self._decider = decider_of(parts, model, policy, planned)
         self._rebalancer: Rebalancer | None = None
-        self._period_s = math.inf
         if policy.long_term is not None:
-            self._period_s = policy.long_term.period_s
             self._rebalancer = Rebalancer(
-                model,
-                policy,
-                policy.long_term,
-                self._decider,
-                self._stations,
-                self._pool,
-                self._relabel_later,
+                policy, policy.long_term.period_s, self._decider, parts, self._relabel_later
             )
         jitter = model.prefill_jitter
         self._jitter: list[float] | None = None
@@ -129,9 +119,6 @@ class _Driver:
             rng = np.random.default_rng((seed, 99))
             drawn = rng.lognormal(-(jitter**2) / 2, jitter, len(workload))
             self._jitter = drawn.tolist()
-        # The long timescale multiplies the plan's profiles by how far engines are off.
-        learns = self._rebalancer is not None and bool(jitter or model.prefill_factors)
-        self._corrections = [ProfileCorrection() for _ in self._stations] if learns else None
         self._kv_bytes = model.region.kv.size(np.array(workload.prompt_tokens, float)).tolist()
         self._series = Series()
         self._record_s = max(1.0, self._span_s / num_points)
@@ -195,12 +182,12 @@ class _Driver:
             self._relabelled,
             self._sample,
             self._record,
-            self._period,
+            self._look,
         )
         self._push(_SAMPLE, 0.0)
         self._push(_RECORD, 0.0)
         if self._rebalancer is not None:
-            self._push(_PERIOD, self._period_s)
+            self._push(_LOOK, self._rebalancer.look_s)
         arrivals_s, num = self._workload.arrivals_s, len(self._workload)
         events, arrive = self._events, self._arrive
         index, next_s, now_s = 0, arrivals_s[0], 0.0
@@ -231,11 +218,7 @@ class _Driver:
         self._jobs.append(job)
         if workload.block_ids is not None:
             job.blocks = workload.block_ids[index]
-        is_admitted = self._decider.place(job, self._kv_bytes[index], now_s)
-        if self._rebalancer is not None:
-            cached = job.cached_tokens if is_admitted else 0
-            self._rebalancer.meter.arrived(job.num_tokens, cached, now_s)
-        if not is_admitted:
+        if not self._decider.place(job, self._kv_bytes[index], now_s):
             job.fate = Fate.REFUSED
             self._num_refused += 1
             return
@@ -273,11 +256,6 @@ class _Driver:
         job.prefill_end_s = now_s
         if self._caches is not None:
             self._caches[job.place].add(job.blocks)
-        if self._corrections is not None:
-            correction = self._corrections[job.place]
-            profile_s = station.profile.prefill_s(job.num_tokens, job.cached_tokens)
-            correction.observe(profile_s, job.service_s)
-            station.believed = station.profile.corrected(correction.factor)
         if job.place:
             self._transfers.emitted(job, now_s)
         else:
@@ -332,8 +310,6 @@ class _Driver:
             job.fate = Fate.DONE
             self._num_open -= 1
             self._decider.done(job, now_s)
-            if self._rebalancer is not None:
-                self._rebalancer.meter.finished(job.output_tokens, now_s)
         if not instance.is_usable and not instance.running and self._rebalancer is not None:
             self._rebalancer.idle(instance, now_s)
             self._refill(now_s)
@@ -341,24 +317,20 @@ class _Driver:
     # ---- what happens by the clock
 
     def _sample(self, _: None, __: None, now_s: float) -> None:
-        for job in self._transfers.sample(now_s, self._decider.gives_up):
+        for job in self._transfers.sample(now_s):
             self._given_up(job, job.landing_version, now_s)
         self._decider.looked(now_s)
-        if self._rebalancer is not None:
-            self._transfers.show_rates(self._rebalancer.rates, now_s)
         self._push(_SAMPLE, now_s + self._transfers.sample_s)
 
-    def _period(self, _: None, __: None, now_s: float) -> None:
+    def _look(self, _: None, __: None, now_s: float) -> None:
         assert self._rebalancer is not None
-        self._rebalancer.step(now_s)
-        self._decider.looked(now_s)
+        self._rebalancer.look(now_s)
         self._refill(now_s)
-        self._push(_PERIOD, now_s + self._period_s)
+        self._push(_LOOK, now_s + self._rebalancer.look_s)
 
     def _relabelled(self, name: str, epoch: int, now_s: float) -> None:
         assert self._rebalancer is not None
         self._rebalancer.relabelled(name, epoch, now_s)
-        self._decider.looked(now_s)
         self._refill(now_s)
 
     def _refill(self, now_s: float) -> None:
@@ -367,9 +339,6 @@ class _Driver:
         self._pool.fill(now_s)
 
     def _record(self, _: None, __: None, now_s: float) -> None:
-        if self._rebalancer is not None:
-            self._rebalancer.tick(now_s)
-            self._refill(now_s)
         if now_s <= self._span_s:
             self._series.add(now_s, dict(self._row(now_s)))
         self._push(_RECORD, now_s + self._record_s)

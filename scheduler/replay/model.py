@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from netmon.monitor import MonitorConfig
 from scheduler.live.admission import AdmissionConfig
@@ -19,6 +20,9 @@ from scheduler.replay.links import RateSchedule
 from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE
 from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.threshold import ThresholdConfig
+
+MODEL: Final = "replayed"
+"""The served name of the one model that all requests are for."""
 
 
 class Routing(StrEnum):

@@ -6,23 +6,38 @@ An instance computes one prompt at a time. Knows no links and no policy but the 
 from __future__ import annotations
 
 from collections import deque
+from typing import ClassVar
 
+from scheduler.live.long_term.conversion import PdRole
 from scheduler.replay.jobs import Job
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
 
 
 class PrefillInstance:
-    """One instance. `until_s` is when its prefill should be over, as predicted."""
+    """One instance. `until_s` is when its prefill should be over, as predicted. `role_epoch` is the
+    order that gave it its role.
+    """
 
-    __slots__ = ("is_usable", "job", "name", "until_s")
+    __slots__ = ("is_usable", "job", "name", "role_epoch", "until_s")
+    role: ClassVar[PdRole] = "prefill"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, role_epoch: int = 0) -> None:
         self.name = name
+        self.role_epoch = role_epoch
         self.is_usable = True
         self.job: Job | None = None
         self.until_s = 0.0
         """0 while it has no job."""
+
+    @property
+    def num_requests(self) -> int:
+        return int(self.job is not None)
+
+    @property
+    def num_tokens(self) -> int:
+        """The work that it has left."""
+        return 0 if self.job is None else self.job.num_tokens
 
 
 class PrefillStation:
@@ -41,8 +56,6 @@ class PrefillStation:
         self.name = name
         self.profile = profile
         self.factor = factor
-        self.believed = profile
-        """The profile as measurement corrected it, for the long timescale."""
         self.instances = [PrefillInstance(f"{name}-{i}") for i in range(num_instances)]
         self.busy_s = 0.0
         """Real seconds of all prefills that were started."""

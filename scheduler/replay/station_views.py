@@ -1,12 +1,14 @@
 """The stations of a replay as the live scheduler sees them, where a gateway has reports.
 
-What a gateway learns or is told (profiles, overheads, links, thresholds, what is on its way) is the
-live scheduler's own here, too. Does not decide anything.
+A request finds them as they are. The long-term loop is told reports of them (`reports`), because it
+counts instances by what was reported of them. What a gateway learns or is told (profiles,
+overheads, links, thresholds, what is on its way) is the live scheduler's own here, too. Does not
+decide anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scheduler.live.core import LiveScheduler
@@ -14,8 +16,10 @@ from scheduler.live.snapshots import PendingRequest
 from scheduler.replay.caching import ReplayCache
 from scheduler.replay.decode import DecodePool
 from scheduler.replay.jobs import Job
+from scheduler.replay.model import MODEL
 from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.watching import WatchedLink
+from scheduler.reports import ClusterReport, InstanceReport
 from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
@@ -36,6 +40,34 @@ class Parts:
         if self.caches is None:
             return [0] * len(self.stations)
         return [cache.hit_tokens(job.blocks, job.num_tokens) for cache in self.caches]
+
+
+def reports(parts: Parts) -> Iterator[ClusterReport]:
+    """What the fronts of all clusters would say now, the PD cluster's first."""
+    for station in parts.stations:
+        is_home = station is parts.stations[0]
+        slots = parts.pool.slots_per_instance if is_home else 0
+        instances = [*station.instances, *(parts.pool.instances if is_home else ())]
+        yield ClusterReport(
+            name=station.name,
+            healthy=station.num_usable > 0,
+            queue_depth=station.num_queued,
+            running=station.num_running,
+            instances=tuple(
+                InstanceReport(
+                    name=item.name,
+                    role=item.role,
+                    model=MODEL,
+                    healthy=True,
+                    draining=not item.is_usable,
+                    running=item.num_requests,
+                    max_concurrent=1 if item.role == "prefill" else slots,
+                    role_epoch=item.role_epoch,
+                    decode_slots=slots,
+                )
+                for item in instances
+            ),
+        )
 
 
 class StationViews:

@@ -10,15 +10,14 @@ Knows no decisions and no queue of events: it calls whoever waits for a landing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from netmon.region_link import LinkView
+from netmon.estimate import LinkCondition
 from scheduler.replay.jobs import Job
 from scheduler.replay.links import RateSchedule, ReplayLink
 from scheduler.replay.model import Policy, ReplayModel, Routing
 from scheduler.replay.prefill import PrefillStation
-from scheduler.replay.rebalancing import LinkRates
 from scheduler.replay.results import Lateness
 from scheduler.replay.watching import (
     SAMPLE_S,
@@ -78,6 +77,7 @@ class Transfers:
         """Of each place: when its unfinished transfers began, and how long they should take."""
         self._awaiting: dict[int, dict[int, Job]] = {place: {} for place in self._links}
         """Of each place: whose prefill is over and whose KVCache has not landed."""
+        self._sees_outages = policy.routing is not Routing.STATIC
         self._worst_late = 0.0
         self._sent_recorded = dict.fromkeys(self._links, 0.0)
 
@@ -151,13 +151,18 @@ class Transfers:
 
     # ---- all links
 
-    def sample(self, now_s: float, gives_up: Callable[[LinkView], bool]) -> Iterator[Job]:
-        """Sample every link; yields whose transfers are to be given up, link by link."""
+    def sample(self, now_s: float) -> Iterator[Job]:
+        """Sample every link; yields whose transfers are to be given up, link by link: those that
+        wait for a link that is down, as a failed transfer is in a gateway. A static policy looks at
+        no link and waits for the timeout.
+        """
         for place in self._links:
             watch = self._watch(place)
             self._see_oldest(place, now_s)
             watch.sample(now_s)
-            if self._awaiting[place] and gives_up(watch.view(now_s)):
+            if not (self._sees_outages and self._awaiting[place]):
+                continue
+            if watch.view(now_s).state is LinkCondition.DOWN:
                 yield from list(self._awaiting[place].values())
 
     def _watch(self, place: int) -> WatchedLink:
@@ -176,15 +181,6 @@ class Transfers:
             self._worst_late = max(self._worst_late, age_s / expected_s)
             since_change_s = self._links[place].schedule.since_change_s(now_s)
             self.lateness.see(age_s, expected_s, since_change_s)
-
-    def show_rates(self, rates: Mapping[str, LinkRates], now_s: float) -> None:
-        """Add what is seen of each link to its mean, by the link's name."""
-        for place, name in enumerate(self._link_names, 1):
-            watch, mean = self._watch(place), rates[name]
-            seen = watch.view(now_s)
-            if seen.available_bytes_per_s is not None:
-                is_floor = isinstance(watch, MonitoredLink) and watch.is_floor
-                mean.see(seen.available_bytes_per_s, is_floor=is_floor)
 
     def row(self, now_s: float, passed_s: float) -> Iterator[tuple[str, float]]:
         """The values of the time series, `passed_s` after the last."""

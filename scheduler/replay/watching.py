@@ -137,11 +137,6 @@ class MonitoredLink:
         report = self._monitor.report(now_s)
         self._estimate, self.condition = report.estimate, report.condition
 
-    @property
-    def is_floor(self) -> bool:
-        """Whether the link may well carry more than is known of it."""
-        return self._estimate is None or self._estimate.is_floor
-
     def view(self, now_s: float) -> LinkView:
         estimate, inflow = self._estimate, self._link.expected_inflow
         if estimate is None or estimate.age_s is None:

@@ -38,6 +38,7 @@ from scheduler.live.long_term.conversion import (
     Ended,
 )
 from scheduler.live.long_term.events import (
+    LOOK_S,
     ConversionAnswered,
     ConversionEnded,
     PeriodLook,
@@ -51,8 +52,6 @@ from scheduler.live.long_term.running_region import PeriodMeter, division
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
-LOOK_S: Final = 2.0
-"""The time between two looks at reports and links, seconds."""
 NUM_DECISIONS: Final = 50
 ERROR: Final = "error"
 

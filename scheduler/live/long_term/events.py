@@ -26,6 +26,8 @@ from scheduler.live.long_term.running_region import RegionFacts, model_region
 
 NOT_KNOWN: Final = "not_known"
 """The reason of a step when something is missing to plan with."""
+LOOK_S: Final = 2.0
+"""The time between two looks at reports and links, seconds."""
 SAME_TOKENS: Final = 0.5
 """Thresholds closer than this are the same, because prompts have whole tokens."""
 
@@ -61,7 +63,7 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeriodLook(Event[None], frozen=True):
-    """A sample of reports and links, taken at even intervals."""
+    """A sample of reports and links, taken every `LOOK_S`."""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """Their present values count for the means of the period."""

@@ -45,7 +45,7 @@ import numpy as np
 
 from scheduler.live.learning.measured_traffic import MeasuredTraffic
 from scheduler.live.long_term.conversion import DWELL_S, ConversionWish
-from scheduler.planning.allocation import Allocation, Corrections, measured_region
+from scheduler.planning.allocation import Allocation, measured_region
 from scheduler.planning.division_search import Bounds, Division, best_at, best_within, thresholds_of
 from scheduler.planning.plan import Plan, is_pair, threshold_plan
 from scheduler.planning.region_model import Region
@@ -138,22 +138,15 @@ class LongTermDecision:
     """The routing that `thresholds_after` stand for; None: they stay as they are."""
     numbers: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
-    def __str__(self) -> str:
-        told = "".join(f"; {key}={value:.4g}" for key, value in self.numbers.items())
-        if self.reason is not StepReason.CONVERT:
-            return f"no conversion because {self.reason}{told}"
-        wishes = ", ".join(f"{w.cluster}: {w.from_role} to {w.to_role}" for w in self.conversions)
-        return f"convert {wishes}{told}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongTermQuestion:
     """What are the best threshold and division of one region for the next period?
 
-    `region` is as configured and learnt, without `corrections`. `current` has all PD clusters of
-    `region`; its instances serve `model`. `changed` says for each PD cluster when a conversion was
-    last asked of it or ended, and by how much it changed N_p (0 if it failed). `adopted` is the
-    routing that the present thresholds stand for, where one threshold does not describe it.
+    `region` is as configured and learnt. `current` has all PD clusters of `region`; its instances
+    serve `model`. `changed` says for each PD cluster when a conversion was last asked of it or
+    ended, and by how much it changed N_p (0 if it failed). `adopted` is the routing that the
+    present thresholds stand for, where one threshold does not describe it.
     """
 
     model: str
@@ -161,7 +154,6 @@ class LongTermQuestion:
     region: Region
     measured: MeasuredTraffic | None
     current: Allocation
-    corrections: Corrections
     changed: Mapping[str, tuple[float, int]]
     adopted: Plan | None
     now_s: float
@@ -254,7 +246,7 @@ class LongTermQuestion:
     ) -> Region:
         """The region as measured, or as it would be with other means."""
         traffic = measured.traffic(uncached_scale=uncached_scale, output_scale=output_scale)
-        return measured_region(self.region, traffic, self.current, self.corrections)
+        return measured_region(self.region, traffic, self.current)
 
     def _next(self, best: Plan) -> dict[str, int]:
         """N_p one step further towards the best plan, for the clusters that may change now."""

@@ -17,7 +17,6 @@ from scheduler.live.learning.measured_traffic import MeasuredTraffic
 from scheduler.live.long_term.conversion import ConversionWish
 from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, LongTermQuestion
 from scheduler.live.long_term.running_region import Modelled, NotModelled
-from scheduler.planning.allocation import UNCORRECTED, Corrections
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Region
@@ -59,10 +58,16 @@ class ThresholdPlan:
     sends: Mapping[str, float]
 
 
+def sends_of(plan: Plan) -> dict[str, float]:
+    """The bytes/s that the plan sends from each prefill cluster at the region's highest rate."""
+    by_link = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
+    return {link.source: by_link.get(link.name, 0.0) for link in plan.region.links}
+
+
 class ModelPlan:
     """The plan of one model. Each period calls `ask`, `decide`, then `answered` for each wish."""
 
-    def __init__(self, model: str = "") -> None:
+    def __init__(self, model: str) -> None:
         self.region: Region | None = None
         """The region as last planned; None if it was not, for the reason in `unknown`."""
         self.unknown = "no period is over yet"
@@ -87,7 +92,6 @@ class ModelPlan:
         measured: MeasuredTraffic | None,
         config: LongTermConfig,
         now_s: float,
-        corrections: Corrections = UNCORRECTED,
     ) -> None:
         """Pose the question for a period that is over."""
         self.question = self.answer = None
@@ -101,7 +105,6 @@ class ModelPlan:
             region=modelled.region,
             measured=measured,
             current=modelled.current,
-            corrections=corrections,
             changed=dict(self._changed),
             adopted=self._adopted,
             now_s=now_s,
@@ -124,7 +127,7 @@ class ModelPlan:
         decision = self.answer
         if decision is None or decision.plan is None or decision.conversions:
             return None
-        planned = ThresholdPlan(decision.thresholds, _sends(decision.plan))
+        planned = ThresholdPlan(decision.thresholds, sends_of(decision.plan))
         if not self.converts:
             return planned
         # The decision is for the division after the conversion under way.
@@ -138,7 +141,7 @@ class ModelPlan:
         decision = self.answer
         if decision is None or decision.plan is None or wish not in decision.conversions:
             return None
-        sends = _sends(decision.plan)
+        sends = sends_of(decision.plan)
         if instance:
             self.converts = instance
             self._after = ThresholdPlan(decision.thresholds_after, sends)
@@ -164,9 +167,3 @@ class ModelPlan:
 def _way(wish: ConversionWish) -> int:
     """By how much a conversion changes N_p."""
     return 1 if wish.to_role == "prefill" else -1
-
-
-def _sends(plan: Plan) -> dict[str, float]:
-    """The bytes/s that the plan sends from each prefill cluster at the region's highest rate."""
-    by_link = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
-    return {link.source: by_link.get(link.name, 0.0) for link in plan.region.links}
