@@ -15,8 +15,8 @@
 
 Every part is monotone in load: more work ahead, a fuller pool, a longer backlog or a slower link
 never shorten a prediction. An unusable instance or a link that carries nothing gives `inf`. All is
-pure, without a clock. `ProfileCorrection` and `OverheadMeter` learn from the difference between
-predicted and measured times. This file knows no routes, thresholds or reasons.
+pure, without a clock. `OverheadMeter` learns from the difference between predicted and measured
+times. This file knows no routes, thresholds or reasons.
 """
 
 from __future__ import annotations
@@ -168,52 +168,6 @@ def release_s(decode: DecodeView, num_releases: int) -> float:
         return decode.left_s[num_releases - 1]
     # Beyond the decodes that run now, requests follow whose ends are only known on average.
     return max(decode.left_s[-1] if decode.left_s else 0.0, spread_s)
-
-
-class ProfileCorrection:
-    """Measured over predicted prefill time of one cluster, as a bounded factor.
-
-    The factor is the exponential average of the ratio's logarithm, so that half and double have the
-    same weight. The first `1 / gain` prefills have equal weights. One observation counts as at most
-    a factor of 2 away from the present factor, so that a stall teaches little.
-    """
-
-    MAX_STEP = math.log(2)
-
-    def __init__(self, gain: float = 0.05, bounds: tuple[float, float] = (0.1, 10.0)) -> None:
-        low, high = bounds
-        if not (0 < gain <= 1 and 0 < low <= 1 <= high):
-            raise ValueError(f"gain {gain!r} must be in (0, 1], bounds {bounds!r} must contain 1")
-        self._gain = gain
-        self._bounds = math.log(low), math.log(high)
-        self._log_factor = 0.0
-        self._num_seen = 0
-
-    @property
-    def factor(self) -> float:
-        """What to scale the uncorrected profile by; 1 before the first observation."""
-        return math.exp(self._log_factor)
-
-    @property
-    def num_seen(self) -> int:
-        """How many prefills the factor rests on, however old they are."""
-        return self._num_seen
-
-    def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Learn from one prefill: the time by the *uncorrected* profile, and the time that it took.
-
-        Impossible times (0, negative, not finite) are ignored.
-        """
-        if not (0 < predicted_s < math.inf and 0 < measured_s < math.inf):
-            return
-        self._num_seen += 1
-        gain = max(self._gain, 1 / self._num_seen)
-        error = math.log(measured_s / predicted_s) - self._log_factor
-        # The first observation is the only evidence, so its error is not limited.
-        if self._num_seen > 1:
-            error = min(max(error, -self.MAX_STEP), self.MAX_STEP)
-        low, high = self._bounds
-        self._log_factor = min(max(self._log_factor + gain * error, low), high)
 
 
 class OverheadMeter:

@@ -25,7 +25,7 @@ class PrefillProfile:
     coefficients: tuple[tuple[float, float, float], ...]
     """For each piece: constant in s, s per token, s per token squared."""
     factor: float = 1.0
-    """Measured over predicted time (`scheduler.routing.prediction.ProfileCorrection`)."""
+    """Measured over predicted time."""
     overhead_s: float = 0.0
     """Fixed time of every request beyond the curve, not scaled by `factor`."""
 

@@ -1,8 +1,6 @@
 """Predicted times: each part by hand, monotonicity over random regions, and learning."""
 
 import math
-import random
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ from scheduling_cases import (
     FAST,
     GOOD_LINK,
     IDLE_DECODE,
-    SLOW,
     clusters,
     decode_views,
     far,
@@ -30,7 +27,6 @@ from scheduler.routing.prediction import (
     OverheadMeter,
     Prediction,
     PrefillTask,
-    ProfileCorrection,
     predict,
     queue_wait_s,
     slot_wait_s,
@@ -218,37 +214,6 @@ def test_a_fuller_decode_pool_never_shortens_a_prediction(
         assert ttft_s(task, cluster, fuller) * CLOSE >= before_s
 
 
-def test_corrections_bring_the_median_error_down() -> None:
-    draw = random.Random(1)
-    correction = ProfileCorrection()
-    errors: list[float] = []
-    for _ in range(200):
-        tokens = int(draw.lognormvariate(9.5, 1.0))
-        measured_s = 1.6 * SLOW.prefill_s(tokens) * draw.lognormvariate(0, 0.1)
-        predicted_s = SLOW.corrected(correction.factor).prefill_s(tokens)
-        errors.append(abs(predicted_s / measured_s - 1))
-        correction.observe(SLOW.prefill_s(tokens), measured_s)
-    assert statistics.median(errors[:1]) > 0.3
-    assert statistics.median(errors[100:]) < 0.1
-    assert correction.factor == pytest.approx(1.6, rel=0.05)
-    assert correction.num_seen == 200
-
-
-def test_one_stall_teaches_little_and_the_factor_is_bounded() -> None:
-    correction = ProfileCorrection(gain=0.1, bounds=(0.5, 4.0))
-    for _ in range(50):
-        correction.observe(1.0, 1.0)
-    correction.observe(1.0, 600.0)
-    assert correction.factor < 1.1
-    for _ in range(500):
-        correction.observe(1.0, 600.0)
-    assert correction.factor == pytest.approx(4.0)
-    for nonsense in (0.0, -1.0, math.inf, math.nan):
-        correction.observe(1.0, nonsense)
-        correction.observe(nonsense, 1.0)
-    assert correction.num_seen == 551
-
-
 def test_overheads_are_what_predictions_leave_out() -> None:
     meter = OverheadMeter()
     for _ in range(2):
@@ -271,8 +236,6 @@ def test_overheads_are_what_predictions_leave_out() -> None:
 
 
 def test_meters_refuse_settings_that_cannot_be_meant() -> None:
-    with pytest.raises(ValueError, match="gain 0"):
-        ProfileCorrection(gain=0)
     with pytest.raises(ValueError, match="memory 0"):
         OverheadMeter(memory=0)
 
