@@ -278,10 +278,7 @@ def _num_ended(decode: DecodeView, at_s: float) -> int:
     if at_s <= 0:
         return 0
     rounds = _num_rounds(decode.decode_s, at_s)
-    if decode.left_s is not None:
-        of_running = bisect_right(decode.left_s, at_s)
-    else:
-        of_running = int(decode.slots_used * min(1.0, rounds))
+    of_running = int(decode.slots_used * min(1.0, rounds))
     of_waiting = int(min(decode.num_waiting, decode.slots_total * max(0.0, rounds - 1)))
     return of_running + of_waiting
 

@@ -166,11 +166,6 @@ def wants_hand_off(request: RequestShape, snapshot: RegionSnapshot, config: Rout
 
 def wire_bytes(request: RequestShape, kv: KvProfile) -> tuple[float, float]:
     """What the transfer sends: (bytes during the prefill, bytes when it has ended)."""
-    if request.transfer_bytes is not None:
-        # The size of this request's transfer is known, not its division; fixed parts are sent
-        # whole.
-        fixed = min(kv.fixed_bytes, request.transfer_bytes)
-        return request.transfer_bytes - fixed, fixed
     missing = max(0, request.num_prompt_tokens - request.landing_cached_tokens)
     return kv.token_bytes * missing, kv.fixed_bytes
 

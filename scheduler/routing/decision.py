@@ -126,7 +126,6 @@ class RequestShape:
 
     `num_prompt_tokens` is exact if `is_exact`. Otherwise it is an estimate before rendering, and
     `bound_tokens` is an upper bound, None where no bound is known (media).
-    `transfer_bytes` is the size of its KVCache on the wire, None while it is not known.
     `local_cached_tokens` is the longest prefix that one node of the PD cluster can resume, and
     `prefill_cached_tokens` the same for each prefill cluster; both are 0 where nothing is known.
     `landing_cached_tokens` are not sent, because the node that decodes has their KVCache.
@@ -145,7 +144,6 @@ class RequestShape:
     is_multimodal: bool = False
     has_prompt_embeds: bool = False
     is_unusual: bool = False
-    transfer_bytes: int | None = None
     local_cached_tokens: int = 0
     prefill_cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     landing_cached_tokens: int = 0

@@ -158,16 +158,8 @@ def release_s(decode: DecodeView, num_releases: int) -> float:
 
     Where nobody knows how long a decode takes, 0 stands for "any time from now on".
     """
-    if num_releases <= 0:
-        return 0.0
     # `slots_total` slots, each taken for `decode_s`, free one every `decode_s` / `slots_total`.
-    spread_s = num_releases * (decode.decode_s or 0.0) / max(1, decode.slots_total)
-    if decode.left_s is None:
-        return spread_s
-    if num_releases <= len(decode.left_s):
-        return decode.left_s[num_releases - 1]
-    # Beyond the decodes that run now, requests follow whose ends are only known on average.
-    return max(decode.left_s[-1] if decode.left_s else 0.0, spread_s)
+    return max(0, num_releases) * (decode.decode_s or 0.0) / max(1, decode.slots_total)
 
 
 class OverheadMeter:

@@ -1,8 +1,8 @@
 """Prefill time and KVCache size of one prompt as plain numbers, for decisions made per request.
 
 These are the curves of `scheduler.planning.curves`, evaluated in plain Python, at about a
-microsecond a value. A profile also carries what measurement has taught since: a factor on the time,
-and fixed seconds that the curve does not contain. Knows no queue and no link.
+microsecond a value. A profile also carries what measurement has taught since: a factor on the time.
+Knows no queue and no link.
 """
 
 from __future__ import annotations
@@ -26,19 +26,14 @@ class PrefillProfile:
     """For each piece: constant in s, s per token, s per token squared."""
     factor: float = 1.0
     """Measured over predicted time."""
-    overhead_s: float = 0.0
-    """Fixed time of every request beyond the curve, not scaled by `factor`."""
 
     def __post_init__(self) -> None:
         if not self.starts or len(self.starts) != len(self.coefficients):
             raise ValueError(
                 f"{len(self.starts)} pieces with {len(self.coefficients)} triples of coefficients"
             )
-        if not (self.factor > 0 and self.overhead_s >= 0):
-            raise ValueError(
-                f"factor {self.factor!r} must be above 0, overhead_s {self.overhead_s!r} "
-                "must not be negative"
-            )
+        if not self.factor > 0:
+            raise ValueError(f"factor {self.factor!r} must be above 0")
 
     @classmethod
     def of(cls, curve: Curve) -> PrefillProfile:
@@ -48,12 +43,12 @@ class PrefillProfile:
             tuple((float(a), float(b), float(c)) for a, b, c in curve.coefficients),
         )
 
-    def corrected(self, factor: float, overhead_s: float = 0.0) -> PrefillProfile:
-        """The same curve with another factor and overhead."""
-        return replace(self, factor=factor, overhead_s=overhead_s)
+    def corrected(self, factor: float) -> PrefillProfile:
+        """The same curve with another factor."""
+        return replace(self, factor=factor)
 
     def curve(self) -> Curve:
-        """The corrected curve without the overhead, as the planner takes it."""
+        """The corrected curve, as the planner takes it."""
         return Curve(np.array(self.coefficients), np.array(self.starts)).scaled(self.factor)
 
     def prefill_s(self, num_tokens: int, cached_tokens: int = 0) -> float:
@@ -65,7 +60,7 @@ class PrefillProfile:
         if cached_tokens > 0:
             fixed_s = self.coefficients[0][0]
             whole_s = max(fixed_s, whole_s - self._at(min(cached_tokens, num_tokens)) + fixed_s)
-        return whole_s * self.factor + self.overhead_s
+        return whole_s * self.factor
 
     def _at(self, num_tokens: int) -> float:
         piece = bisect_right(self.starts, num_tokens) - 1 if len(self.starts) > 1 else 0

@@ -39,9 +39,8 @@ class DecodeView:
 
     A slot is a place in a batch that keeps the time per token within its objective. `decode_s` is
     how long a request decodes on average, None until the first answer has ended; `step_s` is the
-    time of one step. `left_s` are the predicted times until each running decode ends, ascending,
-    where output lengths are known. Where they are not, it is None, and slots fall free evenly, one
-    per `decode_s` / slots. That holds for any distribution of lengths, while "the average less the
+    time of one step. Nobody knows how long an answer will be, so slots fall free evenly, one per
+    `decode_s` / slots. That holds for any distribution of lengths, while "the average less the
     time so far" would give 0 for every decode that lasts longer than the average. `landing_s` are
     the predicted times until each request now in prefill can decode, ascending, and
     `landing_kv_bytes` is the KV memory that these requests will take together.
@@ -52,7 +51,6 @@ class DecodeView:
     num_waiting: int = 0
     decode_s: float | None = None
     step_s: float = 0.0
-    left_s: tuple[float, ...] | None = None
     landing_s: tuple[float, ...] = ()
     kv_bytes: float = 0.0
     kv_total_bytes: float | None = None
@@ -68,11 +66,6 @@ class DecodeView:
             _check("decode_s", self.decode_s or 0.0)
             for name in ("kv_bytes", "landing_kv_bytes"):
                 _check(name, getattr(self, name))
-        if self.left_s is not None and len(self.left_s) != self.slots_used:
-            raise ValueError(
-                f"left_s has {len(self.left_s)} times for {self.slots_used} used slots; "
-                "give one for each, or None"
-            )
 
     @property
     def is_empty(self) -> bool:

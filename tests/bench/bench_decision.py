@@ -60,7 +60,6 @@ def decode_pool(draw: random.Random) -> DecodeView:
         slots_used=95,
         decode_s=25.6,
         step_s=0.025,
-        left_s=tuple(sorted(draw.uniform(0, 25.6) for _ in range(95))),
         landing_s=tuple(sorted(draw.uniform(0, 20) for _ in range(30))),
         kv_bytes=80e9,
         kv_total_bytes=200e9,

@@ -148,7 +148,7 @@ class LearnedProfile:
         level = statistics.median_low(ratios)
         if len(ratios) == 1:
             level = min(level, math.sqrt(level))
-        return shape.corrected(shape.factor * level, shape.overhead_s * level)
+        return shape.corrected(shape.factor * level)
 
     def _row(self, num_tokens: int, cached: int) -> tuple[float, float, float, float]:
         num_uncached = num_tokens - cached
@@ -231,11 +231,11 @@ class LearnedProfile:
 
 
 def _plain(profile: PrefillProfile) -> PrefillProfile:
-    """The same times with factor and overhead put into the coefficients."""
+    """The same times with the factor put into the coefficients."""
     return PrefillProfile(
         profile.starts,
         tuple(
-            (a * profile.factor + profile.overhead_s, b * profile.factor, c * profile.factor)
+            (a * profile.factor, b * profile.factor, c * profile.factor)
             for a, b, c in profile.coefficients
         ),
     )

@@ -50,17 +50,16 @@ def test_a_link_is_stale_when_it_was_looked_at_longer_ago_than_allowed(
 def test_room_is_enough_when_exactly_what_is_sent_fits() -> None:
     size = 1000 + 100 * 50
 
-    def fits(room_bytes: int | None, **fields: object) -> bool:
-        return has_landing_room(prompt(50, **fields), region(landing_room_bytes=room_bytes), KV)
+    def fits(room_bytes: int | None) -> bool:
+        return has_landing_room(prompt(50), region(landing_room_bytes=room_bytes), KV)
 
     assert (fits(size), fits(size - 1), fits(None)) == (True, False, True)
-    assert (fits(777, transfer_bytes=777), fits(776, transfer_bytes=777)) == (True, False)
 
 
 def test_a_host_without_room_takes_not_even_nothing() -> None:
-    nothing = prompt(50, transfer_bytes=0)
-    assert not has_landing_room(nothing, region(landing_room_bytes=0), KV)
-    assert has_landing_room(nothing, region(landing_room_bytes=1), KV)
+    nothing = KvProfile(fixed_bytes=0.0, token_bytes=0.0)
+    assert not has_landing_room(prompt(50), region(landing_room_bytes=0), nothing)
+    assert has_landing_room(prompt(50), region(landing_room_bytes=1), nothing)
 
 
 def test_what_is_sent_is_what_the_landing_node_lacks() -> None:
@@ -68,11 +67,6 @@ def test_what_is_sent_is_what_the_landing_node_lacks() -> None:
     assert wire_bytes(prompt(50, landing_cached_tokens=20), KV) == (3000.0, 1000.0)
     assert wire_bytes(prompt(50, landing_cached_tokens=50), KV) == (0.0, 1000.0)
     assert wire_bytes(prompt(50, landing_cached_tokens=60), KV) == (0.0, 1000.0)
-
-
-def test_a_size_that_is_known_counts_and_its_fixed_part_goes_last() -> None:
-    assert wire_bytes(prompt(50, transfer_bytes=1700), KV) == (700.0, 1000.0)
-    assert wire_bytes(prompt(50, transfer_bytes=400), KV) == (0.0, 400.0)
 
 
 @pytest.mark.parametrize("name", ["margin_s", "margin_share", "hand_off_tokens"])
