@@ -1,6 +1,6 @@
 """The command `prfaas directory`: options and signals around one directory.
 
-It does not know what nodes say. With `redis` it fills a Redis server, else it serves gRPC.
+With `redis` it fills a Redis server, otherwise it serves gRPC. It does not know what nodes report.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def directory_command(
     metrics_port: Annotated[int | None, setting(DirectoryConfig, "metrics_port")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Run a directory: follows node agents, knows what is cached where."""
+    """Run a directory, which follows node agents and knows what each node has cached."""
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -72,7 +72,7 @@ def directory_command(
 
 
 async def serve(config: DirectoryConfig) -> None:
-    """Run until SIGTERM or SIGINT. Raises the start's errors."""
+    """Run until SIGTERM or SIGINT. Raises the errors of its start."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -149,7 +149,7 @@ class _Metrics:
 
     async def close(self) -> None:
         if self._server is not None:
-            # Waits for the server's next look at its own state, up to half a second away.
+            # On a thread: `shutdown` waits until the server polls its flag, up to half a second.
             await asyncio.to_thread(self._server.shutdown)
             self._server.server_close()
             self._thread.join()

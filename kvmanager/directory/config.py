@@ -31,20 +31,18 @@ class DirectoryConfig(Section):
     """One directory process."""
 
     listen: ListenAddress = "127.0.0.1:7300"
-    """gRPC of service `prfaas.Directory`, host:port; port 0: any free one."""
+    """Address of gRPC service `prfaas.Directory`, host:port; port 0: any free one."""
     agents: dict[str, Address] = Field(min_length=1)
-    """Whom to follow: "cluster/node" -> the agent's control address."""
+    """The agents to follow: "cluster/node" -> the agent's control address."""
     redis: SecretStr | None = None
-    """Keep what is known in the Redis server at this URL, for gateways to read there, instead of
-    serving it.
-    """
+    """URL of a Redis server to fill instead of serving gRPC; gateways then read from it."""
     forget_s: Seconds
     metrics_port: Port = 0
     """Prometheus port on the host of `listen`; 0: none."""
     tls: TlsSection | None = None
     """Mutual TLS with gateways and agents; left out: none."""
     trusted_network: bool = False
-    """Serve other hosts without TLS."""
+    """Whether it serves other hosts without TLS."""
 
     @field_validator("agents")
     @classmethod

@@ -1,4 +1,4 @@
-"""The directory of this process, fed by the region's agents: the default of a gateway."""
+"""A directory inside this process, fed by the region's agents. It is a gateway's default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvmanager.directory.table import Keys
 
 
 class EmbeddedDirectory:
-    """A `DirectoryReader`. `follow` says which agents there are, again whenever they change."""
+    """A `DirectoryReader`. Call `follow` with the region's agents, and again when they change."""
 
     def __init__(
         self, connect: Callable[[str], AgentClient], *, timing: FollowTiming | None = None
@@ -37,5 +37,5 @@ class EmbeddedDirectory:
         return self.core.nodes(time.monotonic())
 
     async def close(self) -> None:
-        """Follow nobody any more."""
+        """Stop following all agents."""
         await self.follower.stop()

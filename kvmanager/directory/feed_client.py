@@ -1,9 +1,9 @@
-"""Follows what all node agents of a region say of their prefix caches: one task for each agent.
+"""Follows the prefix caches of a region's node agents, with one task for each agent.
 
-Does not know how the knowledge is kept: a `FeedSink` takes it. Every agent is asked what is new
-since the position that the sink has reached, and answers when there is something. An agent that
-does not answer keeps its last state, which grows older; after `forget_s` it is taken to hold
-nothing. One that says it has no cache is asked again now and then.
+A `FeedSink` keeps the state; this module does not know how. Each agent is asked for the changes
+since the position that the sink has reached, and answers when there are any. The state of an agent
+that does not answer grows older; after `forget_s` it counts as holding nothing. An agent without a
+cache is asked again now and then.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ logger = logging.getLogger("prfaas.kvmanager.directory")
 
 
 class FeedSink(Protocol):
-    """Where feeds go. Methods may raise `DirectoryError`."""
+    """Takes the feeds. Its methods may raise `DirectoryError`."""
 
     async def position(self, node: NodeName) -> Position | None:
-        """Where to go on asking; None: another process follows this node."""
+        """The position to continue from; None: another process follows this node."""
 
     async def apply(self, node: NodeName, feed: CacheFeed) -> bool:
-        """False: it does not continue what is known; `position` asks for a snapshot now."""
+        """Apply a feed. False: it does not continue the known state, so `position` now requires a
+        snapshot.
+        """
 
     async def forget(self, node: NodeName) -> None:
         """The node holds nothing any more. Idempotent."""
@@ -41,8 +43,8 @@ class FeedSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FollowTiming:
-    """`poll_s`: how long an agent without news may keep its answer back. `batch_s`: the least time
-    between two questions, so that changes come in batches.
+    """`poll_s`: longest time for which an agent without changes may delay its answer. `batch_s`:
+    least time between two requests, so that changes come in batches.
     """
 
     poll_s: float = 5.0
@@ -50,7 +52,7 @@ class FollowTiming:
     retry_s: float = 0.2
     max_retry_s: float = 5.0
     forget_s: float = FORGET_S
-    """An agent that has not answered for so long is taken to hold nothing, seconds."""
+    """An agent that has not answered for this long counts as holding nothing, seconds."""
     no_cache_s: float = 15.0
 
 
@@ -87,7 +89,7 @@ class DirectorySink:
 
 
 class DirectoryFollower:
-    """Follows agents into one sink. `follow` names the agents, again whenever they change."""
+    """Follows agents for one sink. Call `follow` with all agents, and again when they change."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class DirectoryFollower:
                 self._followed[node] = target, task
 
     async def stop(self) -> None:
-        """Follow nobody; what is known stays. Idempotent."""
+        """Stop following all agents. Their states stay. Idempotent."""
         for node in list(self._followed):
             await self._leave(node)
 
@@ -165,7 +167,7 @@ class _Following:
             await asyncio.sleep(delay_s)
 
     async def _ask(self) -> float:
-        """One question and what follows from it; how long to wait until the next."""
+        """Send one request and apply the answer. Returns the delay before the next request."""
         began_s = time.monotonic()
         try:
             feed = await self._listen()
@@ -179,7 +181,7 @@ class _Following:
                 return await self._has_no_cache(error)
             return await self._failed(str(error))
         except Exception as error:
-            # Whatever one agent's answer sets off here, it must still be followed.
+            # Even after an unexpected error the agent must be followed further.
             logger.exception("%s: following failed", self._node)
             return await self._failed(repr(error))
         if feed is None:
@@ -192,7 +194,7 @@ class _Following:
         return 0.0 if feed.more else max(0.0, began_s + self._timing.batch_s - self._heard_s)
 
     async def _listen(self) -> CacheFeed | None:
-        """What the agent said, entered; None: another process follows it."""
+        """The agent's feed, already applied; None: another process follows the agent."""
         position = await self._sink.position(self._node)
         if position is None:
             return None

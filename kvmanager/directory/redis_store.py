@@ -72,7 +72,9 @@ _HOLDERS_TYPE: Final = np.dtype([("holder", "<u4"), ("flags", "<u2")])
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """`forget_s` should be what followers use; see the module text for the rest."""
+    """`prefix` begins all names. `forget_s` should equal that of the followers. Blocks live for
+    `key_ttl_s`; a writer's lease of a node lasts `lease_s`.
+    """
 
     prefix: str = DEFAULT_PREFIX
     forget_s: float = FORGET_S
@@ -93,7 +95,7 @@ class RedisSettings:
 
     @property
     def blocks(self) -> bytes:
-        """What a block's name begins with; its short key follows."""
+        """The beginning of a block's name, which its short key follows."""
         return self._named("k:")
 
     def lease(self, node: NodeName) -> bytes:
@@ -104,7 +106,7 @@ class RedisSettings:
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What Redis keeps of one node. `holder` is its number in the lists of blocks."""
+    """One node's record in Redis. `holder` is its number in the lists of blocks."""
 
     holder: int
     epoch: str
@@ -113,9 +115,9 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 _Known = tuple[NodeName, NodeRecord, float]
-"""A node and how many seconds ago it was heard of."""
+"""A node, its record, and the seconds since its last report."""
 _Run = tuple[bytes, int]
-"""The holders of equal neighbouring blocks, and how many blocks these are."""
+"""The holders of equal neighbouring blocks, and the number of these blocks."""
 
 
 class RedisDirectory:
@@ -157,7 +159,7 @@ class RedisDirectory:
     async def _ask(
         self, keys: Sequence[bytes], *, stops_at_hole: bool = False
     ) -> tuple[list[_Known], list[_Run]]:
-        """The nodes that count, and what is said of the blocks in order."""
+        """The nodes that have reported lately, and the runs of the blocks in order."""
         names = [self._settings.nodes, self._settings.blocks]
         arguments: list[Any] = [short_key_bytes(keys), int(stops_at_hole)]
         answer: Any = await self._redis.eval(_READ_SCRIPT, len(names), *names, *arguments)
@@ -213,7 +215,9 @@ def _row(value: bytes, columns: dict[int, int]) -> npt.NDArray[np.uint16]:
 
 
 def parse_record(raw: bytes) -> tuple[float, NodeRecord]:
-    """When a node was last heard of, Redis's clock in seconds, and how far. StoreError."""
+    """The time of a node's last report, by Redis's clock in seconds, and its record. Raises
+    StoreError.
+    """
     heard_ms, _, record = raw.partition(b" ")
     try:
         return int(heard_ms) / 1000, msgspec.msgpack.decode(record, type=NodeRecord)

@@ -1,6 +1,7 @@
-"""Parts of the cache end to end as one range of bytes, for a transfer between two pools.
+"""Parts of the cache, end to end, as one range of bytes for a transfer between two pools.
 
-Knows neither pools nor transfers: pieces of memory go in, each with its exact size, no padding.
+It joins pieces of memory, each with its exact size and without padding. Knows neither pools nor
+transfers.
 """
 
 from __future__ import annotations
