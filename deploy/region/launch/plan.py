@@ -1,7 +1,7 @@
 """Which processes a region on one machine consists of, and the command line of each.
 
-Pure: takes a resolved region, paths and an environment, and returns process descriptions. Does not
-know when they are started or whether they are healthy.
+Pure: it takes a resolved region, paths and an environment, and returns process descriptions. It
+does not know when they are started or whether they are healthy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GRACE_S: dict[Kind, float] = {"relay": 2.0, "agent": 5.0, "engine": 15.0, "gate
 
 @dataclass(frozen=True, slots=True)
 class PlannedProcess:
-    """A process to run. `address` is what others reach it by: URL, host:port or socket path."""
+    """A process to run. `address` is how others reach it: a URL, host:port or a socket path."""
 
     name: str
     kind: Kind
@@ -52,7 +52,7 @@ class Planner:
     environment: Mapping[str, str]
 
     def processes(self) -> list[PlannedProcess]:
-        """All of them, in the order in which they should be started."""
+        """All processes, in the order in which they should be started."""
         region = self.resolved.region
         nodes = [node for cluster in region.clusters for node in cluster.nodes]
         return [
@@ -63,7 +63,7 @@ class Planner:
         ]
 
     def files(self) -> dict[Path, str]:
-        """The files the processes read, to be written before they start."""
+        """The files that the processes read. They must be written before the processes start."""
         resolved, directory = self.resolved, self.directory
         region = resolved.region
         files = {
@@ -71,7 +71,10 @@ class Planner:
                 by_alias=True, exclude_none=True, indent=1
             ),
             directory.gateway_file: gateway_file(resolved).model_dump_json(
-                exclude={"gateway": {"api_keys"}}, indent=1
+                # Keys stay in their file or variable: the run directory must not have a second
+                # copy.
+                exclude={"gateway": {"api_keys"}},
+                indent=1,
             ),
         }
         for cluster in region.clusters:
@@ -131,11 +134,11 @@ class Planner:
         }
 
     def _kv_events(self, node: NodeSpec, instance: RegionInstance) -> str | None:
-        """Where the engine says what its own prefix cache holds, and repeats it; None if it has
-        none, or its agent keeps no account of caches.
+        """Where the engine publishes, and repeats, what its own prefix cache holds.
 
-        Unix sockets: events name prompts by their tokens, so they do not leave the host. They are
-        called by a digest, because names of instances may be longer than paths of sockets.
+        None if it has no prefix cache, or its agent does not follow caches. These are Unix sockets:
+        the events contain prompts as token ids, so they must not leave the host. A digest names
+        them, because names of instances may be longer than paths of sockets.
         """
         region = self.resolved.region
         if not (region.caches(node) and region.model_of(instance).prefix_caching):
@@ -180,7 +183,7 @@ def engine_spec(
     *,
     kv_events: str | None = None,
 ) -> EngineSpec:
-    """How the instance's engine is started; without a socket, as a plain engine."""
+    """How the instance's engine is started. Without a socket it is a plain engine."""
     model = region.model_of(instance)
     options = {name: getattr(model, name) for name in EngineOptions.model_fields}
     options |= {"args": model.args + instance.args, "env": model.env | instance.env}
@@ -199,7 +202,7 @@ def engine_spec(
 
 
 def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
-    """What the gateway's process is told: the clusters with their fronts embedded in it."""
+    """The file of the gateway's process: the clusters with their fronts embedded in it."""
     region = resolved.region
     gateway, pd = region.gateway, region.pd_cluster
     return GatewayFile.of(
@@ -229,6 +232,7 @@ def gateway_file(resolved: ResolvedRegion) -> GatewayFile:
 def gateway_url(region: RegionSpec) -> str:
     """Where clients on this machine find the gateway."""
     host = region.gateway.host
+    # A wildcard address is for listening only.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://{Endpoint(host, region.gateway.port)}"
 

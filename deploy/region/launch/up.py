@@ -1,6 +1,6 @@
 """The life of `prfaas up`: start, serve, stop on signals.
 
-Signals set flags and cancel; the region itself is `launcher`'s.
+Signals set flags and cancel. `launcher` has the region itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from deploy.region.spec.region import RegionSpec
 
 
 async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> bool:
-    """Start `region` and keep it until SIGINT, SIGTERM or SIGHUP; a second one kills.
+    """Start `region` and keep it until SIGINT, SIGTERM or SIGHUP; a second signal kills.
 
-    This process's log goes to launcher.log beside the others. False if it was told to stop
+    The log of this process goes to launcher.log beside the others. Returns False if it had to stop
     before it ran. Raises the errors of `RunningRegion.start`.
     """
     stop = asyncio.Event()
     view = progress_view(console, as_json=as_json)
-    # Later changes come one by one and belong below the table.
+    # Later changes come one by one, and belong below the table.
     later = view if as_json else line_view(console)
     shown = view
 
@@ -59,14 +59,14 @@ async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: boo
 
 
 def _log_to(path: Path) -> None:
-    # Opened with the first record, which comes after the run directory has been made.
+    # The file is opened with the first record, after the run directory was made.
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event) -> bool:
-    """Whether it started; False if it was told to stop meanwhile."""
+    """Whether it started; False if it had to stop meanwhile."""
     with view:
         starting = asyncio.ensure_future(running.start())
         told = asyncio.ensure_future(stop.wait())

@@ -1,6 +1,6 @@
-"""Whether the parts of a region fit together; every problem says where it is and what to write.
+"""Whether the parts of a region fit together. Every problem says where it is and what to write.
 
-Sees one specification and nothing else: no files, no ports of this machine.
+It sees one specification and nothing else: no files, and no ports of this machine.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
                 yield Problem((*path, "name"), message)
             seen.add(name)
     for path, name in instances:
+        # Names of processes, logs and sockets of the launcher itself.
         if name == "gateway" or name.startswith(("agent.", "link.")):
             message = f"{name!r} names another process of the region; choose another name"
             yield Problem((*path, "name"), message)
@@ -181,7 +182,7 @@ def _check_ports(region: RegionSpec) -> Iterator[Problem]:
 
 
 def fixed_ports(region: RegionSpec) -> Iterator[tuple[KeyPath, str, int]]:
-    """Every port of the region with its path and host, 0 where any will do."""
+    """Every port of the region with its path and host; port 0 where any port will do."""
     yield ("gateway", "port"), region.gateway.host, region.gateway.port
     for path, _, node in _nodes(region):
         for key in ("data_port", "control_port", "metrics_port"):
