@@ -1,9 +1,9 @@
 """An emulated link as one event loop: a bottleneck, a delay, faults.
 
-One thread and one epoll (`sockets.py`). The loop ticks (0.2-1 ms) while bytes flow, so its cost
-follows the rate and not the number of packets. TCP ends on both sides of it, so neither loss nor
-the congestion control of a long path are emulated: a connection through it ramps up at once. Knows
-nothing of command lines and control sockets.
+It has one thread and one epoll (`sockets.py`). The loop ticks (0.2-1 ms) while bytes flow, so its
+cost follows the rate and not the number of packets. TCP ends on both sides of it, so loss and the
+congestion control of a long path are not emulated: a connection through it is at full rate at once.
+It knows no command lines and no control sockets.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from deploy.lab.emulator.faults import (
 from deploy.lab.emulator.pipes import Connection, LinkDirection, Pipe
 from deploy.lab.emulator.sockets import Address, LinkSockets
 
+# After this many reads the loop looks at its other sockets and deadlines.
 _MAX_PULLS_PER_STEP = 64
 
 
 class EmulatedLink:
-    """Listens, connects on, and moves bytes; `run` serves until `stop` or the quit command."""
+    """Listens, connects on, and moves bytes. `run` serves until `stop` or the quit command."""
 
     def __init__(
         self, listen: Address, target: Address, shape: LinkShape, *, seed: int = 1
@@ -57,7 +58,7 @@ class EmulatedLink:
         self._running = False
 
     def run(self) -> None:
-        """Serve. Everything is closed when it returns."""
+        """Serve. When it returns, everything is closed."""
         try:
             while self._running:
                 moved_bytes, next_s = self.step(time.monotonic())
@@ -70,14 +71,16 @@ class EmulatedLink:
         if moved_bytes:
             wait_s = self._tick_s
         if wait_s is not None and wait_s < 1e-3:
-            # epoll counts in milliseconds; sleep is the finer clock.
+            # epoll counts in milliseconds, and sleep is finer.
             if wait_s:
                 time.sleep(wait_s)
             wait_s = 0.0
         self.sockets.wait(-1.0 if wait_s is None else int(wait_s * 1e3) / 1e3)
 
     def step(self, now_s: float) -> tuple[int, float | None]:
-        """Move what can be moved; the bytes moved and when to call again (None: on an event)."""
+        """Move what can be moved. Returns the bytes moved, and when to call again (None: on an
+        event).
+        """
         if self._heal_at_s is not None and now_s >= self._heal_at_s:
             self._heal()
         moved_bytes = self._deliver(now_s)
@@ -112,7 +115,7 @@ class EmulatedLink:
         return moved_bytes
 
     def _pull(self, index: int, direction: LinkDirection, now_s: float) -> tuple[int, float | None]:
-        """Read fairly from every connection until the bottleneck is full or nothing is there."""
+        """Read from every connection in turn until the bottleneck is full or nothing is there."""
         again_s: float | None = None
         if direction.stalled:
             return 0, again_s
@@ -154,6 +157,7 @@ class EmulatedLink:
         limit_bytes = min(room_bytes, direction.quantum_bytes)
         until_fault = self._plan.bytes_until_next(direction.name, direction.in_bytes)
         if until_fault is not None:
+            # A fault happens exactly at its byte, so a read must end there.
             limit_bytes = min(limit_bytes, max(1, until_fault))
         try:
             nbytes = pipe.pull(now_s, limit_bytes)
@@ -167,7 +171,7 @@ class EmulatedLink:
 
     def _broken(self, connection: Connection, pipe: Pipe) -> None:
         if pipe.direction.swallowing:
-            # Nobody on the far side of a black hole learns that this end died.
+            # No peer beyond a black hole learns that this end died.
             pipe.ended = pipe.damaged = True
         else:
             self.sockets.drop(connection, reset=True)
@@ -178,7 +182,7 @@ class EmulatedLink:
                 self.sockets.drop(connection, reset=False)
 
     def command(self, command: Command) -> LinkReport:
-        """Do what is asked; the state after it. ValueError for impossible numbers."""
+        """Do what is asked. Returns the state after it. ValueError for impossible numbers."""
         now_s = time.monotonic()
         if isinstance(command, Configure):
             self._configure(command, now_s)
@@ -190,6 +194,7 @@ class EmulatedLink:
             self._plan.add(command, {d.name: d.in_bytes for d in self.directions})
             if command.after_bytes == 0:
                 for direction in self.directions:
+                    # Without `after_bytes` nothing need enter first: it happens now.
                     for fault in self._plan.pop_due(direction.name, direction.in_bytes):
                         self._strike(fault, now_s)
         return self.report(now_s)
@@ -234,6 +239,7 @@ class EmulatedLink:
         self._is_cut = False
         for direction in self.directions:
             direction.stalled = direction.swallowing = direction.flip_next = False
+        # Streams with a hole cannot go on: their ends must reconnect.
         for connection in tuple(self.sockets.connections):
             if any(pipe.damaged for pipe in connection.pipes):
                 self.sockets.drop(connection, reset=True)
@@ -265,5 +271,6 @@ class EmulatedLink:
 
 def _tick_s(shape: LinkShape) -> float:
     if shape.rate_bytes_per_s == 0 and shape.rtt_s == 0:
+        # A twentieth of the delay: fine enough to keep its shape, coarse enough to save CPU.
         return 0.0
     return min(max(shape.one_way_s / 20, 2e-4), 1e-3)

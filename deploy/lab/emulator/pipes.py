@@ -1,8 +1,8 @@
 """Connections through the relay: two sockets, and one pipe for each direction between them.
 
-A pipe reads what the bottleneck admits, holds it while it is on its way and writes it out when
-it arrives. All calls are non-blocking and made by the relay's one thread; this module knows
-neither the event loop nor the control socket.
+A pipe reads what the bottleneck admits, holds it while it is in flight, and writes it out when it
+arrives. All calls are non-blocking and come from the relay's only thread. This file knows neither
+the event loop nor the control socket.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from deploy.lab.emulator.core import ByteQueue, ChunkPool, DelayLine, LinkShape, RateClock
 from deploy.lab.emulator.faults import Direction, DirectionReport
 
+# Less than a TCP segment is not worth a system call.
 MIN_READ_BYTES = 1448
 MIN_SPACE_BYTES = 16 << 10
 QUEUE_CAP_BYTES = 1 << 20
@@ -25,7 +26,7 @@ _SEND_NOW_LINGER = struct.pack("ii", 1, 0)
 
 @dataclass(slots=True)
 class Side:
-    """One socket of a connection with what epoll last said about it (edge-triggered)."""
+    """One socket of a connection with what epoll last reported of it (edge-triggered)."""
 
     sock: socket.socket
     fd: int
@@ -34,7 +35,7 @@ class Side:
     writable: bool = False
 
     def receive_into(self, memory: memoryview) -> int | None:
-        """Bytes read, 0 at the end of the stream, None when there is nothing now."""
+        """The number of bytes read, 0 at the end of the stream, None when there is nothing now."""
         try:
             return self.sock.recv_into(memory)
         except BlockingIOError:
@@ -42,7 +43,7 @@ class Side:
             return None
 
     def send(self, views: list[memoryview]) -> int:
-        """Bytes the kernel took, 0 when it takes none now."""
+        """The number of bytes that the kernel took, 0 when it takes none now."""
         try:
             return self.sock.sendmsg(views)
         except BlockingIOError:
@@ -76,12 +77,13 @@ class LinkDirection:
             self.quantum_bytes = 256 << 10
             self.hold_limit_bytes = UNLIMITED_HOLD_BYTES
             return
+        # About a millisecond of the link's rate at a time, so that connections take turns often.
         self.quantum_bytes = int(min(max(rate * 1e-3, MIN_READ_BYTES), 256 << 10))
         on_way_s = shape.one_way_s + shape.jitter_s + self._clock.read_ahead_s
         self.hold_limit_bytes = int(rate * on_way_s) + QUEUE_CAP_BYTES
 
     def room_bytes(self, now_s: float) -> int:
-        """What may be read now: 0, or enough to be worth a system call."""
+        """How much may be read now: 0, or enough to be worth a system call."""
         room = self._clock.room_bytes(now_s)
         return room if room >= self.quantum_bytes // 2 else 0
 
@@ -89,11 +91,13 @@ class LinkDirection:
         return self._clock.room_at_s(now_s, self.quantum_bytes // 2 + 1)
 
     def turn_over(self, *, starved: bool) -> None:
-        """No more is read for now; `starved`: more was there than there was room."""
+        """No more is read for now. `starved`: there were more bytes than room."""
         self._clock.turn_over(starved=starved)
 
     def admit(self, now_s: float, nbytes: int) -> float:
-        """Count `nbytes` in; the instant at which the last of them reaches the other end."""
+        """Count `nbytes` in. Returns the instant at which the last of them reaches the other
+        end.
+        """
         if self.first_in_s is None:
             self.first_in_s = now_s
         self.last_in_s = now_s
@@ -144,7 +148,7 @@ class Pipe:
         self.damaged = False
 
     def wants_bytes(self) -> bool:
-        """Something may be there to read, and there is memory to hold it."""
+        """Whether there may be bytes to read, and there is memory to hold them."""
         return (
             self.src.readable
             and not self.ended
@@ -152,7 +156,7 @@ class Pipe:
         )
 
     def pull(self, now_s: float, limit_bytes: int) -> int:
-        """Read at most `limit_bytes` into the link; how many entered. OSError: broken."""
+        """Read at most `limit_bytes` into the link. Returns how many entered. OSError: broken."""
         if self.direction.swallowing:
             return self._swallow(now_s, limit_bytes)
         space = self.queue.free_space(min(limit_bytes, MIN_SPACE_BYTES))[:limit_bytes]
@@ -177,7 +181,7 @@ class Pipe:
             return 0
         self.damaged = True
         self.ended = nbytes == 0
-        # Counted as entered, so that faults planned at a byte count still strike.
+        # Counted as entered, so that faults planned at a byte count still happen.
         self.direction.admit(now_s, nbytes)
         self.direction.swallowed_bytes += nbytes
         return nbytes
@@ -187,7 +191,7 @@ class Pipe:
         self.fin_at_s = self.direction.fin_arrives_s(now_s)
 
     def push(self, now_s: float, grain_s: float) -> int:
-        """Write out what arrives within `grain_s`; how many bytes left. OSError: broken."""
+        """Write out what arrives within `grain_s`. Returns how many bytes left. OSError: broken."""
         due_bytes = self.line.due(now_s + grain_s)
         left_bytes = 0
         while due_bytes and self.dst.writable:
@@ -209,13 +213,13 @@ class Pipe:
         return left_bytes
 
     def next_arrival_s(self) -> float | None:
-        """When `push` has something to do next, None if only an epoll event can tell."""
+        """When `push` has something to do next; None if only an epoll event can tell."""
         if self.line.held_bytes:
             return self.line.next_arrival_s() if self.dst.writable else None
         return self.fin_at_s if self.fin_at_s is not None and not self.finished else None
 
     def lose_all(self) -> None:
-        """Drop what is inside (a black hole opened, or the connection is over)."""
+        """Drop what is inside, when a black hole opens or the connection is over."""
         if self.queue.num_bytes:
             self.damaged = True
         self.queue.clear()
@@ -226,7 +230,7 @@ class Pipe:
 class Connection:
     """A client of the relay, the target, and the two pipes between them.
 
-    `open_at_s`: nothing is read before, as if connecting had taken its round trip.
+    Nothing is read before `open_at_s`, as if connecting had taken a round trip of the link.
     """
 
     open_at_s: float
@@ -238,7 +242,7 @@ class Connection:
         return all(pipe.finished for pipe in self.pipes)
 
     def close(self, *, reset: bool) -> None:
-        """Close both sockets; with `reset` the peers see a TCP reset, not an end of stream."""
+        """Close both sockets. With `reset` the peers see a TCP reset, not an end of stream."""
         for pipe in self.pipes:
             pipe.lose_all()
         for side in self.sides:
