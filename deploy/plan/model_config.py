@@ -1,4 +1,4 @@
-"""Reads a model's Hugging Face config.json; what it means is for `kvmanager.hf_config`."""
+"""Reads a model's Hugging Face config.json. `kvmanager.hf_config` knows what it means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def config_file(path: Path) -> Path:
-    """The config.json meant by a file or by the model's directory."""
+    """The config.json for the path of the file itself or of the model's directory."""
     return path / "config.json" if path.is_dir() else path
 
 

@@ -1,6 +1,6 @@
 """`prfaas simulate`: a region in virtual time, driven by the scheduler's own decisions.
 
-Reads files and prints; what is slow to import is imported by the command that needs it.
+It reads files and prints. A command imports what is slow to import when it runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ The same file and seed give the same result.
 
 
 class _FileGroup(TyperGroup):
-    """Takes a file where a command could be: `simulate FILE` is `simulate run FILE`."""
+    """Takes a file in place of a command: `simulate FILE` is `simulate run FILE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if any(word.partition("=")[0] == "--recording" for word in args):

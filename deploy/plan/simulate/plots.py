@@ -1,6 +1,6 @@
 """Pictures of a simulation over time: queues, first tokens, refusals, thresholds, roles, links.
 
-Lines differ in dashes as well as in colour, so that they can be told apart in grey. Needs
+Lines differ in dashes as well as in colour, so that they can be told apart in grey. It needs
 matplotlib (extra `plan`).
 """
 
@@ -39,7 +39,7 @@ _BINS = 100
 
 
 def write_plots(path: Path, outcomes: Mapping[str, Outcome]) -> None:
-    """Write the pictures as .png or .svg; a line a policy in each panel."""
+    """Write the pictures as .png or .svg, with one line per policy in each panel."""
     with mpl.rc_context(
         {"font.size": 9, "svg.fonttype": "none", "axes.grid": True, "legend.framealpha": 1.0}
     ):

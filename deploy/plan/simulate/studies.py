@@ -1,7 +1,7 @@
 """Ready-made simulations with goals: what the scheduler's cores are worth, in numbers.
 
-Each study plays one question through several policies and says which goals were met. They take
-from seconds to a few minutes; `scale` makes them shorter for a first look.
+Each study plays one question through several policies and says which goals were met. A study takes
+from seconds to a few minutes; `scale` makes it shorter for a first look.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scheduler.replay.workload import Phase, Workload, drawn, traced
 
 LOADS: Final = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 STATIC_FACTORS: Final = (0.8, 0.85, 0.9, 0.93, 0.96, 0.98, 1.0, 1.03)
-"""Thresholds tried for the best static one, over the plan's."""
+"""The factors on the plan's threshold that are tried for the best static threshold."""
 WARM_UP: Final = 0.1
 
 
@@ -68,11 +68,11 @@ def case_study(seed: int, scale: float) -> Study:
 
 
 def congestion(seed: int, scale: float) -> Study:
-    """Throughput within the objective while the link changes, against one who knows beforehand.
+    """Throughput within the objective while the link changes, compared with an oracle's.
 
-    `late_samples` are moments later than 3 s after a change at which the oldest transfer was over
-    twice its predicted time. Of transfers that began before, what they
-    emit meets a slower link. `late_foreseeable` are the others.
+    `late_samples` are moments more than 3 s after a change at which the oldest transfer took more
+    than twice its predicted time. `late_foreseeable` leaves out transfers that began before the
+    change: what they emit meets a slower link, which no prediction could know.
     """
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
@@ -138,7 +138,7 @@ def steady(seed: int, scale: float) -> Study:
 def overload(seed: int, scale: float, prompts: Sequence[TracePrompt] | None = None) -> Study:
     """8 + 8 instances with twice the load: which refusals let most requests keep the objective?
 
-    `prompts` is a trace to be played at double speed; None: drawn traffic at twice the capacity.
+    `prompts` is a trace, played at double speed. None: drawn traffic at twice the capacity.
     """
     model, workload = _overloaded(seed, scale, prompts)
     rows: list[dict[str, Any]] = []
@@ -178,7 +178,7 @@ def overload(seed: int, scale: float, prompts: Sequence[TracePrompt] | None = No
 
 
 def amplitude(outcome: Outcome) -> float:
-    """Standard deviation of the share of decode slots in use, after the first tenth."""
+    """The standard deviation of the share of decode slots in use, after the first tenth."""
     used = outcome.series.array("decode_used") / np.maximum(1, outcome.series.array("decode_slots"))
     return float(np.std(used[len(used) // 10 :]))
 
@@ -214,7 +214,7 @@ def _p90_s(model: ReplayModel, workload: Workload, policy: Policy) -> float:
 
 
 def _against_one_site(model: ReplayModel, seed: int, scale: float) -> Goal:
-    """At the same rate, close to what one site alone can take."""
+    """The router at a rate close to the most that one site alone can take."""
     alone = homogeneous(model)
     rps = 0.9 * best_plan(alone.region, Mode.EXACT).system_rps(Mode.EXACT)
     workload = _poisson(model.region, rps, 50_000 * scale, seed)
@@ -247,7 +247,7 @@ def _disturbances(begin_s: float, end_s: float) -> dict[str, RateSchedule]:
 def _overloaded(
     seed: int, scale: float, prompts: Sequence[TracePrompt] | None
 ) -> tuple[ReplayModel, Workload]:
-    """8 instances that prefill and 8 that decode; slots so that both can be the bottleneck."""
+    """8 instances that prefill and 8 that decode, with slots so that both can be the bottleneck."""
     slots = 6
     if prompts is not None:
         lengths = EmpiricalLengths.of([prompt.input_tokens for prompt in prompts])
