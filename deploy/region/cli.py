@@ -140,6 +140,7 @@ def _discard_arenas(state: RegionState, root: Path) -> None:
 
 def _lives(pid: int | None) -> bool:
     try:
+        # A zombie has ended; only its parent has not collected it yet.
         return pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False

@@ -118,6 +118,8 @@ class Assignment:
         """
         total = self.flow.sum(axis=0)
         weighty = np.flatnonzero(total > 0)
+        # A threshold lies where the route changes, so an empty class next to it follows the
+        # shorter side.
         last = weighty[np.maximum(np.searchsorted(weighty, np.arange(len(total)), "right") - 1, 0)]
         parts: Floats = self.flow[:, last] / total[last]
         return parts

@@ -92,6 +92,7 @@ def fit_quadratic(points: Sequence[tuple[float, float]]) -> FittedCurve:
     # Lengths in units of the longest keep the three columns of similar size.
     scale = tokens[-1]
     rows = np.stack([np.ones(len(tokens)), tokens / scale, (tokens / scale) ** 2], axis=1)
+    # Divided by the value, so that the squares are those of relative errors.
     found = np.linalg.lstsq(rows / values[:, None], np.ones(len(tokens)), rcond=None)[0]
     names = ("fixed part", "part per token", "part per token squared")
     for name, value in zip(names, found, strict=True):

@@ -142,6 +142,7 @@ class EmpiricalLengths:
             raise ValueError("lengths must ascend and, like their weights, be above 0")
         shares = self.weights / self.weights.sum()
         powers = np.stack([shares * self.tokens**k for k in range(NUM_MOMENTS)])
+        # A leading column of zeros is for lengths below the shortest.
         sums = np.concatenate([np.zeros((NUM_MOMENTS, 1)), np.cumsum(powers, axis=1)], axis=1)
         object.__setattr__(self, "_cumulative", sums)
 

@@ -53,6 +53,7 @@ class PairSearch:
         A higher threshold sends less over the link for the same throughput.
         """
         top = self.system_rps.max()
+        # Rounding must not decide between equal plans.
         rows, columns = np.nonzero(self.system_rps >= top * (1 - 1e-9))
         return int(rows[-1]), int(columns[-1])
 

@@ -271,6 +271,6 @@ class EmulatedLink:
 
 def _tick_s(shape: LinkShape) -> float:
     if shape.rate_bytes_per_s == 0 and shape.rtt_s == 0:
-        # A twentieth of the delay: fine enough to keep its shape, coarse enough to save CPU.
         return 0.0
+    # A twentieth of the delay: fine enough to keep its shape, coarse enough to save CPU.
     return min(max(shape.one_way_s / 20, 2e-4), 1e-3)

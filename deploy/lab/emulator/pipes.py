@@ -21,6 +21,7 @@ MIN_SPACE_BYTES = 16 << 10
 QUEUE_CAP_BYTES = 1 << 20
 UNLIMITED_HOLD_BYTES = 32 << 20
 _SCRATCH = memoryview(bytearray(256 << 10))
+# With a linger time of 0, close() sends a reset instead of an end of stream.
 _SEND_NOW_LINGER = struct.pack("ii", 1, 0)
 
 
@@ -80,6 +81,7 @@ class LinkDirection:
         # About a millisecond of the link's rate at a time, so that connections take turns often.
         self.quantum_bytes = int(min(max(rate * 1e-3, MIN_READ_BYTES), 256 << 10))
         on_way_s = shape.one_way_s + shape.jitter_s + self._clock.read_ahead_s
+        # What is in flight at the full rate, and a queue. Beyond that TCP makes the sender wait.
         self.hold_limit_bytes = int(rate * on_way_s) + QUEUE_CAP_BYTES
 
     def room_bytes(self, now_s: float) -> int:

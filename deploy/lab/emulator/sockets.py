@@ -1,7 +1,7 @@
-"""The sockets of an emulated link: who connects to it, its way on to the target, one epoll for all.
+"""The sockets of an emulated link: its clients, its connections to the target, one epoll for all.
 
 Every socket is registered once, edge-triggered, so that a tick costs no system call for those that
-have nothing new. Knows neither the rate of the link nor its faults.
+have nothing new. This file knows neither the rate of the link nor its faults.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from deploy.lab.emulator.pipes import Connection, LinkDirection, Pipe, Side
 
 _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 _GONE = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
-# Small, so that what a sender believes to be on its way has passed the bottleneck or is close to
-# it; large enough for 5 Gbit/s on one connection.
+# Small, so that the bytes a sender believes to be in flight have passed the bottleneck or are
+# close to it. Large enough for 5 Gbit/s on one connection.
 _RECEIVE_BUFFER_BYTES = 128 << 10
 
 Address = tuple[str, int]
@@ -38,7 +38,7 @@ class LinkSockets:
         self._pool = ChunkPool()
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
-        # Bound but never listening: keeps the port ours while the link is cut.
+        # Bound but never listening: it keeps the port ours while the link is cut.
         self._holder = _bound_socket(listen)
         self.address: Address = self._holder.getsockname()[:2]
         self._listener: socket.socket | None = None
@@ -54,7 +54,7 @@ class LinkSockets:
         self._epoll.unregister(fd)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for events and note what they say; without a limit if `timeout_s` is negative."""
+        """Wait for events and call their handlers. A negative `timeout_s` means no limit."""
         for fd, events in self._epoll.poll(timeout_s):
             # A handler earlier in this batch may have closed the later one.
             handler = self._handlers.get(fd)
@@ -62,7 +62,7 @@ class LinkSockets:
                 handler(events)
 
     def open_listener(self) -> None:
-        """Take new connections, if that is not done already."""
+        """Accept new connections. Without effect if it does so already."""
         if self._listener is None:
             self._listener = _bound_socket(self.address)
             self._listener.setblocking(False)
@@ -77,12 +77,12 @@ class LinkSockets:
             self._listener = None
 
     def drop(self, connection: Connection, *, reset: bool) -> None:
-        """Close both sides of a connection; nothing if that is done."""
+        """Close both sides of a connection. Without effect on a closed one."""
         if connection not in self.connections:
             return
         self.connections.remove(connection)
         for side in connection.sides:
-            # Closing takes the descriptor out of epoll; the handler must not outlive it.
+            # Closing takes the descriptor out of epoll, and the handler must not outlive it.
             self._handlers.pop(side.fd, None)
         connection.close(reset=reset)
 
@@ -111,11 +111,14 @@ class LinkSockets:
 
     def _connect(self, client: socket.socket) -> None:
         upstream = socket.socket(self._target_family, socket.SOCK_STREAM)
+        # Before connecting, when TCP fixes the scale of its window (RFC 7323). Accepted sockets
+        # inherit the listener's size.
         upstream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         forward, backward = self._directions
         connection = Connection(open_at_s=time.monotonic() + forward.shape.rtt_s)
         for sock in (client, upstream):
             sock.setblocking(False)
+            # The link has a delay of its own, to which Nagle's algorithm must not add.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sides.append(Side(sock, sock.fileno(), connection))
         near, far = connection.sides

@@ -89,6 +89,7 @@ def verify(file: Path, model: ModelKv, *, mamba_cache: str, mamba_ssm_cache: str
             )
         except subprocess.TimeoutExpired:
             return Verification(reason=f"vLLM was not done after {_TIMEOUT_S:.0f} s")
+        # Without the file, the process died before it could write even an error.
         if not out.exists():
             last = (done.stderr.strip() or "no message").splitlines()[-1]
             return Verification(reason=f"vLLM ended with status {done.returncode}: {last}")

@@ -93,6 +93,7 @@ def profile_command(
     job = _new_job(url, api_key, model, wishes)
     kv_cache = _kv_cache(config, ends)
     reason, status = _run(job)
+    # Decode steps alone make no profile.
     if reason and not (keep_partial and job.measured.prefill):
         ends.fail(f"{reason}; nothing was written", status)
     file = _file(job, kv_cache, complete=not reason)

@@ -188,6 +188,7 @@ class ProfiledEngine:
                 "model": model,
                 "prompt": prompt,
                 "max_tokens": output_tokens,
+                # The answer must not end early, whatever the model says.
                 "min_tokens": output_tokens,
                 "ignore_eos": True,
                 "temperature": 0.0,

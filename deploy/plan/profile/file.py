@@ -138,6 +138,7 @@ class EngineProfileFile(Section):
             with unfinished.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
+                # Before the rename: after a crash the name must not belong to an empty file.
                 os.fsync(file.fileno())
             unfinished.replace(path)
         except BaseException:

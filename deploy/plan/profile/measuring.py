@@ -53,6 +53,7 @@ _WARM_UP_TOKENS: Final = 8
 _STEP_WORK_TOKENS: Final = 200
 """A decode step takes about as long as a prefill of this many tokens, for the progress bar only."""
 _FEWEST_TOKEN_IDS: Final = 16
+# Every vocabulary has these ids.
 _SMALL_IDS: Final = tuple(range(256))
 
 
@@ -103,6 +104,7 @@ def make_plan(wishes: Wishes, max_model_len: int, kv_tokens: int | None) -> Prof
     `kv_tokens` is the capacity of its KVCache. Raises ProfilingError for impossible wishes.
     """
     lengths = tuple(sorted(set(wishes.lengths))) or default_lengths(max_model_len)
+    # A prompt must leave room for the one token of its answer.
     if not lengths or lengths[-1] > max_model_len - 1:
         raise ProfilingError(
             f"the engine takes {max_model_len} tokens, prompt and output together: "
@@ -298,6 +300,7 @@ class _Run:
             finished = counters.since(before, _FINISHED)
             if finished is None:
                 finished = counters.since(before, _SUCCESSES)
+            # An engine without either counter can only be asked whether it is idle.
             if finished is None or finished == num_ours:
                 return counters
             if finished > num_ours:

@@ -77,6 +77,7 @@ class Simulation:
             usual = ["router"]
         else:
             usual.append(HOMOGENEOUS)
+        # Without a change of a link, an oracle knows no more than the router.
         if any(not schedule.is_constant for schedule in self.model.schedules.values()):
             usual.append("oracle")
         return [*usual, *(n for n in self.file.simulation.policies if n not in usual)]

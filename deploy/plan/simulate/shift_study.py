@@ -92,6 +92,7 @@ def shift(seed: int, scale: float) -> Study:
 def _shifted(
     before: Region, after: Region, rates_rps: tuple[float, float], half_s: float, seed: int
 ) -> Workload:
+    # The second half holds two steps and what follows them, however small the scale.
     spans_s = (half_s, max(half_s, 3 * PERIOD_S))
     phases = [
         Phase(

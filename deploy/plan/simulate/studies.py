@@ -254,6 +254,7 @@ def _overloaded(
         mean_output = sum(prompt.output_tokens for prompt in prompts) / len(prompts)
         mean_input = sum(prompt.input_tokens for prompt in prompts) / len(prompts)
         traffic = Traffic(lengths, mean_output, mean_input)
+        # The Mooncake trace has blocks of 512 tokens.
         workload = traced(prompts[: max(1, round(len(prompts) * scale))], 512, 2.0)
     else:
         traffic = case_study_region(0, 16).traffic

@@ -74,6 +74,7 @@ def load_plan(
         return [*builder.problems, *more(spec)]
 
     spec = parse_yaml(read_text(path), model, source=str(path), expected=EXPECTED, check=check)
+    # `parse_yaml` calls `check` once the single values are right, so a builder exists here.
     built = builders[-1]
     return PlanInput(spec, built.region, built.fits, built.traffic_with_cache)
 
@@ -227,6 +228,7 @@ class _Builder:
         largest_bytes = float(kv.size(longest))
         for i, cluster in enumerate(self._spec.pd_clusters):
             room_bytes = cluster.decode_memory
+            # A prompt that fits into no instance would hold up the queue for ever.
             if room_bytes is not None and room_bytes < largest_bytes:
                 self._note(
                     ("pd_clusters", i, "decode_memory"),
@@ -268,6 +270,7 @@ class _Builder:
         else:
             bins = lengths.histogram or ()
             whole = EmpiricalLengths.of([b.tokens for b in bins], [b.weight for b in bins])
+        # The same share of every prompt is cached, so all lengths shrink by the same factor.
         uncached = whole.scaled(1 - traffic.hit_ratio)
         return Traffic(uncached, traffic.output_tokens or 1.0, mean_tokens(whole))
 
@@ -298,6 +301,7 @@ def traced_traffic(
 
 def kv_size_of(model: ModelKv) -> KvSize:
     """The KVCache of a model as a curve: windows stop growing at their length."""
+    # Between the ends of two windows the size is a straight line, so two points give each piece.
     knots = sorted({0.0, *(float(layer.window_tokens) for layer in model.layers)})
     pieces = []
     for start in knots:

@@ -71,6 +71,7 @@ def case_study_region(num_prfaas: int, num_local: int, link_gbps: float = LINK_G
 
 def deployments(mode: Mode) -> list[Deployment]:
     """The three deployments of Table 6, each with its best plan in this mode."""
+    # With 8 GPUs an instance: 32 H200 and 64 H20 GPUs, and 96 H20 GPUs for the baseline (4.1).
     both = case_study_region(4, 8)
     alone = case_study_region(0, 12)
     threshold, num_prefill, _ = best_of_pair(both, mode)
@@ -124,6 +125,7 @@ def deployments(mode: Mode) -> list[Deployment]:
                 "ttft_p90_s": 3.51,
                 "ratio_vs_homogeneous": 1.16,
             },
+            # Naive: every prompt is offloaded, and all local instances decode.
             threshold_plan(both, 0.0, 0.0),
         ),
     ]

@@ -236,6 +236,7 @@ def _advice(plan: Plan, rate_rps: float) -> str:
             words.append(f"{part.need * rate_rps / GBIT_PER_S:.3g} Gbit/s on {part.name}")
         else:
             words.append(
+                # Rounding must not ask for one instance more.
                 f"{int(np.ceil(missing - 1e-9))} more {part.kind} instances of {part.name}"
             )
     return (
@@ -325,6 +326,7 @@ class Today:
             case "hit_ratio":
                 _need(self.traffic_with_cache is None, key, value, "absent: sweep cache_tokens")
                 _need(value < 1, key, value, "below 1")
+                # The lengths already contain the file's ratio.
                 lengths = traffic.lengths.scaled((1 - value) / (1 - self.hit_ratio))
                 return replace(region, traffic=replace(traffic, lengths=lengths))
             case "cache_tokens":

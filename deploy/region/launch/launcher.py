@@ -222,6 +222,7 @@ class RunningRegion:
         cancelled = False
         while not stopping.done():
             try:
+                # Cancelling the caller must not cut the clean-up short.
                 await asyncio.shield(stopping)
             # A second interrupt: there is no more time for an orderly stop, but clean-up still
             # runs.
@@ -272,6 +273,7 @@ class RunningRegion:
         supervision = SupervisorConfig(
             restart=config.restart,
             start_timeout_s=config.engine_start_timeout_s if is_engine else config.start_timeout_s,
+            # An engine takes long to start, the other processes a moment.
             start_probe_interval_s=0.25 if is_engine else 0.05,
         )
 

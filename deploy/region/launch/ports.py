@@ -169,6 +169,7 @@ def _why_not(host: str, port: int, error: OSError) -> str:
 
 def _owner(port: int) -> str:
     try:
+        # Without privileges other users' processes are hidden. The message then names no owner.
         for connection in psutil.net_connections("tcp"):
             address = connection.laddr
             if connection.status != psutil.CONN_LISTEN or not address or not connection.pid:

@@ -175,6 +175,7 @@ def open_run_directory(root: Path) -> RunDirectory:
     directory = RunDirectory(root, sockets)
     shutil.rmtree(directory.logs, ignore_errors=True)
     directory.logs.mkdir()
+    # Who can open an agent's socket can use its memory, so only this user may enter.
     sockets.mkdir(mode=0o700, exist_ok=True)
     (root / "sockets.path").write_text(str(sockets))
     return directory

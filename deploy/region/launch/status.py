@@ -69,6 +69,7 @@ async def region_status(state: RegionState) -> RegionStatus:
         state=state,
         launcher_lives=lives,
         use={item.name: _use(item.pid) for item in state.processes if lives and item.pid},
+        # Without a launcher no agent was asked, so the two may differ in length.
         agents={n: s for n, s in zip(state.agents, agents, strict=False) if s is not None},
         links={n: r for n, r in zip(state.relays, links, strict=True) if r is not None},
         plan=plan,

@@ -145,6 +145,7 @@ def _check_links(region: RegionSpec) -> Iterator[Problem]:
 
 def _check_emulation(at: KeyPath, rate: str) -> Iterator[Problem]:
     bytes_per_s = parse_rate(rate)
+    # 1 Mbit/s; 0 stands for unlimited.
     if 0 < bytes_per_s < 125e3:
         message = f"{rate} is below 1 Mbit, which no KVCache survives; write at least 1Mbit"
         yield Problem((*at, "emulate", "rate"), message)

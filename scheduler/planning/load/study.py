@@ -126,6 +126,7 @@ def highest_load_within(
         return found.ttft.p90_s <= ttft_p90_s
 
     low, high = 0.0, 1.0
+    # A load of 0 has no requests; a hundredth stands for an empty region.
     if not is_kept(0.01):
         return 0.0
     while high - low > 0.005:
