@@ -7,6 +7,7 @@ frame and no socket.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ from transport.config import TransportConfig
 from transport.interfaces import Elements
 from transport.receiving.incoming import RAW_LENGTH
 from transport.wire.handshake import codec_feature
+
+logger = logging.getLogger("prfaas.transport")
 
 CANDIDATES = (Codec.ZSTD_PLANES, Codec.LZ4)
 """The codecs of "auto": the best one for floating-point numbers, and the cheapest for padding."""
@@ -54,9 +57,12 @@ def _timed_encode(
 
 
 class LinkCoder:
-    """Codes the chunks of one link while a codec pays. Thread-safe; codes outside of the lock."""
+    """Codes the chunks of the link `name` while a codec pays. Thread-safe; codes outside of the
+    lock. At level DEBUG it logs each change of the codec, with the numbers that decided it.
+    """
 
-    def __init__(self, config: TransportConfig) -> None:
+    def __init__(self, config: TransportConfig, name: str) -> None:
+        self._name = name
         self._mode = config.codec
         self._lock = threading.Lock()
         self._chooser: CodecChooser | None = None
@@ -149,11 +155,14 @@ class LinkCoder:
             return Codec[self._mode.upper()]
         now_s = time.monotonic()
         with self._lock:
-            self._choice = self._chooser.choose(now_s)
+            before, self._choice = self._choice, self._chooser.choose(now_s)
+            choice = self._choice
             wanted = self._chooser.wants_sample(now_s)
+        if before is None or before.codec is not choice.codec:
+            logger.debug("%s: %s", self._name, choice)
         if wanted is not None:
             self._sample(wanted, views, element_bytes)
-        return self._choice.codec
+        return choice.codec
 
     def _sample(self, codec: Codec, views: Sequence[memoryview], element_bytes: int) -> None:
         sample, missing = [], SAMPLE_BYTES

@@ -56,7 +56,7 @@ class SenderLink:
         self._stir = stir
         self.idle_since_s = time.monotonic()
         self._core = LinkCore(config, str(endpoint))
-        self.coder = LinkCoder(config)
+        self.coder = LinkCoder(config, str(endpoint))
         self._meter = LinkMeter(config, self.coder)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
