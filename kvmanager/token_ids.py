@@ -105,16 +105,6 @@ def writing(token_ids: TokenIds) -> Steps[bytes]:
     return bytes(text)
 
 
-def at_once(steps: Steps[T]) -> T:
-    """The result of `steps`, done without a break."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
 async def in_turns(steps: Steps[T]) -> T:
     """The result of `steps`. Between two steps the event loop runs other tasks."""
     while True:
