@@ -1,11 +1,11 @@
-"""Who decides in a replay where a request is prefilled and whether it is let in.
+"""The deciders of a replay: where a request is prefilled, and whether it is admitted.
 
 `Decider` drives the object that a gateway runs, `scheduler.live.core.LiveScheduler`: it tells it
 what happens to links and requests, asks it for routes and admission, and lets it see the stations
 as they are (`scheduler.replay.station_views`). `StaticDecider` routes by the paper's threshold
 alone. `OracleDecider` shows links as they will be, and t follows their rates by the plan.
 
-They know stations, pools and watched links; nothing of a replay's own events.
+Deciders know stations, pools and watched links, but not the events of a replay.
 """
 
 from __future__ import annotations
@@ -50,24 +50,26 @@ from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.threshold import ThresholdConfig
 
 _LOOK_S: Final = 0.2
-"""Thresholds follow links at most so often while no request asks."""
+"""The least time between two looks at links while no request asks."""
 _FOLLOWS_NO_LINK: Final = ThresholdConfig(rising_factor=1.0, congested_factor=1.0, max_factor=1.0)
 
 
 class Decider:
-    """The live scheduler, told what a gateway would tell it. See the module text."""
+    """Runs the live scheduler, and tells it what a gateway would tell it."""
 
     def __init__(
         self, parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan
     ) -> None:
-        """`planned` holds until the long-term loop plans anew, if the policy has one."""
+        """The thresholds of `planned` hold until the long-term loop plans anew, if the policy has
+        one.
+        """
         pd, *others = (station.name for station in parts.stations)
         self.live = LiveScheduler(_settings(policy, pd, tuple(others)), StationViews(parts))
         self._parts = parts
         self._admission = policy.admission
         self._kv = model.region.kv
         self._targets = [HAND_OFF, *others]
-        """What the live scheduler calls each station."""
+        """The live scheduler's name of each station."""
         self._places = {name: place for place, name in enumerate(self._targets)}
         self._looked_s = -1.0
         known = self.live.knowledge(MODEL)
@@ -79,7 +81,7 @@ class Decider:
             self.live.take(ThresholdPlanned(cluster, tokens, sends), 0.0)
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
-        """Write into the job where it goes and what is cached there; False: refused."""
+        """Write into the job where it goes and what is cached there. False: refused."""
         hits = self._parts.hits(job)
         self.hear_links(now_s)
         decision = self.live.take(RouteAsked(MODEL, self._shape(job, hits)), now_s)
@@ -99,8 +101,10 @@ class Decider:
         return True
 
     def _begun(self, job: Job, home_tokens: int, kv_bytes: float, now_s: float) -> None:
-        """It is on its way to its place; `home_tokens` are cached in the PD cluster."""
+        """Tell that the request goes to its place. `home_tokens` are cached in the PD cluster."""
         self.tell(RequestArrived(MODEL, job.num_tokens, home_tokens), now_s)
+        # What the PD cluster has cached is not sent. `size` includes the fixed bytes, which are
+        # sent in any case.
         if home_tokens:
             kv_bytes += self._kv.fixed_bytes - float(self._kv.size(home_tokens))
         leg = LegBegun(
@@ -116,12 +120,12 @@ class Decider:
         self.tell(leg, now_s)
 
     def believed_s(self, job: Job) -> float:
-        """How long its prefill should take at its place."""
+        """How long the job's prefill should take at its place."""
         profile = self.live.knowledge(MODEL).prefill(self._targets[job.place])
         return profile.prefill_s(job.num_tokens, job.cached_tokens)
 
     def tail_s(self, job: Job, now_s: float) -> float | None:
-        """From now, when its prefill begins, how long its transfer should go on after it."""
+        """How long the job's transfer should go on after a prefill that begins now."""
         watch = self._parts.watches[job.place]
         if watch is None:
             return None
@@ -129,7 +133,7 @@ class Decider:
         return transfer_tail_s(watch.view(now_s), 0.0, job.believed_s, task)
 
     def landed(self, job: Job, now_s: float) -> bool:
-        """Its KVCache has landed: whether it may decode; False: refused after all."""
+        """The job's KVCache has landed. Returns whether it may decode; False: refused after all."""
         prefilled = Prefilled(
             model=MODEL,
             place=self._targets[job.place],
@@ -150,45 +154,46 @@ class Decider:
         return False
 
     def given_up(self, job: Job, now_s: float) -> None:
-        """Its KVCache did not land in time."""
+        """The job's KVCache did not land in time."""
         self.tell(LegOver(str(job.index)), now_s)
 
     def decoding(self, job: Job, now_s: float) -> None:
-        """It has a decode slot; its first token is one step away."""
-        # What was predicted of a route says nothing of one that failed and was prefilled again.
+        """The job has a decode slot, and its first token is one step away."""
+        # The prediction was for the first route, which failed; another prefill replaced it.
         if job.predicted is None or job.fell_back:
             return
-        # Told a step early, as the step's time is known. Who waited for a slot met a full engine.
+        # Told a step early, as the step's time is known. A request that waited for a slot met full
+        # engines.
         ttft_s, was_full = now_s + job.step_s - job.arrival_s, now_s > job.landed_s
         target = self._targets[job.place]
         self.tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full), now_s)
 
     def done(self, job: Job, now_s: float) -> None:
-        """Its last token is there."""
+        """The job has its last token."""
         seconds = max(0.0, now_s - job.slot_s - job.step_s)
         self.tell(AnswerDecoded(MODEL, job.output_tokens, seconds), now_s)
         self.over(job, now_s)
 
     def over(self, job: Job, now_s: float) -> None:
-        """It was let in, and nobody will serve it any more."""
+        """An admitted job is over: served, refused after all, or lost."""
         self.tell(LegAnswered(str(job.index)), now_s)
         if self._admission is not None:
             self.tell(AdmissionOver(job.index), now_s)
 
     def present_thresholds(self) -> list[float]:
-        """t of each prefill cluster as it is now, for the record."""
+        """The present t of each prefill cluster, for the time series."""
         found = {item.cluster: item.tokens for item in self.live.thresholds.overview()}
         return [found[name] for name in self._targets[1:]]
 
     def looked(self, now_s: float) -> None:
-        """Links were just sampled."""
+        """Links were just sampled: let thresholds follow them."""
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
             self.hear_links(now_s)
             self.live.take(ThresholdsAsked(), now_s)
 
     def hear_links(self, now_s: float) -> None:
-        """Hand over what has changed, as a gateway does before a question."""
+        """Pass on the changed views of links, as a gateway does before it asks for a decision."""
         pd = self.live.settings.pd
         for station, watch in zip(self._parts.stations, self._parts.watches, strict=True):
             if watch is None:
@@ -198,11 +203,11 @@ class Decider:
                 self.tell(LinkHeard(station.name, pd, view), now_s)
 
     def tell(self, event: Event[Any], now_s: float) -> None:
-        """Something happened."""
+        """Tell the live scheduler what happened."""
         self.live.take(event, now_s)
 
     def plan(self, event: Event[R], now_s: float) -> R:
-        """Take an event of the long-term loop, which may set t."""
+        """Pass on an event of the long-term loop, which may set t."""
         return self.live.take(event, now_s)
 
     def _shape(self, job: Job, hits: list[int]) -> RequestShape:
@@ -219,7 +224,10 @@ class Decider:
 
 
 class StaticDecider(Decider):
-    """More than t uncached goes to the prefill cluster that has least to compute and to do."""
+    """The paper's rule: a prompt with more than t uncached tokens goes to a prefill cluster.
+
+    Of several, to the one with the fewest tokens to compute for it, then to the least busy.
+    """
 
     def __init__(
         self, parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan
@@ -245,13 +253,13 @@ class StaticDecider(Decider):
         """t follows no link."""
 
     def tell(self, event: Event[Any], now_s: float) -> None:
-        # Only plans use what is learnt, and learning takes longer than all the rest.
+        # Only plans use what is learnt here, and learning would take most of the run time.
         if self.live.plans:
             super().tell(event, now_s)
 
 
 class OracleDecider(Decider):
-    """The live scheduler with links as they will be, and the best t for the lowest rate to come."""
+    """Runs the live scheduler with links as they will be, and with the best t for them."""
 
     def __init__(
         self, parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan
@@ -267,7 +275,7 @@ class OracleDecider(Decider):
         super().looked(now_s)
 
     def plan(self, event: Event[R], now_s: float) -> R:
-        # Plans know nothing of what is foreseen: they find the t that they set.
+        # Plans do not know what is foreseen, so they must find the t that they set themselves.
         self._set(self._planned, now_s)
         answer = super().plan(event, now_s)
         self._planned = dict(self.live.thresholds.base_tokens())
@@ -281,11 +289,14 @@ class OracleDecider(Decider):
 
     def _foreseen(self, now_s: float) -> Mapping[str, float]:
         region, watches = self._region, self._parts.watches[1:]
+        # The search for the best t is for one prefill cluster and one PD cluster.
         if not is_pair(region) or not watches or watches[0] is None:
             return self._planned
         rate = watches[0].view(now_s).available_bytes_per_s or 0.0
+        # The plan was made for this rate, so its t is the best one already.
         if rate >= region.links[0].bytes_per_s:
             return self._planned
+        # A schedule has few rates, and a search takes long.
         if rate not in self._best:
             self._best[rate] = self._solve(rate)
         return {region.prefill_clusters[0].name: self._best[rate]}
@@ -293,6 +304,7 @@ class OracleDecider(Decider):
     def _solve(self, rate: float) -> float:
         region = self._region
         if rate <= 0:
+            # Nothing crosses a link that is down, and no prompt is longer than this t.
             return region.traffic.lengths.max_tokens
         there = replace(region, links=(replace(region.links[0], bytes_per_s=rate),))
         tokens, _, _ = best_of_pair(there, Mode.EXACT, num_prefill=np.array([self._num_prefill]))

@@ -1,9 +1,9 @@
-"""A region in virtual time: requests through the scheduler's own decisions and modelled hardware.
+"""A region in virtual time: the scheduler's own code decides, and the hardware is a model.
 
 The model is that of `scheduler.planning.load.queueing`, event by event, with what that one leaves
 out: decisions that look at the present state, queues that are not first come, first served, links
 that change, batches whose step time grows, caches, instances that change their role, refusals. With
-a static threshold, first come, first served and a constant link the two give the same timeline.
+a static threshold, first come, first served and a constant link both give the same timeline.
 
     arrival -> [refused] -> queue -> prefill, emitting KVCache -> landed -> slot -> done
                               ^                                     |
@@ -12,7 +12,7 @@ a static threshold, first come, first served and a constant link the two give th
 At one instant, things that end come before things that begin, and arrivals last. Deterministic:
 the same model, workload, policy and seed give the same outcome.
 
-No I/O, no clock. It may not know why a decision was taken.
+No I/O, no clock. The driver does not know the reasons of a decision.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def replay(
 ) -> Outcome:
     """Play the whole workload to its end. `num_points` is about the length of the time series.
 
-    ValueError where the policy leaves nobody to prefill or to decode.
+    ValueError if the policy leaves no instance to prefill or to decode.
     """
     return _Driver(model, workload, policy, seed, num_points).run()
 
 
 def starting_plan(model: ReplayModel, policy: Policy) -> Plan:
-    """The plan that a policy starts with: the best one where it names no other."""
+    """The plan that a policy starts with: the best one unless the policy names another."""
     region = model.region
     if policy.thresholds is None and policy.num_prefill is None:
         return best_plan(region, Mode.EXACT)
@@ -82,7 +82,7 @@ def starting_plan(model: ReplayModel, policy: Policy) -> Plan:
 
 
 class _Driver:
-    """One replay. Good for one `run`."""
+    """One replay. `run` may be called once."""
 
     def __init__(
         self, model: ReplayModel, workload: Workload, policy: Policy, seed: int, num_points: int
@@ -116,6 +116,7 @@ class _Driver:
         jitter = model.prefill_jitter
         self._jitter: list[float] | None = None
         if jitter:
+            # A random stream of its own: jitter changes nothing else. The mean of the factors is 1.
             rng = np.random.default_rng((seed, 99))
             drawn = rng.lognormal(-(jitter**2) / 2, jitter, len(workload))
             self._jitter = drawn.tolist()
@@ -153,6 +154,8 @@ class _Driver:
         instances = [DecodeInstance(f"{pd.name}-{num_prefill + i}") for i in range(num_decode)]
         points = self._model.decode_steps or ((pd.batch_size, pd.step_s),)
         if points[-1][0] < pd.batch_size:
+            # Measured steps may end below the batch of the plan, whose step time is the last point
+            # then. A larger batch never takes less time, whatever the plan says.
             points = (*points, (pd.batch_size, max(pd.step_s, points[-1][1])))
         return DecodePool(
             instances,
@@ -198,6 +201,8 @@ class _Driver:
                 next_s = arrivals_s[index] if index < num else math.inf
             else:
                 now_s, kind, _, first, second = heappop(events)
+                # Events of the clock repeat for ever. They end with the last request, or the loop
+                # would not.
                 if kind >= _SAMPLE and index >= num and not self._num_open:
                     continue
                 handlers[kind](first, second, now_s)
@@ -228,7 +233,7 @@ class _Driver:
         self._enter(job, now_s)
 
     def _enter(self, job: Job, now_s: float) -> None:
-        """Into the queue of its station, or past it."""
+        """Begin the job's prefill at once if an instance is free. Otherwise it waits."""
         station = self._stations[job.place]
         job.believed_s = self._decider.believed_s(job)
         job.service_s = station.real_s(job.num_tokens, job.cached_tokens)
@@ -244,6 +249,7 @@ class _Driver:
         if job.place:
             cached, transfers = 0, self._transfers
             if self._caches is not None:
+                # Asked now and not at arrival: while it waited, others may have filled the cache.
                 cached = self._caches[0].hit_tokens(job.blocks, job.num_tokens)
             transfers.begin(job, self._kv_bytes[job.index], cached, now_s)
             if transfers.is_tracked:
@@ -271,7 +277,7 @@ class _Driver:
             self._began(*begun, now_s)
 
     def _given_up(self, job: Job, version: int, now_s: float) -> None:
-        """The PD cluster prefills it itself, if it can; what was not sent yet never is."""
+        """The PD cluster prefills it itself, if it can. Its unsent bytes are never sent."""
         if version != job.landing_version:
             return
         self._transfers.give_up(job, now_s)
@@ -279,6 +285,7 @@ class _Driver:
         self._wasted_s += job.service_s
         job.fell_back = True
         job.landing_version += 1
+        # No instance of the PD cluster prefills, so none can take over.
         if not self._stations[0].num_usable:
             self._decider.over(job, now_s)
             job.fate = Fate.LOST
@@ -334,7 +341,7 @@ class _Driver:
         self._refill(now_s)
 
     def _refill(self, now_s: float) -> None:
-        """Instances may have come back to work."""
+        """Let waiting requests begin on instances that may have become usable."""
         self._start(self._stations[0], now_s)
         self._pool.fill(now_s)
 

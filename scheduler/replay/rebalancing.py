@@ -1,9 +1,9 @@
-"""The long timescale in a replay: the shell of `scheduler.live.long_term.events`.
+"""The long-term loop in a replay: the shell of `scheduler.live.long_term.events`.
 
-It does what a gateway's does: it lets the live scheduler look at reports and links, asks for the
-plans of every period, and performs what a conversion orders, on the replay's instances. A drain
-takes until the instance's last request is over, the new role `relabel_s` longer. Knows no requests'
-fates and decides nothing.
+It does what a gateway does: it tells the live scheduler reports and links, asks for the plans of
+every period, and performs the orders of a conversion on the replay's instances. A drain ends with
+the instance's last request, and the new role comes `relabel_s` later. It decides nothing, and does
+not know what becomes of requests.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from scheduler.replay.station_views import Parts, reports
 class Rebalancer:
     """Converts instances in virtual time.
 
-    `schedule` is called with (now, instance, epoch) and calls `relabelled` when the order has come
-    through. After each call instances may have come back to work.
+    It calls `schedule` with (now, instance, epoch); `relabelled` must be called with them once the
+    instance has its new role. After each call of a method instances may be usable again.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Rebalancer:
         schedule: Callable[[float, str, int], None],
     ) -> None:
         self.look_s = min(LOOK_S, period_s)
-        """How often `look` is to be called."""
+        """`look` must be called this often."""
         self.role_changes: list[ReplayedRoleChange] = []
         self.told: list[str] = []
         self._decider = decider
@@ -67,7 +67,7 @@ class Rebalancer:
         self._converter = Converter(policy.conversion)
 
     def look(self, now_s: float) -> None:
-        """Time passed, and a period may be over."""
+        """Time passed: tell reports and links, and plan if a period is over."""
         self._perform(self._converter.tick(now_s), now_s)
         for report in reports(self._parts):
             self._decider.tell(ReportHeard(report.name, report, now_s), now_s)
@@ -84,12 +84,12 @@ class Rebalancer:
                 self._convert(wish, now_s)
 
     def idle(self, instance: PrefillInstance | DecodeInstance, now_s: float) -> None:
-        """The instance has nothing left to do."""
+        """The instance's last request is over."""
         if not instance.is_usable:
             self._perform(self._converter.drained(instance.name, now_s), now_s)
 
     def relabelled(self, name: str, epoch: int, now_s: float) -> None:
-        """The order came through."""
+        """The instance has its new role, unless the order is void by now."""
         current = self._converter.current
         if current is None or (current.epoch, current.phase) != (
             epoch,
@@ -107,6 +107,8 @@ class Rebalancer:
         ]
         effects = self._converter.start(wish, roles, now_s).effects
         drained = [effect.instance for effect in effects if isinstance(effect, Drain)]
+        # Before the effects: an idle instance drains at once, and the live scheduler must know of
+        # the conversion before its end.
         self._decider.plan(ConversionAnswered(wish, drained[0] if drained else ""), now_s)
         self._perform(effects, now_s)
 
@@ -120,7 +122,8 @@ class Rebalancer:
                     if not instance.num_requests:
                         self._perform(self._converter.drained(name, now_s), now_s)
                 case SetRole(name, change):
-                    # Without a conversion it undoes one that did not come through.
+                    # Without a conversion, this undoes one that failed. Here the instance still has
+                    # its old role then.
                     if self._converter.current is not None:
                         self._schedule(now_s, name, change.epoch)
                 case Resume(name):
@@ -132,14 +135,14 @@ class Rebalancer:
                     self._decider.plan(ConversionEnded(wish, name, is_converted), now_s)
 
     def _instances(self) -> list[PrefillInstance | DecodeInstance]:
-        """Those of the PD cluster."""
+        """All instances of the PD cluster."""
         return [*self._home.instances, *self._pool.instances]
 
     def _instance(self, name: str) -> PrefillInstance | DecodeInstance:
         return next(instance for instance in self._instances() if instance.name == name)
 
     def _swap(self, name: str, epoch: int) -> None:
-        """Give an idle instance its other role; not usable yet."""
+        """Give an idle instance its other role. `Resume` makes it usable."""
         instance = self._instance(name)
         new: PrefillInstance | DecodeInstance
         if isinstance(instance, PrefillInstance):

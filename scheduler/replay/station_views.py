@@ -1,9 +1,9 @@
-"""The stations of a replay as the live scheduler sees them, where a gateway has reports.
+"""The live scheduler's views of a replay's stations, in the place of a gateway's reports.
 
-A request finds them as they are. The long-term loop is told reports of them (`reports`), because it
-counts instances by what was reported of them. What a gateway learns or is told (profiles,
-overheads, links, thresholds, what is on its way) is the live scheduler's own here, too. Does not
-decide anything.
+Routing sees the stations as they are. The long-term loop gets reports of them (`reports`), because
+it counts instances by their reports. What a gateway learns or is told (profiles, overheads, links,
+thresholds, requests in flight) is the live scheduler's own state here too. This file decides
+nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a decider is shown of the replay. Station 0 is the PD cluster's own. `watches` are by
-    station, None for station 0; `caches` None: nothing is ever cached.
+    """The parts of a replay that a decider sees. Station 0 is the PD cluster's own. `watches` has
+    one per station, None for station 0. `caches` is None if nothing is cached.
     """
 
     stations: Sequence[PrefillStation]
@@ -36,14 +36,14 @@ class Parts:
     watches: Sequence[WatchedLink | None]
 
     def hits(self, job: Job) -> list[int]:
-        """Tokens of a prompt that each station has cached."""
+        """How many tokens of a prompt each station has cached."""
         if self.caches is None:
             return [0] * len(self.stations)
         return [cache.hit_tokens(job.blocks, job.num_tokens) for cache in self.caches]
 
 
 def reports(parts: Parts) -> Iterator[ClusterReport]:
-    """What the fronts of all clusters would say now, the PD cluster's first."""
+    """The reports that the fronts of all clusters would send now, the PD cluster's first."""
     for station in parts.stations:
         is_home = station is parts.stations[0]
         slots = parts.pool.slots_per_instance if is_home else 0
@@ -71,7 +71,7 @@ def reports(parts: Parts) -> Iterator[ClusterReport]:
 
 
 class StationViews:
-    """The `Views` of a replay: what reports of all clusters would say if none were ever late."""
+    """The `Views` of a replay: as if reports of all clusters were never late."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -79,7 +79,7 @@ class StationViews:
     def snapshot(
         self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
     ) -> RegionSnapshot:
-        """The region as this request finds it; there always is one."""
+        """The region as `request` finds it. A replay always has a request here."""
         assert request is not None
         known, (home, *others) = live.knowledge(model), self._parts.stations
         prefill_clusters = []
@@ -110,7 +110,7 @@ class StationViews:
         )
 
     def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
-        """The decode pool; nobody knows how long an answer will be."""
+        """The decode pool. It does not tell how long answers will be, which no gateway knows."""
         pool, known = self._parts.pool, live.knowledge(model)
         lands_at_s = sorted(leg.lands_at_s for leg in live.ledger.landing(model))
         return DecodeView(
@@ -119,5 +119,6 @@ class StationViews:
             num_waiting=len(pool.waiting),
             decode_s=known.decode_s,
             step_s=known.step_s or 0.0,
+            # A landing that is overdue is expected now.
             landing_s=tuple([at_s - now_s if at_s > now_s else 0.0 for at_s in lands_at_s]),
         )
