@@ -69,7 +69,10 @@ class MoveMetrics:
 
 
 class _Shipment(NamedTuple):
-    """What is sent from where to where; `parts` are (block, part of the cache shape)."""
+    """One move: `source` sends these parts of a prefix to `destination`.
+
+    `parts` are (block, part of the cache shape).
+    """
 
     prefix: PromptKeys
     source: NodeName
