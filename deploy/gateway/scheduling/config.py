@@ -6,7 +6,7 @@ which has the defaults and says what they mean. It does not know clusters, links
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -66,7 +66,7 @@ class RoutingSection(Section):
 class AdmissionSection(Section):
     """Which requests are refused before they cost anything."""
 
-    policy: AdmissionMode = cast(AdmissionMode, AdmissionConfig().policy.value)
+    policy: AdmissionMode
     """Which load refuses a request: the load predicted for the time when it would decode
     (predicted), the load now (present), or none, so that only limits of tenants do (off).
     """
