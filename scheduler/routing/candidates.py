@@ -81,7 +81,7 @@ class RouteConfig(RouteLimits):
     """
 
     kv: KvProfile
-    hand_off_tokens: int = 1
+    hand_off_tokens: int
     is_known: bool = True
     """Whether prefill times and `kv` were measured. No prefix moves because of a guess."""
     overhead_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))

@@ -86,7 +86,7 @@ def decisions(num_clusters: int, num_instances: int) -> dict[str, Callable[[], o
             for i in range(num_clusters - 1)
         ),
     )
-    config = RouteConfig(kv=KvProfile.of(KV, 32_000))
+    config = RouteConfig(kv=KvProfile.of(KV, 32_000), hand_off_tokens=1)
     names = [c.name for c in snapshot.prefill_clusters]
     shapes = itertools.cycle(
         [

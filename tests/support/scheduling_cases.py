@@ -21,7 +21,7 @@ untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FAST = PrefillProfile((0.0,), ((0.5, 1e-4, 0.0),))
 SLOW = PrefillProfile((0.0,), ((0.5, 2e-4, 0.0),))
 KV = KvProfile(fixed_bytes=1e6, token_bytes=1000.0)
-CONFIG = RouteConfig(kv=KV)
+CONFIG = RouteConfig(kv=KV, hand_off_tokens=1)
 IDLE_DECODE = DecodeView(slots_total=20, decode_s=10.0, step_s=0.025)
 GOOD_LINK = LinkView(available_bytes_per_s=1e9)
 

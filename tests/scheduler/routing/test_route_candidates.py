@@ -34,7 +34,7 @@ NO_STEP = DecodeView(slots_total=1)
 
 
 def config(**fields: object) -> RouteConfig:
-    return RouteConfig(kv=KV, **fields)  # type: ignore[arg-type]
+    return replace(CONFIG, **{"kv": KV, **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("age_s", "taken_s", "now_s"), [(5.0, 0.0, 0.0), (2.0, 7.0, 10.0)])
@@ -173,7 +173,7 @@ def test_a_prefix_no_longer_than_the_own_one_is_left() -> None:
 def test_a_cluster_of_which_no_cache_is_known_has_none() -> None:
     free = KvProfile(fixed_bytes=0.0, token_bytes=0.0)
     view = home(wide())
-    settings = RouteConfig(kv=free)
+    settings = config(kv=free)
     found = local_candidate(prompt(512), view, settings)
     assert (source(found), found.cached_tokens) == (None, 0)
 
@@ -185,7 +185,7 @@ def test_a_move_is_made_when_it_saves_exactly_the_least_that_it_must(
 ) -> None:
     """128 of 256 tokens come from elsewhere: the move takes exactly 0.5 s and saves 1 s."""
     monkeypatch.setattr("scheduler.routing.candidates.MIN_MOVE_SAVING_S", least_s)
-    settings = RouteConfig(kv=KvProfile(fixed_bytes=0.0, token_bytes=1e6))
+    settings = config(kv=KvProfile(fixed_bytes=0.0, token_bytes=1e6))
     way, wide_enough = LinkView(available_bytes_per_s=2.56e8), replace(WIDE, is_floor=True)
     if is_local:
         view = home(wide(link=wide_enough))
