@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvmanager.pool.shape import CacheShape
 from scheduler.routing.prefix_demand import CachedPrefix, Demand
@@ -20,6 +21,18 @@ BlockPart = tuple[int, int]
 
 NodeName = tuple[str, str]
 """(cluster, node)."""
+
+MIN_PER_S: Final = 0.05
+"""Requests a second for a prefix from which on it gets a copy."""
+REQUESTS_PER_COPY_PER_S: Final = 0.5
+"""One more copy for each so many requests a second beyond the first copy."""
+MAX_COPIES: Final = 3
+"""Copies of a prefix in one cluster."""
+MAX_REPLICATIONS: Final = 2
+"""Moves ahead of need that may run at a time."""
+KEEP_PER_S: Final = 0.25 * MIN_PER_S
+"""A copy stays while its prefix is used as often. It is below `MIN_PER_S`, so that a rate around that
+does not make and drop copies by turns."""
 
 
 class ByteBudget:
@@ -68,21 +81,6 @@ class HotPrefix:
     demand: Demand
     shape: CacheShape
     usable_blocks: Mapping[NodeName, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicationLimits:
-    """When copies are made and kept. A prefix gets one more copy for each `per_copy_per_s`."""
-
-    min_per_s: float = 0.05
-    per_copy_per_s: float = 0.5
-    max_copies: int = 3
-    max_moves: int = 2
-    keep_share: float = 0.25
-    """A copy stays while its prefix is used at this share of `min_per_s` or more.
-
-    It is below 1, so that a rate around `min_per_s` does not make and drop copies by turns.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,17 +134,16 @@ def plan_replication(
     hot: Sequence[HotPrefix],
     nodes: Sequence[NodeLoad],
     state: ReplicationState,
-    limits: ReplicationLimits,
 ) -> ReplicationPlan:
     """Copies to make for the prefixes in `hot` (hottest first), and copies of them to drop.
 
     It plans only inside clusters. Between clusters a prefix moves when it pays for one request.
     """
-    planner = _Planner(state, limits)
+    planner = _Planner(state)
     for prefix in hot:
         for cluster in sorted({node.cluster for node in nodes}):
             planner.consider(prefix, [node for node in nodes if node.cluster == cluster])
-    demote = tuple(_demotions(hot, state, limits))
+    demote = tuple(_demotions(hot, state))
     notes = planner.notes or ([] if hot else ["nothing is in demand"])
     return ReplicationPlan(tuple(planner.replicate), demote, tuple(notes))
 
@@ -154,11 +151,10 @@ def plan_replication(
 class _Planner:
     """Collects the copies that fit the limits."""
 
-    def __init__(self, state: ReplicationState, limits: ReplicationLimits) -> None:
+    def __init__(self, state: ReplicationState) -> None:
         self.replicate: list[Replicate] = []
         self.notes: list[str] = []
         self._state = state
-        self._limits = limits
         self._left_bytes = state.budget_bytes
         self._load: dict[NodeName, int] = {}
 
@@ -170,8 +166,8 @@ class _Planner:
         coming = [node for node in nodes if (prefix.key, node.name) in self._state.moving]
         wanted = self._num_copies(per_s, len(nodes))
         why_not = ""
-        if per_s < self._limits.min_per_s:
-            why_not = f"{per_s:.3g} requests/s are fewer than {self._limits.min_per_s:.3g}"
+        if per_s < MIN_PER_S:
+            why_not = f"{per_s:.3g} requests/s are fewer than {MIN_PER_S:.3g}"
         elif not holders:
             why_not = "no node there has it"
         elif len(holders) + len(coming) >= wanted:
@@ -191,8 +187,8 @@ class _Planner:
         nbytes = sum(hot.shape.parts[part].nbytes for _, part in parts)
         if not takers or not sources:
             self._note(prefix, cluster, "no healthy node to send it from or to")
-        elif len(self._state.moving) + len(self.replicate) >= self._limits.max_moves:
-            self._note(prefix, cluster, f"{self._limits.max_moves} moves run already")
+        elif len(self._state.moving) + len(self.replicate) >= MAX_REPLICATIONS:
+            self._note(prefix, cluster, f"{MAX_REPLICATIONS} moves run already")
         elif nbytes > self._left_bytes:
             self._note(prefix, cluster, f"{nbytes} bytes, {max(0, self._left_bytes)} may be sent")
         else:
@@ -210,8 +206,8 @@ class _Planner:
         return node.load + self._load.get(node.name, 0), node.node
 
     def _num_copies(self, per_s: float, num_nodes: int) -> int:
-        more = math.ceil(per_s / self._limits.per_copy_per_s)
-        return max(1, min(1 + more, num_nodes, self._limits.max_copies))
+        more = math.ceil(per_s / REQUESTS_PER_COPY_PER_S)
+        return max(1, min(1 + more, num_nodes, MAX_COPIES))
 
     def _holds(self, hot: HotPrefix, node: NodeLoad) -> bool:
         return hot.usable_blocks.get(node.name, 0) >= hot.demand.prefix.num_blocks
@@ -223,14 +219,12 @@ class _Planner:
         self.notes.append(f"{prefix.key.hex()[:12]} in {cluster}: {why_not}")
 
 
-def _demotions(
-    hot: Sequence[HotPrefix], state: ReplicationState, limits: ReplicationLimits
-) -> Iterable[Demote]:
+def _demotions(hot: Sequence[HotPrefix], state: ReplicationState) -> Iterable[Demote]:
     """Copies whose prefix is hardly used any more. The only copy in a cluster stays."""
     by_key = {prefix.demand.prefix.key: prefix for prefix in hot}
     for prefix, (cluster, node) in state.replicas:
         known = by_key.get(prefix.key)
-        if known is None or known.demand.per_s >= limits.keep_share * limits.min_per_s:
+        if known is None or known.demand.per_s >= KEEP_PER_S:
             continue
         others = [
             other
@@ -239,18 +233,15 @@ def _demotions(
         ]
         if others:
             reason = f"{known.demand.per_s:.3g} requests/s, {len(others)} other copies"
-            yield Demote(prefix, cluster, node, _shared_blocks(prefix, hot, limits), reason)
+            yield Demote(prefix, cluster, node, _shared_blocks(prefix, hot), reason)
 
 
-def _shared_blocks(
-    prefix: CachedPrefix, hot: Sequence[HotPrefix], limits: ReplicationLimits
-) -> int:
+def _shared_blocks(prefix: CachedPrefix, hot: Sequence[HotPrefix]) -> int:
     """How many leading blocks it shares with another prefix that is still in use."""
     wanted = [
         other.demand.prefix
         for other in hot
-        if other.demand.per_s >= limits.keep_share * limits.min_per_s
-        and other.demand.prefix.root == prefix.root
+        if other.demand.per_s >= KEEP_PER_S and other.demand.prefix.root == prefix.root
     ]
     return max((_num_common(prefix.block_keys, other.block_keys) for other in wanted), default=0)
 

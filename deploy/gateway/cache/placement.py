@@ -22,12 +22,12 @@ from kvmanager.directory.reader import DirectoryReader
 from scheduler.reports import ClusterReport
 from scheduler.routing.prefix_demand import CachedPrefix, Demand, DemandTracker
 from scheduler.routing.replication import (
+    KEEP_PER_S,
     ByteBudget,
     Demote,
     HotPrefix,
     NodeLoad,
     Replicate,
-    ReplicationLimits,
     ReplicationPlan,
     ReplicationState,
     plan_replication,
@@ -42,7 +42,6 @@ RETRY_S: Final = 60.0
 BYTES_PER_S: Final = 100e6
 BURST_BYTES: Final = 20e9
 """Copies may use `BYTES_PER_S` of the links; unused bytes add up to `BURST_BYTES`."""
-LIMITS: Final = ReplicationLimits()
 MAX_CONSIDERED: Final = 32
 """A plan looks at this many prefixes, the hottest ones."""
 MAX_REPLICAS: Final = 256
@@ -112,7 +111,7 @@ class PrefixPlacement:
             barred=self._barred_until_s.keys(),
             replicas=[(prefix, node) for (_, node), prefix in self._replicas.items()],
         )
-        plan = plan_replication(hot, self._loads(), state, LIMITS)
+        plan = plan_replication(hot, self._loads(), state)
         for replicate in plan.replicate:
             self._replicate(replicate)
         for demote in plan.demote:
@@ -158,7 +157,7 @@ class PrefixPlacement:
             item = looked_up.get(prefix.key)
             if item is None or name in moving:
                 continue
-            is_cold = item.demand.per_s < LIMITS.keep_share * LIMITS.min_per_s
+            is_cold = item.demand.per_s < KEEP_PER_S
             if is_cold and item.usable_blocks.get(name[1], 0) < prefix.num_blocks:
                 del self._replicas[name]
 
