@@ -31,8 +31,8 @@ MAX_COPIES: Final = 3
 MAX_REPLICATIONS: Final = 2
 """Moves ahead of need that may run at a time."""
 KEEP_PER_S: Final = 0.25 * MIN_PER_S
-"""A copy stays while its prefix is used as often. It is below `MIN_PER_S`, so that a rate around that
-does not make and drop copies by turns."""
+"""A copy stays while its prefix is used as often. It is below `MIN_PER_S`, so that a rate around
+`MIN_PER_S` does not make and drop copies by turns."""
 
 
 class ByteBudget:

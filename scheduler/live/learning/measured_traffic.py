@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -25,6 +26,16 @@ NUM_BINS = 24 * BINS_PER_OCTAVE
 """Up to 16M tokens. Longer prompts are counted in the last bin."""
 POINTS_PER_BIN = 4
 """How many lengths, evenly spread over it, a bin becomes."""
+SLICE_S: Final = 60.0
+HALF_LIFE_S: Final = 3600.0
+"""The age at which a request counts half."""
+MEMORY_S: Final = 7200.0
+"""Older requests are dropped."""
+NUM_SLICES: Final = math.ceil(MEMORY_S / SLICE_S)
+"""Rows of 6 KiB that are kept, for prompts and again for outputs."""
+MIN_RECENT: Final = 100
+"""A cut is tried only with at least this many requests on either side: with fewer the asymptotic
+bound of the test does not hold."""
 CHANGE_ODDS = 1e-6
 """The probability that two samples of one distribution are taken for different, for each cut."""
 # The KS distance that chance exceeds with probability p is about sqrt(-ln(p / 2) / 2) times
@@ -32,33 +43,6 @@ CHANGE_ODDS = 1e-6
 _KS_SCALE = math.sqrt(-math.log(CHANGE_ODDS / 2) / 2)
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 _EDGES: Floats = np.exp2(np.arange(NUM_BINS + 1) / BINS_PER_OCTAVE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeterConfig:
-    """How long traffic is remembered."""
-
-    slice_s: float = 60.0
-    half_life_s: float = 3600.0
-    """The age at which a request counts half, seconds."""
-    memory_s: float = 7200.0
-    """Older requests are dropped, seconds. Memory is memory_s / slice_s rows of 6 KiB, twice."""
-    min_recent: int = 100
-    """A cut is tried only with at least this many requests on either side."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.slice_s <= self.memory_s:
-            raise ValueError(
-                f"slice_s {self.slice_s:g} must be above 0 and at most memory_s {self.memory_s:g}"
-            )
-        if not self.half_life_s > 0:
-            raise ValueError(f"half_life_s {self.half_life_s:g} must be above 0")
-        if self.min_recent < 1:
-            raise ValueError(f"min_recent {self.min_recent} must be at least 1")
-
-    @property
-    def num_slices(self) -> int:
-        return math.ceil(self.memory_s / self.slice_s)
 
 
 @dataclass(frozen=True)
@@ -107,10 +91,9 @@ class MeasuredTraffic:
 class TrafficMeter:
     """Counts requests as they come and go."""
 
-    def __init__(self, config: MeterConfig | None = None) -> None:
-        self._config = config or MeterConfig()
-        self._uncached = _Channel(self._config, num_extra=1)
-        self._output = _Channel(self._config, num_extra=0)
+    def __init__(self) -> None:
+        self._uncached = _Channel(num_extra=1)
+        self._output = _Channel(num_extra=0)
 
     def arrived(self, prompt_tokens: int, cached_tokens: int, now_s: float) -> None:
         """A request came. At least one token of it is always computed."""
@@ -160,11 +143,9 @@ class _Seen:
 class _Channel:
     """Counts of one quantity by slice of time: a ring of rows, the newest at `_newest`."""
 
-    def __init__(self, config: MeterConfig, num_extra: int) -> None:
-        self._config = config
-        num = config.num_slices
-        self._counts = np.zeros((num, NUM_BINS), np.int64)
-        self._sums = np.zeros((num, 2 + num_extra))
+    def __init__(self, num_extra: int) -> None:
+        self._counts = np.zeros((NUM_SLICES, NUM_BINS), np.int64)
+        self._sums = np.zeros((NUM_SLICES, 2 + num_extra))
         """Sums of the values, of their squares, and of what came with them."""
         self._num_used = 0
         """How many slices, from the newest back, belong to the window."""
@@ -188,14 +169,14 @@ class _Channel:
         rows, ages_s = self._window(now_s)
         if not self._counts[rows].any():
             return None
-        weights: Floats = np.exp2(-ages_s / self._config.half_life_s)
+        weights: Floats = np.exp2(-ages_s / HALF_LIFE_S)
         counts: Floats = weights @ self._counts[rows]
         total = counts.sum()
         mean, square, *extra = (float(each) for each in weights @ self._sums[rows] / total)
         # Kish: (sum of weights)^2 / sum of squared weights.
         num = float(total**2 / (weights**2 @ self._counts[rows].sum(axis=1)))
         spread = math.sqrt(max(0.0, square - mean**2))
-        oldest_s = ((self._newest or 0) - len(rows) + 1) * self._config.slice_s
+        oldest_s = ((self._newest or 0) - len(rows) + 1) * SLICE_S
         sample = LengthSample(
             _lengths_of(counts, mean),
             mean,
@@ -211,37 +192,33 @@ class _Channel:
     def _window(self, now_s: float) -> tuple[Rows, Floats]:
         """The rows since the clearest change, the newest first, and the age of each."""
         newest = self._newest or 0
-        age = max(0, int(now_s // self._config.slice_s) - newest)
-        num = max(0, min(self._num_used, self._config.num_slices - age))
-        rows = self._since_change((newest - np.arange(num)) % self._config.num_slices)
-        ages_s: Floats = (age + np.arange(len(rows), dtype=np.float64)) * self._config.slice_s
+        age = max(0, int(now_s // SLICE_S) - newest)
+        num = max(0, min(self._num_used, NUM_SLICES - age))
+        rows = self._since_change((newest - np.arange(num)) % NUM_SLICES)
+        ages_s: Floats = (age + np.arange(len(rows), dtype=np.float64)) * SLICE_S
         return rows, ages_s
 
     def _advance(self, now_s: float) -> None:
         """Open the slice that contains `now_s`. Slices in between stay empty."""
-        current = int(now_s // self._config.slice_s)
+        current = int(now_s // SLICE_S)
         if self._newest is None:
             self._newest, self._num_used, self._began_s = current, 1, now_s
             return
         steps = current - self._newest
         if steps <= 0:
             return
-        num = self._config.num_slices
-        opened = np.arange(self._newest + 1, current + 1)[-num:] % num
+        opened = np.arange(self._newest + 1, current + 1)[-NUM_SLICES:] % NUM_SLICES
         self._counts[opened] = 0
         self._sums[opened] = 0
         self._newest = current
-        self._num_used = min(num, self._num_used + steps)
+        self._num_used = min(NUM_SLICES, self._num_used + steps)
 
     def _since_change(self, rows: Rows) -> Rows:
         """Those of `rows` that are not older than the clearest change, if there is one."""
         upto = np.cumsum(self._counts[rows], axis=0)
         newer = upto[:-1].sum(axis=1, dtype=np.float64)
         older = upto[-1:].sum() - newer
-        tried = np.flatnonzero(
-            (newer >= self._config.min_recent) & (older >= self._config.min_recent)
-        )
-        # With fewer requests on a side the asymptotic bound of the test does not hold.
+        tried = np.flatnonzero((newer >= MIN_RECENT) & (older >= MIN_RECENT))
         if not len(tried):
             return rows
         new = np.cumsum(upto[tried], axis=1) / newer[tried, None]
