@@ -206,7 +206,7 @@ class Instances:
 
     def _supervise(self, instance: Instance, engine: EngineSpec) -> Supervisor:
         def on_event(event: SupervisorEvent) -> None:
-            if event.state in (ProcessState.BACKOFF, ProcessState.FAILED):
+            if event.state is ProcessState.BACKOFF:
                 self.engine_lost(instance.name, event.reason)
                 instance.gone.set()
 

@@ -22,7 +22,6 @@ from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
-from prfaas.engines.supervision.restart import RestartConfig
 from prfaas.engines.supervision.supervisor import SupervisorConfig
 from prfaas.metrics import PrefillMetrics
 from prfaas.remote import RemotePrefillCluster
@@ -200,9 +199,7 @@ def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> Embed
             probe_interval_s=0.1,
             start_probe_interval_s=0.05,
             log_dir=tmp_path / "logs",
-            supervisor=SupervisorConfig(
-                restart=RestartConfig(initial_backoff_s=0.1), start_probe_interval_s=0.05
-            ),
+            supervisor=SupervisorConfig(start_probe_interval_s=0.05),
         )
     )
     metrics = PrefillMetrics(CollectorRegistry())

@@ -15,7 +15,6 @@ from front_doubles import eventually
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.supervision.guard import live_session_members
 from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
-from prfaas.engines.supervision.restart import RestartConfig
 from prfaas.engines.supervision.spawn import spawn
 from prfaas.engines.supervision.supervisor import (
     ProcessState,
@@ -60,7 +59,6 @@ async def always() -> bool:
 
 
 FAST = SupervisorConfig(
-    restart=RestartConfig(initial_backoff_s=0.05, max_backoff_s=0.2),
     start_probe_interval_s=0.02,
     probe_interval_s=0.05,
 )
@@ -139,12 +137,12 @@ async def test_a_crashing_process_is_restarted_with_backoff(tmp_path: Path) -> N
         lambda event: events.append((time.monotonic(), event)),
     )
     supervisor.start()
-    await eventually(lambda: supervisor.num_restarts >= 4)
+    await eventually(lambda: supervisor.num_restarts >= 2)
     await supervisor.stop()
     starts = [when for when, event in events if event.state is ProcessState.STARTING]
     waits = [when for when, event in events if event.state is ProcessState.BACKOFF]
     delays = [start - wait for wait, start in zip(waits, starts[1:], strict=False)]
-    for delay, expected in zip(delays, [0.05, 0.1, 0.2], strict=False):
+    for delay, expected in zip(delays, [1.0, 2.0], strict=False):
         assert delay >= expected
     assert "ended with status 3" in next(
         event.reason for _, event in events if event.state is ProcessState.BACKOFF
@@ -200,7 +198,6 @@ async def test_a_process_that_hangs_is_killed_and_restarted(tmp_path: Path) -> N
         return healthy
 
     config = SupervisorConfig(
-        restart=FAST.restart,
         start_probe_interval_s=0.02,
         probe_interval_s=0.05,
         hang_timeout_s=0.3,
@@ -212,18 +209,6 @@ async def test_a_process_that_hangs_is_killed_and_restarted(tmp_path: Path) -> N
     await eventually(lambda: supervisor.num_restarts == 1)
     healthy = True
     await supervisor.wait_healthy(30, patient=True)
-    await supervisor.stop()
-
-
-async def test_a_process_is_given_up_after_too_many_failures(tmp_path: Path) -> None:
-    config = SupervisorConfig(
-        restart=RestartConfig(initial_backoff_s=0.02, max_failures=2), start_probe_interval_s=0.02
-    )
-    supervisor = Supervisor(process(tmp_path, "raise SystemExit(3)"), never, config)
-    supervisor.start()
-    await eventually(lambda: supervisor.state is ProcessState.FAILED)
-    with pytest.raises(EngineStartFailed, match="status 3"):
-        await supervisor.wait_healthy(1, patient=True)
     await supervisor.stop()
 
 

@@ -13,9 +13,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import aiohttp
 import psutil
@@ -42,7 +42,6 @@ from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.problems import FileError
 from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.supervision.restart import RestartConfig
 from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Endpoint
 
@@ -53,20 +52,14 @@ _STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("gate
 # The gateway first, so that no request meets an engine that is gone; relays last, since agents
 # use them.
 _STOP_ORDER: tuple[Kind, ...] = ("gateway", "engine", "agent", "relay")
+# Only engines load a model before they serve.
+_NO_ENGINE: Final = SupervisorConfig(start_timeout_s=60.0, start_probe_interval_s=0.05)
+SETTLE_TIMEOUT_S: Final = 60.0
+"""From the gateway's start until its fronts find every instance usable."""
 
 
 class RegionStartFailed(CommandFailed):
     """A process did not start; the message has the last lines of its log."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
-    """How long starts may take, and how a process that dies later is restarted."""
-
-    engine_start_timeout_s: float = 600.0
-    start_timeout_s: float = 60.0
-    settle_timeout_s: float = 60.0
-    restart: RestartConfig = field(default_factory=RestartConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +89,6 @@ class RunningRegion:
         region: RegionSpec,
         run_dir: Path,
         *,
-        config: LaunchConfig | None = None,
         on_progress: Callable[[ProcessProgress], None] | None = None,
         environment: Mapping[str, str] | None = None,
         adapt: Callable[[PlannedProcess], PlannedProcess] = lambda planned: planned,
@@ -105,7 +97,6 @@ class RunningRegion:
         self._adapt = adapt
         self._wanted = region
         self._root = run_dir
-        self._config = config or LaunchConfig()
         self._on_progress = on_progress
         self._environment = dict(os.environ if environment is None else environment)
         self._lock: RunLock | None = None
@@ -265,17 +256,10 @@ class RunningRegion:
             for process in stage:
                 process.start()
             await self._wait_healthy(stage)
-        await self.wait_settled(self._config.settle_timeout_s)
+        await self.wait_settled(SETTLE_TIMEOUT_S)
 
     def _supervised(self, item: PlannedProcess, prober: Prober) -> RunningProcess:
-        config = self._config
-        is_engine = item.kind == "engine"
-        supervision = SupervisorConfig(
-            restart=config.restart,
-            start_timeout_s=config.engine_start_timeout_s if is_engine else config.start_timeout_s,
-            # An engine takes long to start, the other processes a moment.
-            start_probe_interval_s=0.25 if is_engine else 0.05,
-        )
+        supervision = SupervisorConfig() if item.kind == "engine" else _NO_ENGINE
 
         def on_event(event: SupervisorEvent) -> None:
             self._report(self._processes[item.name], event.reason)

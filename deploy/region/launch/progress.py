@@ -24,7 +24,6 @@ _STYLES = {
     "starting": "yellow",
     "waiting": "yellow",
     "backoff": "red",
-    "failed": "bold red",
 }
 _MAX_LINE_CHARS = 120
 # More than the width of any terminal; the table cuts the rest to its own width.

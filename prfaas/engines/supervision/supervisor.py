@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.ownership import finished
 from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
-from prfaas.engines.supervision.restart import RestartConfig, RestartPolicy
+from prfaas.engines.supervision.restart import RestartPolicy
 
 logger = logging.getLogger("prfaas.engines")
 
@@ -34,7 +34,6 @@ class ProcessState(StrEnum):
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
     BACKOFF = "backoff"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class SupervisorConfig:
     later, is killed and counts as failed.
     """
 
-    restart: RestartConfig = field(default_factory=RestartConfig)
     start_timeout_s: float = 600.0
     start_probe_interval_s: float = 0.25
     probe_interval_s: float = 2.0
@@ -78,7 +76,7 @@ class Supervisor:
         self.reason = "not started"
         self.last_error: EngineStartFailed | None = None
         self._config = config or SupervisorConfig()
-        self._policy = RestartPolicy(self._config.restart)
+        self._policy = RestartPolicy()
         self._probe = probe
         self._on_event = on_event
         self._task: asyncio.Task[None] | None = None
@@ -114,12 +112,11 @@ class Supervisor:
     ) -> None:
         """Wait until the process is healthy; `progress` gets its newest log line about once a
         second. Raises EngineStartFailed with the log's last lines: on the first failed start, or
-        (`patient`) only when the restarts are given up or the time is over.
+        (`patient`) only when the time is over or it was stopped.
         """
         deadline_s = time.monotonic() + timeout_s
         while self.state is not ProcessState.HEALTHY:
-            over = self.state in (ProcessState.FAILED, ProcessState.STOPPED)
-            if over or (self.last_error is not None and not patient):
+            if self.state is ProcessState.STOPPED or (self.last_error is not None and not patient):
                 raise self.last_error or self._failure(self.reason)
             if time.monotonic() >= deadline_s:
                 raise self._failure(f"not healthy after {timeout_s:g} s")
@@ -142,12 +139,10 @@ class Supervisor:
     async def _run(self) -> None:
         while True:
             reason = await self._run_once()
-            decision = self._policy.process_ended(time.monotonic())
-            if decision.delay_s is None:
-                self._move(ProcessState.FAILED, f"{reason}; {decision.reason}")
-                return
-            self._move(ProcessState.BACKOFF, f"{reason}; {decision.reason}")
-            await asyncio.sleep(decision.delay_s)
+            delay_s = self._policy.process_ended(time.monotonic())
+            again = f"failure {self._policy.num_failures} in a row, next start in {delay_s:g} s"
+            self._move(ProcessState.BACKOFF, f"{reason}; {again}")
+            await asyncio.sleep(delay_s)
             self._move(ProcessState.STARTING, f"restart {self._policy.num_restarts}")
 
     async def _run_once(self) -> str:
