@@ -38,7 +38,7 @@ from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.ownership import Cleanups, cancel_requested
-from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
+from prfaas.engines.prefill_run import RPC_TIMEOUT_S, PrefillRunner, RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
 from scheduler.reports import ClusterReport
@@ -56,7 +56,6 @@ class PdClusterConfig:
 
     lease_s: float = 30.0
     """How long memory for a landing is kept without a renewal, seconds."""
-    rpc_timeout_s: float = 5.0
     drain_poll_interval_s: float = 0.5
     max_prefill_attempts: int = 2
     affinity_slack: int = DEFAULT_AFFINITY_SLACK
@@ -158,7 +157,7 @@ class EmbeddedPdCluster:
         if found is None:
             raise RpcError("NOT_FOUND", f"{self._name} has no instance {instance}")
         config = self._config
-        await found.agent.renew(transfer_id, config.lease_s, config.rpc_timeout_s)
+        await found.agent.renew(transfer_id, config.lease_s, RPC_TIMEOUT_S)
         self._slots.renew(transfer_id, config.lease_s, time.monotonic())
 
     async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
@@ -297,9 +296,7 @@ class EmbeddedPdCluster:
         config = self._config
         # Engines of several models may share the node, each with a layout of its own.
         wanted = structs.replace(wanted, layout_fingerprint=instance.layout_fingerprint)
-        reply = await self._cleanups.acquire(
-            instance.agent.reserve(wanted, config.rpc_timeout_s), undo
-        )
+        reply = await self._cleanups.acquire(instance.agent.reserve(wanted, RPC_TIMEOUT_S), undo)
         # At once: the next request may be routed before this agent is probed again.
         self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest)
@@ -328,7 +325,7 @@ class EmbeddedPdCluster:
     ) -> LandingReport:
         try:
             report = await instance.agent.wait(
-                transfer_id, "landing", wait_s=timeout_s, timeout_s=self._config.rpc_timeout_s
+                transfer_id, "landing", wait_s=timeout_s, timeout_s=RPC_TIMEOUT_S
             )
         except RpcError as error:
             logger.warning("%s: landing %s not awaited: %s", instance.name, transfer_id, error)
@@ -342,7 +339,7 @@ class EmbeddedPdCluster:
 
     async def _cancel_landing(self, instance: Instance, transfer_id: str, reason: str) -> None:
         try:
-            reply = await instance.agent.cancel(transfer_id, reason, self._config.rpc_timeout_s)
+            reply = await instance.agent.cancel(transfer_id, reason, RPC_TIMEOUT_S)
             self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         except RpcError as error:
             # An agent that is gone has no landing; one that is only slow has the lease.

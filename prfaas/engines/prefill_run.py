@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import OpenOutboxReply, TransferReport
@@ -29,6 +29,9 @@ from prfaas.jobs import PrefillJob, PrefillResult
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.engines")
+
+RPC_TIMEOUT_S: Final = 5.0
+"""For an answer of a node agent, on top of what the call itself waits there."""
 
 
 class AttemptFailed(PrefillFailed):
@@ -60,8 +63,8 @@ class RunnerConfig:
     well, because a dead engine is the better explanation and may be tried elsewhere.
     """
 
-    lease_s: float = 30.0
-    rpc_timeout_s: float = 5.0
+    outbox_lease_s: float = 30.0
+    """How long a sending agent keeps the transfer without a renewal, seconds."""
     prefill_timeout_s: float = 600.0
     await_slice_s: float = 5.0
     stall_timeout_s: float = 15.0
@@ -117,8 +120,8 @@ class PrefillRunner:
         opening = asyncio.create_task(
             place.agent.open_outbox(
                 job.landing,
-                self._config.lease_s,
-                self._config.rpc_timeout_s,
+                self._config.outbox_lease_s,
+                RPC_TIMEOUT_S,
                 tenant=job.cache_salt or "",
             )
         )
@@ -156,7 +159,7 @@ class PrefillRunner:
         is not touched yet, and another instance can still fill it.
         """
         try:
-            status = await place.agent.status(self._config.rpc_timeout_s)
+            status = await place.agent.status(RPC_TIMEOUT_S)
         except RpcError as error:
             _agent_trouble("no status", error)
         if all(engine.instance != place.instance for engine in status.engines):
@@ -257,7 +260,7 @@ class PrefillRunner:
                     job.landing.transfer_id,
                     "outbox",
                     wait_s=config.await_slice_s,
-                    timeout_s=config.rpc_timeout_s,
+                    timeout_s=RPC_TIMEOUT_S,
                 )
             except RpcError as error:
                 _agent_trouble("lost sight of the transfer", error)
@@ -277,10 +280,10 @@ class PrefillRunner:
     async def _keep_lease(self, job: PrefillJob, place: PrefillPlace) -> None:
         config = self._config
         while True:
-            await asyncio.sleep(config.lease_s / 3)
+            await asyncio.sleep(config.outbox_lease_s / 3)
             try:
                 await place.agent.renew(
-                    job.landing.transfer_id, config.lease_s, config.rpc_timeout_s
+                    job.landing.transfer_id, config.outbox_lease_s, RPC_TIMEOUT_S
                 )
             except RpcError as error:
                 # A lost lease shows as the end of the transfer, which `_landed` reports.

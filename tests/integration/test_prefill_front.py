@@ -424,7 +424,7 @@ async def test_closing_ends_everything(rig: Rig) -> None:
 
 async def test_the_lease_of_a_long_prefill_is_renewed() -> None:
     async with make_rig("embedded", num_instances=1) as rig:
-        rig.embedded._runner._config = replace(CONFIG.runner, lease_s=0.15)
+        rig.embedded._runner._config = replace(CONFIG.runner, outbox_lease_s=0.15)
         rig.hold()
         task = asyncio.create_task(rig.front.submit(prefill_job(1)))
         await eventually(lambda: rig.agents[0].renewals >= 3)
