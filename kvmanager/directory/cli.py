@@ -25,7 +25,7 @@ from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.directory.config import DirectoryConfig, load
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.errors import DirectoryError
-from kvmanager.directory.feed_client import DirectoryFollower, FollowTiming
+from kvmanager.directory.feed_client import DirectoryFollower
 from kvmanager.directory.messages import SERVICE, NodeState
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
@@ -85,8 +85,7 @@ async def serve(config: DirectoryConfig) -> None:
 
 async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
     tls = tls_files(config.tls)
-    timing = FollowTiming(forget_s=config.forget_s)
-    directory = EmbeddedDirectory(AgentClients(tls).open, timing=timing)
+    directory = EmbeddedDirectory(AgentClients(tls).open, forget_s=config.forget_s)
     server = RpcServer(config.listen, {SERVICE: DirectoryService(directory).methods()}, tls)
     host = Endpoint.parse(config.listen).host
     metrics = _Metrics(config, directory.follower)
@@ -111,8 +110,9 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
     tls = tls_files(config.tls)
     settings = RedisSettings(forget_s=config.forget_s)
     redis = connect(url, timeout_s=_REDIS_TIMEOUT_S)
-    timing = FollowTiming(forget_s=config.forget_s)
-    follower = DirectoryFollower(RedisSink(redis, settings), AgentClients(tls).open, timing=timing)
+    follower = DirectoryFollower(
+        RedisSink(redis, settings), AgentClients(tls).open, forget_s=config.forget_s
+    )
     reader = RedisDirectory(redis, settings)
     metrics = _Metrics(config, follower)
     try:

@@ -18,15 +18,12 @@ from kvmanager.config_files.fields import (
     Seconds,
     Section,
     TlsSection,
-    filled_from,
 )
 from kvmanager.config_files.yaml_files import read_settings
-from kvmanager.directory.feed_client import FollowTiming
-from kvmanager.directory.messages import NodeName
+from kvmanager.directory.messages import FORGET_S, NodeName
 from transport import Endpoint
 
 
-@filled_from(FollowTiming)
 class DirectoryConfig(Section):
     """One directory process."""
 
@@ -36,7 +33,8 @@ class DirectoryConfig(Section):
     """The agents to follow: "cluster/node" -> the agent's control address."""
     redis: SecretStr | None = None
     """URL of a Redis server to fill instead of serving gRPC; gateways then read from it."""
-    forget_s: Seconds
+    forget_s: Seconds = FORGET_S
+    """An agent that has not answered for this long counts as holding nothing, seconds."""
     metrics_port: Port = 0
     """Prometheus port on the host of `listen`; 0: none."""
     tls: TlsSection | None = None

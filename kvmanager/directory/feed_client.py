@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheFeed
@@ -24,6 +24,21 @@ from transport.backoff import Backoff
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
+
+POLL_S: Final = 5.0
+"""Longest time for which an agent without changes may delay its answer."""
+BATCH_S: Final = 0.05
+"""Least time between two requests, so that changes come in batches."""
+RETRY_S: Final = 0.2
+MAX_RETRY_S: Final = 5.0
+"""An agent that does not answer is asked again after `RETRY_S`, then twice as late each time up to
+this.
+"""
+NO_CACHE_S: Final = 15.0
+"""Until an agent that has no cache is asked again."""
+
+Sleep = Callable[[float], Awaitable[None]]
+"""`asyncio.sleep`, or what a test has in its place."""
 
 
 class FeedSink(Protocol):
@@ -39,21 +54,6 @@ class FeedSink(Protocol):
 
     async def forget(self, node: NodeName) -> None:
         """The node holds nothing any more. Idempotent."""
-
-
-@dataclass(frozen=True, slots=True)
-class FollowTiming:
-    """`poll_s`: longest time for which an agent without changes may delay its answer. `batch_s`:
-    least time between two requests, so that changes come in batches.
-    """
-
-    poll_s: float = 5.0
-    batch_s: float = 0.05
-    retry_s: float = 0.2
-    max_retry_s: float = 5.0
-    forget_s: float = FORGET_S
-    """An agent that has not answered for this long counts as holding nothing, seconds."""
-    no_cache_s: float = 15.0
 
 
 @dataclass(slots=True)
@@ -96,11 +96,15 @@ class DirectoryFollower:
         sink: FeedSink,
         connect: Callable[[str], AgentClient],
         *,
-        timing: FollowTiming | None = None,
+        forget_s: float = FORGET_S,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
-        """`connect` makes a client of the agent at a control address, to be closed here."""
+        """`connect` makes a client of the agent at a control address, to be closed here. An agent
+        that has not answered for `forget_s` is taken to hold nothing.
+        """
         self._sink = sink
-        self._timing = timing or FollowTiming()
+        self._forget_s = forget_s
+        self._sleep = sleep
         self._connect = connect
         self._followed: dict[NodeName, tuple[str, asyncio.Task[None]]] = {}
         self.counts = FollowCounts()
@@ -130,7 +134,9 @@ class DirectoryFollower:
     async def _run(self, node: NodeName, target: str) -> None:
         agent = self._connect(target)
         try:
-            await _Following(node, agent, self._sink, self._timing, self.counts).run()
+            following = _Following(node, agent, self._sink, self._forget_s, self.counts)
+            while True:
+                await self._sleep(await following.ask())
         finally:
             await agent.close()
 
@@ -149,24 +155,19 @@ class _Following:
         node: NodeName,
         agent: AgentClient,
         sink: FeedSink,
-        timing: FollowTiming,
+        forget_s: float,
         counts: FollowCounts,
     ) -> None:
         self._node = node
         self._agent = agent
         self._sink = sink
-        self._timing = timing
+        self._forget_s = forget_s
         self._counts = counts
         self._heard_s = time.monotonic()
         self._trouble = ""
-        self._backoff = self._fresh_backoff()
+        self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
 
-    async def run(self) -> None:
-        while True:
-            delay_s = await self._ask()
-            await asyncio.sleep(delay_s)
-
-    async def _ask(self) -> float:
+    async def ask(self) -> float:
         """Send one request and apply the answer. Returns the delay before the next request."""
         began_s = time.monotonic()
         try:
@@ -185,20 +186,20 @@ class _Following:
             logger.exception("%s: following failed", self._node)
             return await self._failed(repr(error))
         if feed is None:
-            return self._timing.poll_s
+            return POLL_S
         self._heard_s = time.monotonic()
         if self._trouble:
             logger.info("%s: followed again", self._node)
             self._trouble = ""
-        self._backoff = self._fresh_backoff()
-        return 0.0 if feed.more else max(0.0, began_s + self._timing.batch_s - self._heard_s)
+        self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
+        return 0.0 if feed.more else max(0.0, began_s + BATCH_S - self._heard_s)
 
     async def _listen(self) -> CacheFeed | None:
         """The agent's feed, already applied; None: another process follows the agent."""
         position = await self._sink.position(self._node)
         if position is None:
             return None
-        feed = await self._agent.watch_cache(*position, self._timing.poll_s)
+        feed = await self._agent.watch_cache(*position, POLL_S)
         if not await self._sink.apply(self._node, feed):
             self._counts.gaps += 1
             logger.info("%s: a gap after %s; a snapshot is asked for", self._node, position)
@@ -212,7 +213,7 @@ class _Following:
         if not self._trouble:
             logger.warning("%s: not followed now, asking again: %s", self._node, reason)
         self._trouble = reason
-        if time.monotonic() - self._heard_s > self._timing.forget_s:
+        if time.monotonic() - self._heard_s > self._forget_s:
             await self._forget()
         return self._backoff.after(0.0)
 
@@ -221,13 +222,10 @@ class _Following:
             logger.info("%s: not followed, it has no prefix cache: %s", self._node, error)
         self._trouble = str(error)
         await self._forget()
-        return self._timing.no_cache_s
+        return NO_CACHE_S
 
     async def _forget(self) -> None:
         try:
             await self._sink.forget(self._node)
         except DirectoryError as error:
             logger.debug("%s: not forgotten: %s", self._node, error)
-
-    def _fresh_backoff(self) -> Backoff:
-        return Backoff(self._timing.retry_s, self._timing.max_retry_s)
