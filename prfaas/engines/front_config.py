@@ -5,18 +5,22 @@ each front it starts.
 """
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
 from kvmanager.config_files.fields import (
+    CoreFields,
     ListenAddress,
     Port,
     Seconds,
     Section,
     TlsSection,
     filled_from,
+    settings_of,
     tls_files,
 )
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 
@@ -35,6 +39,7 @@ class FrontConfig(Section):
     """Prometheus port; 0: none."""
     instances: tuple[InstanceSpec, ...] = Field(min_length=1)
     """The engines of the cluster."""
+    probes: Annotated[ProbeTiming, CoreFields(ProbeTiming)]
     drained_hold_s: Seconds
     log_dir: Path
     tls: TlsSection | None = None
@@ -42,9 +47,4 @@ class FrontConfig(Section):
 
     def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:
         """What the instances are told; with `poll_load` the engines' metrics are read."""
-        return InstancesConfig(
-            log_dir=self.log_dir,
-            tls=tls_files(self.tls),
-            poll_load=poll_load,
-            drained_hold_s=self.drained_hold_s,
-        )
+        return settings_of(self, InstancesConfig, tls=tls_files(self.tls), poll_load=poll_load)

@@ -13,7 +13,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheModel
 from prfaas.engines.client import EngineHttp, EngineLoad
 from prfaas.engines.command import EngineSpec
-from prfaas.engines.health import HealthConfig, HealthTracker
+from prfaas.engines.health import HealthTracker
 from prfaas.engines.load import LoadEstimate
 from prfaas.engines.prefill_run import PrefillPlace
 from prfaas.engines.supervision.supervisor import Supervisor
@@ -67,17 +67,15 @@ class InstanceSpec(BaseModel):
 class Instance:
     """One instance: clients, health and load. Mutated by `Instances` only."""
 
-    def __init__(
-        self, spec: InstanceSpec, http: EngineHttp, agent: AgentClient, health: HealthConfig
-    ) -> None:
+    def __init__(self, spec: InstanceSpec, http: EngineHttp, agent: AgentClient) -> None:
         self.spec = spec
         self.role: Role = spec.role
         self.role_epoch = 0
         """The epoch of the order that gave it its role; 0: it has the role of its spec."""
         self.http = http
         self.agent = agent
-        self.engine_health = HealthTracker(health)
-        self.agent_health = HealthTracker(health)
+        self.engine_health = HealthTracker()
+        self.agent_health = HealthTracker()
         self.load = LoadEstimate()
         self.engine_load: EngineLoad | None = None
         """What the engine's metrics said last; None where they are not read."""

@@ -17,7 +17,7 @@ from kvmanager.agent.client import AgentClients
 from prfaas.engines.client import EngineHttp, open_session
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineError, UnknownInstance
-from prfaas.engines.health import HealthConfig
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.prefill_run import AttemptFailed
 from prfaas.engines.supervision.supervisor import (
@@ -38,16 +38,13 @@ logger = logging.getLogger("prfaas.engines")
 class InstancesConfig:
     """Probing and supervision. `poll_load` reads the engines' metrics with every probe."""
 
-    probe_interval_s: float = 2.0
-    start_probe_interval_s: float = 0.5
-    probe_timeout_s: float = 5.0
-    health: HealthConfig = field(default_factory=HealthConfig)
+    probes: ProbeTiming = field(default_factory=ProbeTiming)
+    """How often engines and their node agents are asked whether they serve."""
     poll_load: bool = False
     drained_hold_s: float = 60.0
     """An instance that has drained is given work again after so long without a word of whoever
     drained it, seconds: they should say what comes next, and may have died.
     """
-    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     log_dir: Path = Path("logs")
     """Directory for the logs of the engines that the front starts."""
     tls: TlsFiles | None = None
@@ -87,7 +84,7 @@ class Instances:
         self._session = open_session()
         for spec in self._specs:
             http = EngineHttp(spec.engine_url, self._session)
-            instance = Instance(spec, http, self._agents.open(spec.agent), self._config.health)
+            instance = Instance(spec, http, self._agents.open(spec.agent))
             if spec.engine is not None:
                 instance.supervisor = self._supervise(instance, spec.engine)
             self._instances[spec.name] = instance
@@ -213,19 +210,17 @@ class Instances:
         supervisor = Supervisor(
             engine_process(engine, self._config.log_dir),
             instance.http.health,
-            self._config.supervisor,
+            SupervisorConfig(probes=self._config.probes),
             on_event,
         )
         supervisor.start()
         return supervisor
 
     async def _keep_probing(self, instance: Instance) -> None:
-        config = self._config
+        probes = self._config.probes
         while True:
             steady = instance.transfers
-            await asyncio.sleep(
-                config.probe_interval_s if steady else config.start_probe_interval_s
-            )
+            await asyncio.sleep(probes.interval_s if steady else probes.start_interval_s)
             await self._probe(instance)
 
     async def _probe(self, instance: Instance) -> None:
@@ -249,7 +244,7 @@ class Instances:
             self._on_change(instance)
 
     async def _probe_engine(self, instance: Instance) -> bool:
-        timeout_s = self._config.probe_timeout_s
+        timeout_s = self._config.probes.timeout_s
         if not await instance.http.health(timeout_s):
             return instance.engine_health.probe_failed(
                 f"{instance.spec.engine_url} does not answer"
@@ -266,7 +261,7 @@ class Instances:
 
     async def _probe_agent(self, instance: Instance) -> bool:
         try:
-            status = await instance.agent.status(self._config.probe_timeout_s)
+            status = await instance.agent.status(self._config.probes.timeout_s)
         except RpcError as error:
             return instance.agent_health.probe_failed(error.message)
         engine = next((item for item in status.engines if item.instance == instance.name), None)

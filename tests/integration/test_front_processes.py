@@ -20,9 +20,9 @@ from local_pd.messages import ReserveRequest
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
-from prfaas.engines.supervision.supervisor import SupervisorConfig
 from prfaas.metrics import PrefillMetrics
 from prfaas.remote import RemotePrefillCluster
 
@@ -196,10 +196,8 @@ def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> Embed
     )
     config = PrefillClusterConfig(
         instances=InstancesConfig(
-            probe_interval_s=0.1,
-            start_probe_interval_s=0.05,
+            probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05),
             log_dir=tmp_path / "logs",
-            supervisor=SupervisorConfig(start_probe_interval_s=0.05),
         )
     )
     metrics = PrefillMetrics(CollectorRegistry())

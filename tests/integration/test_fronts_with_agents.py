@@ -22,13 +22,14 @@ from local_pd.messages import DecodeSlot, ReserveRequest
 from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
 
-PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)
+PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.2, start_interval_s=0.1), poll_load=True)
 RUNNER = RunnerConfig(await_slice_s=0.5)
 NUM_TOKENS = 200
 

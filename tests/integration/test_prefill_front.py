@@ -20,6 +20,7 @@ from kvmanager.token_ids import TokenIds
 from prfaas.cluster import PrefillCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
@@ -31,7 +32,7 @@ from prfaas.server import PrefillServer
 
 CONFIG = PrefillClusterConfig(
     queue=QueueConfig(max_queued=2),
-    instances=InstancesConfig(probe_interval_s=0.1, start_probe_interval_s=0.05),
+    instances=InstancesConfig(probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05)),
     runner=RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0, stall_timeout_s=0.5),
 )
 

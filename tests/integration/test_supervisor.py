@@ -13,6 +13,7 @@ import pytest
 from front_doubles import eventually
 
 from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.supervision.guard import live_session_members
 from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
 from prfaas.engines.supervision.spawn import spawn
@@ -58,10 +59,7 @@ async def always() -> bool:
     return True
 
 
-FAST = SupervisorConfig(
-    start_probe_interval_s=0.02,
-    probe_interval_s=0.05,
-)
+FAST = SupervisorConfig(probes=ProbeTiming(interval_s=0.05, start_interval_s=0.02))
 
 
 @pytest.mark.parametrize("mode", ["polite", "stubborn"])
@@ -191,18 +189,16 @@ async def test_a_process_killed_while_healthy_comes_back(tmp_path: Path) -> None
     await supervisor.stop()
 
 
-async def test_a_process_that_hangs_is_killed_and_restarted(tmp_path: Path) -> None:
+async def test_a_process_that_hangs_is_killed_and_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     healthy = True
 
     async def probe() -> bool:
         return healthy
 
-    config = SupervisorConfig(
-        start_probe_interval_s=0.02,
-        probe_interval_s=0.05,
-        hang_timeout_s=0.3,
-    )
-    supervisor = Supervisor(process(tmp_path, "import time; time.sleep(60)"), probe, config)
+    monkeypatch.setattr("prfaas.engines.supervision.supervisor.HANG_TIMEOUT_S", 0.3)
+    supervisor = Supervisor(process(tmp_path, "import time; time.sleep(60)"), probe, FAST)
     supervisor.start()
     await supervisor.wait_healthy(30)
     healthy = False

@@ -18,6 +18,7 @@ from local_pd.messages import DecodeSlot, ReserveRequest
 from local_pd.metrics import PdMetrics
 from local_pd.remote import RemotePdCluster
 from local_pd.server import PdServer
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
@@ -28,7 +29,9 @@ ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
 CONFIG = PdClusterConfig(
     lease_s=10.0,
     drain_poll_interval_s=0.02,
-    instances=InstancesConfig(probe_interval_s=0.05, start_probe_interval_s=0.05, poll_load=True),
+    instances=InstancesConfig(
+        probes=ProbeTiming(interval_s=0.05, start_interval_s=0.05), poll_load=True
+    ),
     runner=RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0, stall_timeout_s=0.5),
 )
 

@@ -42,6 +42,7 @@ from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.problems import FileError
 from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Endpoint
 
@@ -53,7 +54,9 @@ _STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("gate
 # use them.
 _STOP_ORDER: tuple[Kind, ...] = ("gateway", "engine", "agent", "relay")
 # Only engines load a model before they serve.
-_NO_ENGINE: Final = SupervisorConfig(start_timeout_s=60.0, start_probe_interval_s=0.05)
+_NO_ENGINE: Final = SupervisorConfig(
+    start_timeout_s=60.0, probes=ProbeTiming(start_interval_s=0.05)
+)
 SETTLE_TIMEOUT_S: Final = 60.0
 """From the gateway's start until its fronts find every instance usable."""
 

@@ -10,18 +10,23 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Final
 
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.ownership import finished
 from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
 from prfaas.engines.supervision.restart import RestartPolicy
 
 logger = logging.getLogger("prfaas.engines")
 
+HANG_TIMEOUT_S: Final = 60.0
+NUM_LOG_LINES: Final = 30
+"""Last lines of its log that the error of a process shows."""
 Probe = Callable[[], Awaitable[bool]]
 """True when the process serves. May raise; that counts as False."""
 
@@ -38,18 +43,14 @@ class ProcessState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SupervisorConfig:
-    """Probe intervals and patience.
+    """Probes, and patience with a start.
 
-    A process not healthy `start_timeout_s` after its start, or unhealthy for `hang_timeout_s`
+    A process not healthy `start_timeout_s` after its start, or unhealthy for `HANG_TIMEOUT_S`
     later, is killed and counts as failed.
     """
 
     start_timeout_s: float = 600.0
-    start_probe_interval_s: float = 0.25
-    probe_interval_s: float = 2.0
-    probe_timeout_s: float = 5.0
-    hang_timeout_s: float = 60.0
-    num_log_lines: int = 30
+    probes: ProbeTiming = field(default_factory=ProbeTiming)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Supervisor:
 
     async def _watch(self, exited: asyncio.Task[int]) -> str | None:
         """Probe until the process ends (None) or has to be killed (the reason)."""
-        config = self._config
+        config, probes = self._config, self._config.probes
         last_good_s = time.monotonic()
         was_healthy = False
         while not exited.done():
@@ -183,16 +184,16 @@ class Supervisor:
                     self._move(ProcessState.HEALTHY, "probe succeeded")
             elif was_healthy and self.state is ProcessState.HEALTHY:
                 self._move(ProcessState.UNHEALTHY, "probe failed")
-            patience_s = config.hang_timeout_s if was_healthy else config.start_timeout_s
+            patience_s = HANG_TIMEOUT_S if was_healthy else config.start_timeout_s
             if time.monotonic() - last_good_s > patience_s:
                 return f"not healthy for {patience_s:g} s"
-            interval_s = config.probe_interval_s if was_healthy else config.start_probe_interval_s
+            interval_s = probes.interval_s if was_healthy else probes.start_interval_s
             await asyncio.wait({exited}, timeout=interval_s)
         return None
 
     async def _is_healthy(self) -> bool:
         try:
-            async with asyncio.timeout(self._config.probe_timeout_s):
+            async with asyncio.timeout(self._config.probes.timeout_s):
                 return await self._probe()
         except Exception:
             logger.debug("%s: probe failed", self.spec.name, exc_info=True)
@@ -203,7 +204,7 @@ class Supervisor:
         return lines[0] if lines else self.reason
 
     def _failure(self, reason: str) -> EngineStartFailed:
-        tail = self._child.log_tail(self._config.num_log_lines) if self._child is not None else []
+        tail = self._child.log_tail(NUM_LOG_LINES) if self._child is not None else []
         return EngineStartFailed(self.spec.name, reason, tail, str(self.spec.log_path))
 
     def _move(self, state: ProcessState, reason: str) -> None:

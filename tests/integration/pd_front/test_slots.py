@@ -16,6 +16,7 @@ from kvmanager.agent.messages import CacheModel, Reserve
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom
 from local_pd.messages import DecodeSlot, DirectRequest, ReserveRequest
 from local_pd.remote import RemotePdCluster
+from prfaas.engines.health import ProbeTiming
 from scheduler.live.long_term.conversion import RoleChange
 
 
@@ -134,7 +135,9 @@ async def test_nodes_that_are_gone_are_said_to_be(rig: PdRig) -> None:
 
 @pytest.mark.parametrize("kind", ["embedded", "remote"])
 async def test_requests_are_spread_between_two_polls(kind: str) -> None:
-    rarely = replace(CONFIG, instances=replace(CONFIG.instances, probe_interval_s=60.0))
+    rarely = replace(
+        CONFIG, instances=replace(CONFIG.instances, probes=ProbeTiming(interval_s=60.0))
+    )
     async with make_rig(kind, rarely) as rig:
         targets = [await rig.front.direct(DirectRequest(request_id=f"r{n}")) for n in range(4)]
     assert sorted(target.instance for target in targets) == ["d0", "d0", "d1", "d1"]
