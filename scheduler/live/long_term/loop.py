@@ -12,7 +12,7 @@ Rules:
    instance of a role. The gain of a conversion is counted against the present division with *its*
    best t, not with the present t, because t is free to change.
 2. Convert when the best division gains `min_gain` or more, and when the next step is no loss even
-   if the measured means are off by `num_errors` standard errors in the unlucky direction. So the
+   if the measured means are off by `NUM_ERRORS` standard errors in the unlucky direction. So the
    noise of few samples converts nothing, and no other threshold is needed.
 3. Each step converts one instance of a cluster, towards the best division. Throughput is concave in
    the division, so every step gains, and a wrong one costs little. A change by several instances
@@ -21,8 +21,8 @@ Rules:
    other direction. While a conversion runs, its cluster is asked for no other. A failed conversion
    counts as one in the other direction: an instance that cannot be drained must not be taken from
    its work every few minutes.
-5. t follows at every step where that gains `min_threshold_gain`. A step moves at most
-   `max_moved_share` of the requests to the other side.
+5. t follows at every step where that gains `MIN_THRESHOLD_GAIN`. A step moves at most
+   `MAX_MOVED_SHARE` of the requests to the other side.
 
 While an instance drains it is lost to both roles. So t counts on the fewer prefill instances: at
 once if a prefill instance is taken, and until the end of the conversion if one is gained.
@@ -40,6 +40,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -52,6 +53,13 @@ from scheduler.planning.region_model import Region
 from scheduler.planning.route_search import NoRouteError
 from scheduler.planning.throughput import Mode
 
+NUM_ERRORS: Final = 4.0
+"""How many standard errors the measured means may be off. It is above 3, because many steps look at
+the same traffic, and chance exceeds 3 within weeks."""
+MIN_THRESHOLD_GAIN: Final = 0.005
+"""The throughput that another t must gain, as a share of the present one."""
+MAX_MOVED_SHARE: Final = 0.5
+"""The largest share of requests that one step of t may move to the other side."""
 _ROUNDING = 1e-9
 _MAX_ERROR = 0.5
 """The largest error assumed of a mean, as a share of it."""
@@ -80,10 +88,6 @@ class LongTermConfig:
     """Nothing changes before this many requests have been measured."""
     min_gain: float = 0.03
     """The throughput that conversions must gain altogether, as a share of the present one."""
-    num_errors: float = 4.0
-    """How many standard errors the measured means may be off. It is above 3, because many steps
-    look at the same traffic, and chance exceeds 3 within weeks.
-    """
     dwell_s: float = DWELL_S
     """The least time from one conversion of a cluster to its next, seconds. It also holds for
     conversions that operators order. It is less than a period, so that a shift that asks for
@@ -91,9 +95,6 @@ class LongTermConfig:
     """
     reverse_dwell_s: float = 1800.0
     """The least time from a conversion to one in the other direction, seconds."""
-    min_threshold_gain: float = 0.005
-    max_moved_share: float = 0.5
-    """The largest share of requests that one step of the threshold may move to the other side."""
 
     def __post_init__(self) -> None:
         if not (self.period_s > 0 and self.min_requests >= 1):
@@ -106,13 +107,8 @@ class LongTermConfig:
                 f"dwell_s {self.dwell_s:g} must be at most reverse_dwell_s "
                 f"{self.reverse_dwell_s:g}, neither negative"
             )
-        if not (self.min_gain > 0 and self.num_errors >= 0 and self.min_threshold_gain >= 0):
-            raise ValueError(
-                f"min_gain {self.min_gain:g} must be above 0, num_errors {self.num_errors:g} and "
-                f"min_threshold_gain {self.min_threshold_gain:g} not below"
-            )
-        if not 0 < self.max_moved_share <= 1:
-            raise ValueError(f"max_moved_share {self.max_moved_share:g} must be in (0, 1]")
+        if not self.min_gain > 0:
+            raise ValueError(f"min_gain {self.min_gain:g} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -193,7 +189,7 @@ class LongTermQuestion:
             # An instance that will prefill does not yet, and one that will decode no longer does.
             fewer = {name: min(n, division[name]) for name, n in current.num_prefill.items()}
             tokens, adopted = self._towards(best_at(model, [fewer])), after
-        elif _gain(present, kept) >= self.config.min_threshold_gain:
+        elif _gain(present, kept) >= MIN_THRESHOLD_GAIN:
             tokens, adopted = self._towards(present), present
         return LongTermDecision(
             reason,
@@ -234,7 +230,7 @@ class LongTermQuestion:
         prefill.
         """
         uncached, output = (
-            min(_MAX_ERROR, self.config.num_errors * sample.relative_error)
+            min(_MAX_ERROR, NUM_ERRORS * sample.relative_error)
             for sample in (measured.uncached, measured.output)
         )
         unlucky = self._modelled(measured, 1 - way * uncached, 1 + way * output)
@@ -274,7 +270,7 @@ class LongTermQuestion:
 
     def _towards(self, plan: Plan) -> dict[str, float]:
         """The plan's thresholds, or as far towards them as one step may go."""
-        lengths, most = plan.region.traffic.lengths, self.config.max_moved_share
+        lengths = plan.region.traffic.lengths
         found = thresholds_of(plan)
         for name, wanted in found.items():
             present = self.current.thresholds.get(name)
@@ -283,8 +279,8 @@ class LongTermQuestion:
             # Row 0 of the moments is P(L <= x), so the difference is the share of requests that
             # moves.
             start, end = lengths.moments_to([present, wanted])[0]
-            if abs(end - start) > most:
-                share = start + math.copysign(most, end - start)
+            if abs(end - start) > MAX_MOVED_SHARE:
+                share = start + math.copysign(MAX_MOVED_SHARE, end - start)
                 found[name] = float(lengths.quantile([share])[0])
         return found
 
@@ -324,7 +320,7 @@ def _division(plan: Plan) -> dict[str, int]:
 
 
 def _steps(num_prefill: Division, plan: Plan) -> dict[str, int]:
-    """By how much N_p of each cluster would have to change."""
+    """The change of N_p that each cluster would need."""
     return {name: n - num_prefill[name] for name, n in _division(plan).items()}
 
 

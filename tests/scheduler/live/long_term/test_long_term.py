@@ -334,13 +334,12 @@ def test_t_counts_on_the_fewer_prefill_instances_while_one_drains() -> None:
 def test_t_moves_a_limited_share_of_requests_a_step() -> None:
     region = pair(gbps=1e-6)
     current = allocation(0, 7, 1)
-    config = LongTermConfig(max_moved_share=0.3)
     shares = []
-    for _ in range(4):
-        decision = Loop(config).step(region, exactly(region), current, 0)
+    for _ in range(3):
+        decision = Loop().step(region, exactly(region), current, 0)
         current = replace(current, thresholds=decision.thresholds)
         shares.append(float(LENGTHS.moments_to([decision.thresholds["far"]])[0, 0]))
-    assert shares == pytest.approx([0.3, 0.6, 0.9, 1.0], abs=0.01)
+    assert shares == pytest.approx([0.5, 1.0, 1.0], abs=0.01)
 
 
 def test_a_region_without_instances_decides_nothing() -> None:
@@ -446,9 +445,10 @@ def test_a_slower_link_never_lowers_t(
 
 
 def test_the_same_calls_give_the_same_answers() -> None:
-    def decisions() -> list[str]:
+    def decisions() -> list[tuple[object, ...]]:
         world = World.planned_for(pair())
-        return [str(world.period(pair(scale=scale))) for scale in (1, 1, 2, 2, 2)]
+        found = [world.period(pair(scale=scale)) for scale in (1, 1, 2, 2, 2)]
+        return [(one.reason, one.conversions, one.thresholds, one.numbers) for one in found]
 
     assert decisions() == decisions()
 
@@ -458,7 +458,5 @@ def test_settings_are_checked() -> None:
         LongTermConfig(dwell_s=300, reverse_dwell_s=100)
     with pytest.raises(ValueError, match="min_gain 0"):
         LongTermConfig(min_gain=0)
-    with pytest.raises(ValueError, match="max_moved_share 2"):
-        LongTermConfig(max_moved_share=2)
     with pytest.raises(ValueError, match="period_s 0"):
         LongTermConfig(period_s=0)
