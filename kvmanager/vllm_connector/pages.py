@@ -8,7 +8,7 @@ import ctypes
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -124,11 +124,21 @@ def copier_for(device: torch.device, arena: "Arena") -> PageCopier:
     return CudaPageCopier(device, arena) if device.type == "cuda" else CpuPageCopier()
 
 
-def _split(
-    space: "ByteSpace", offset: int, num_rows: int, row_bytes: int
-) -> list[list[memoryview]]:
-    """The pieces of memory for each row; one piece unless the arena is fragmented."""
-    return [space.views(offset + row * row_bytes, row_bytes) for row in range(num_rows)]
+def _pieces(
+    pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each run of a page's bytes with its place in `space`, in order. A page is one run unless the
+    arena is fragmented.
+    """
+    rows = pages.rows.numpy()
+    row_bytes = rows.shape[1]
+    # All views are taken before the first copy: a range that leaves `space` raises here.
+    views = [space.views(offset + row * row_bytes, row_bytes) for row in range(len(block_ids))]
+    for block, memories in zip(block_ids, views, strict=True):
+        start = 0
+        for memory in memories:
+            yield rows[block, start : start + len(memory)], np.frombuffer(memory, np.uint8)
+            start += len(memory)
 
 
 class CpuPageCopier:
@@ -142,27 +152,15 @@ class CpuPageCopier:
         offset: int,
         done: Done,
     ) -> None:
-        rows = pages.rows.numpy()
-        for block, pieces in zip(
-            block_ids, _split(space, offset, len(block_ids), rows.shape[1]), strict=True
-        ):
-            start = 0
-            for piece in pieces:
-                np.frombuffer(piece, np.uint8)[:] = rows[block, start : start + len(piece)]
-                start += len(piece)
+        for page, memory in _pieces(pages, block_ids, space, offset):
+            memory[:] = page
         done(None)
 
     def load(
         self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
     ) -> None:
-        rows = pages.rows.numpy()
-        for block, pieces in zip(
-            block_ids, _split(space, offset, len(block_ids), rows.shape[1]), strict=True
-        ):
-            start = 0
-            for piece in pieces:
-                rows[block, start : start + len(piece)] = np.frombuffer(piece, np.uint8)
-                start += len(piece)
+        for page, memory in _pieces(pages, block_ids, space, offset):
+            page[:] = memory
 
     def drain(self) -> None:
         """Do nothing: a copy has ended when `store` returns."""
