@@ -96,12 +96,14 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: Answer, started
         if data == b"[DONE]":
             return
         event = json.loads(data)
+        # The status is sent before the first token, so a later error comes as an event.
         if "error" in event:
             raise ValueError(f"error event: {event['error']}")
         had_tokens = bool(answer.token_ids)
         _take(answer, event)
         if answer.token_ids and not had_tokens:
             answer.ttft_s = time.monotonic() - started_s
+    # A connection that closes early must not look like a short answer.
     raise ValueError("the stream ended without [DONE]")
 
 

@@ -83,6 +83,7 @@ class RateClock:
         """The earliest instant at which `room_bytes` is at least `nbytes`."""
         if self._rate == 0:
             return now_s
+        # There is never room for more than `read_ahead_s` of bytes at once.
         wanted_s = min(nbytes / self._rate, self.read_ahead_s)
         return max(now_s, self._idle_at_s - self.read_ahead_s + wanted_s)
 
@@ -185,6 +186,7 @@ class ByteQueue:
         """`nbytes` (0 allowed) were written to the start of what `free_space` returned."""
         self._chunks[-1].end += nbytes
         self.num_bytes += nbytes
+        # An idle connection must not keep the chunk that `free_space` took for it.
         if not self.num_bytes:
             self.clear()
 

@@ -55,6 +55,7 @@ def _lengths_table(model: ModelKv, rows: Sequence[LengthRow]) -> Table:
     """KVCache, and what it needs of a link, for each prompt length."""
     table = new_table(numbers=("tokens",))
     kinds = list(model.num_layers_by_kind())
+    # With one kind its column would repeat the total.
     if len(kinds) > 1:
         for kind in kinds:
             table.add_column(f"{_KIND_NAMES[kind].split()[-1]}\nMiB", justify="right")

@@ -220,6 +220,7 @@ class ProfiledEngine:
         num_prompt_tokens = num_tokens = 0
         for now_s, data in _events(pieces):
             if data == b"[DONE]":
+                # An engine without continuous usage has streamed, but counted nothing.
                 if not num_tokens:
                     break
                 times = TokenTimes(tuple(num_tokens_at), tuple(num_tokens_at.values()))
@@ -231,6 +232,7 @@ class ProfiledEngine:
                 continue
             num_prompt_tokens = event.usage.prompt_tokens
             if event.usage.completion_tokens > num_tokens:
+                # Tokens that arrive in the same piece share its time, and the last count wins.
                 num_tokens = num_tokens_at[now_s] = event.usage.completion_tokens
         raise ProfilingError(
             f"{self.url}/v1/completions: the stream ended early or counted no tokens; "

@@ -134,6 +134,7 @@ def prefill_profile(samples: Sequence[PrefillSample]) -> MeasuredPrefill:
     instance busy. The client's time also has HTTP, checks and queueing; nothing is subtracted from
     it.
     """
+    # Times of two clocks differ by the overhead of HTTP, so a curve must not mix them.
     by_engine = all(sample.engine_s is not None for sample in samples)
     by_length: dict[int, list[PrefillSample]] = {}
     for sample in samples:
@@ -166,6 +167,7 @@ def decode_step(sample: DecodeSample) -> DecodeStep | None:
     # Fewer spans than streams: some stream had too few tokens with all the others.
     if len(spans) < sample.batch_size:
         return None
+    # Deciles and not extremes: a single pause of the client must not decide.
     deciles = statistics.quantiles(spans, n=10, method="inclusive") if len(spans) > 1 else spans
     return DecodeStep(
         batch_size=sample.batch_size,
@@ -227,6 +229,7 @@ def _spans(streams: Sequence[TokenTimes]) -> Iterator[float]:
         ]
         last = 0
         for first_s, first_num in arrivals:
+            # Counted in tokens and not in arrivals: several tokens may arrive at once.
             while last < len(arrivals) and arrivals[last][1] - first_num < MIN_STEPS:
                 last += 1
             if last == len(arrivals):

@@ -86,6 +86,7 @@ class Simulation:
         spec, traffic = self.file.simulation, self.model.region.traffic
         first = PhaseSpec(at=0.0, load=spec.load, rate_rps=self._rate(spec))
         steps = [first, *sorted(spec.phases, key=lambda phase: phase.at)]
+        # A phase without a load and a rate keeps the last one.
         rate = 0.0
         for step, after in zip(steps, [*steps[1:], None], strict=True):
             if step.rate_rps is not None:
@@ -93,6 +94,7 @@ class Simulation:
             elif step.load is not None:
                 rate = step.load * self.capacity_rps
             until_s = spec.duration if after is None else min(after.at, spec.duration)
+            # Two phases may begin at the same time: the later one in the file counts.
             if until_s > step.at:
                 factor = step.length_factor
                 yield Phase(
@@ -127,6 +129,7 @@ def homogeneous(model: ReplayModel) -> ReplayModel:
     alone = replace(
         region, prefill_clusters=(), links=(), pd_clusters=(replace(pd, num_instances=num),)
     )
+    # Without links there is nothing that a schedule could be for.
     return replace(model, region=alone, schedules={})
 
 

@@ -36,6 +36,7 @@ class _FileGroup(TyperGroup):
     """Takes a file in place of a command: `simulate FILE` is `simulate run FILE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # A recording takes the place of the file, so it needs no command either.
         if any(word.partition("=")[0] == "--recording" for word in args):
             if args[0] not in self.commands:
                 args = ["recording", *args]
@@ -86,6 +87,7 @@ def run_command(
       oracle       the router, told what links will do
       homogeneous  all instances in the PD cluster, no prefill cluster
     """
+    # Before the simulation, which may take minutes.
     if plot is not None:
         check_plot(plot, ".png", ".svg")
     simulation = _load(file)

@@ -64,6 +64,7 @@ def shift(seed: int, scale: float) -> Study:
         bound = best_within(after, near).system_rps(Mode.EXACT) / optimum_rps
         hindsight = _hindsight_rps(after, near, workload, half_s) / optimum_rps
         times_s = [change.at_s for change in outcome.role_changes if change.at_s >= half_s]
+        # The goal is for the first two periods. Later changes are only reported.
         changes = sum(at_s <= half_s + SETTLED_S for at_s in times_s)
         late = outcome.summary(half_s + SETTLED_S)
         name = f"lengths x{lengths:.2g}, outputs x{outputs:.2g}"
@@ -131,6 +132,7 @@ def _hindsight_rps(after: Region, near: Bounds, workload: Workload, half_s: floa
     )
     best = best_within(replace(after, traffic=came), near)
     assert best.threshold_tokens is not None
+    # Found for the requests that came, but judged by the distribution behind them.
     plan = threshold_plan(after, best.threshold_tokens, best.num_prefill[after.pd_clusters[0].name])
     return plan.system_rps(Mode.EXACT)
 

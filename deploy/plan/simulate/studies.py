@@ -60,6 +60,7 @@ def case_study(seed: int, scale: float) -> Study:
                 "change": change,
             }
         )
+        # At other loads the goal is only to be no worse.
         limit = wanted.get(load, 0.0)
         name = f"TTFT P90 of the router over the best static t, load {load:g}"
         goals.append(Goal(name, f"at most {limit:+.0%}", change, change <= limit))
@@ -194,6 +195,7 @@ STUDIES: Final[dict[str, Callable[[int, float], Study]]] = {
 
 def _static(threshold_tokens: float | None) -> Policy:
     thresholds = None if threshold_tokens is None else {"h200": threshold_tokens}
+    # The paper's model: first come, first served, and no admission.
     return Policy(routing=Routing.STATIC, order=None, thresholds=thresholds)
 
 
@@ -216,6 +218,7 @@ def _p90_s(model: ReplayModel, workload: Workload, policy: Policy) -> float:
 def _against_one_site(model: ReplayModel, seed: int, scale: float) -> Goal:
     """The router at a rate close to the most that one site alone can take."""
     alone = homogeneous(model)
+    # A rate that both can serve. Above it the queue of the one site would grow without end.
     rps = 0.9 * best_plan(alone.region, Mode.EXACT).system_rps(Mode.EXACT)
     workload = _poisson(model.region, rps, 50_000 * scale, seed)
     change = _p90_s(model, workload, Policy()) / _p90_s(alone, workload, _static(None)) - 1
@@ -263,6 +266,7 @@ def _overloaded(
     model = ReplayModel(region=region, slo=Slo(ttft_s=30.0, tbt_s=0.1))
     if prompts is None:
         longest = traffic.lengths.max_tokens
+        # With the longest prompt as threshold nothing is offloaded: the region has one site.
         rps = 2 * threshold_plan(region, longest, 8).system_rps(Mode.EXACT)
         workload = _poisson(region, rps, 12_000 * scale, seed)
     return model, workload

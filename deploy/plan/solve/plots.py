@@ -159,6 +159,7 @@ def _split_panel(axes: Axes, plan: Plan, threshold_tokens: float) -> None:
 def _link_panel(axes: Axes, plan: Plan) -> None:
     region = plan.region
     today = sum(link.bytes_per_s for link in region.links)
+    # With several clusters each plan takes a longer search.
     num_points = _LINK_POINTS if is_pair(region) else _LINK_POINTS_OF_SEVERAL
     factors = np.geomspace(0.01, 3, num_points)
     best, frozen = [], []
@@ -216,6 +217,7 @@ def _parts_panel(axes: Axes, solution: Solution) -> None:
     used = [100 * part["utilisation"] for part in parts]
     bars = axes.barh(names, used, color="#9fb8cc", edgecolor="#1b1b1b")
     axes.bar_label(bars, fmt="%.0f%%", padding=2)
+    # Beyond 100%, for the labels of full parts.
     axes.set(xlim=(0, 115), xlabel="in use at the highest rate, %", title="how full each part is")
     axes.invert_yaxis()
 

@@ -101,6 +101,7 @@ def binding_words(plan: Plan) -> str:
     parts = [f"{KIND_WORDS[part.kind]} {part.name}" for part in plan.bottlenecks(Mode.EXACT)]
     *most, last = parts
     subject = f"{', '.join(most)} and {last}" if most else last
+    # The words of a link are in the singular, those of instances in the plural.
     verb = "are" if most or last.startswith(("prefill", "decode")) else "is"
     return f"{subject} {verb} full first, at {plan.system_rps(Mode.EXACT):.3g} requests/s"
 

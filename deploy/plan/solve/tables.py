@@ -117,6 +117,7 @@ def print_search(console: Console, rows: Sequence[Mapping[str, float]]) -> None:
         numbers=("prefill\ninstances", "decode\ninstances", "threshold\ntokens", "requests/s"),
         title="every division of the PD cluster, each with its best threshold",
     )
+    # Several divisions may be equally good, and each gets the mark.
     top = max(row["throughput_rps"] for row in rows)
     for row in rows:
         mark = " *" if row["throughput_rps"] == top else "  "
