@@ -1,4 +1,4 @@
-"""What a gateway is told: parsed once at the edge, frozen afterwards.
+"""The settings of a gateway: parsed once at the start, frozen afterwards.
 
 Unknown keys are errors. It does not know region files; the launcher turns those into this.
 """

@@ -1,7 +1,7 @@
 """The file of a stand-alone gateway (`prfaas gateway`): its limits and the clusters it fronts.
 
 Each cluster's front either runs embedded in the gateway's process (`instances`) or elsewhere
-(`front`: its gRPC address). Does not know region files; a launcher writes one of these.
+(`front`: its gRPC address). This file does not know region files; a launcher writes one of these.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prometheus metrics of one gateway (`prfaas_gateway_*`), in a registry of their own.
 
-Knows records, but not the steps that fill them.
+This file knows records, but not the steps that fill them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GatewayMetrics:
         )
         self._cached_tokens = counter(
             "cached_tokens_total",
-            "Of these, what a cluster is spared (local, prefill) or need not be sent (landing).",
+            "Tokens of these that a cluster need not compute (local, prefill) or get (landing).",
             "side",
             "cluster",
         )

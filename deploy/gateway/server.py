@@ -1,4 +1,7 @@
-"""Runs a gateway's HTTP server until it is told to stop, then drains it. Does not know signals."""
+"""Runs a gateway's HTTP server until it is told to stop, then drains it.
+
+This file does not know signals.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ bucket. A full bucket lets any one request through and is then below zero, and a
 in flight may always have one request. So no request is too long for ever. Tenants that are idle and
 whose bucket is full are forgotten, so memory follows the active ones.
 
-Pure; time is an argument. Knows no load of the region.
+Pure; time is an argument. This file knows no load of the region.
 """
 
 from __future__ import annotations

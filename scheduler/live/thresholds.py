@@ -1,7 +1,7 @@
 """The routing threshold of every prefill cluster: the plan's, times a factor for its link.
 
 The base comes from the configuration, and later from the long-term loop. One `ThresholdController`
-for each cluster follows its link. Pure; time is an argument. Does not know requests.
+for each cluster follows its link. Pure; time is an argument. This file does not know requests.
 """
 
 from __future__ import annotations

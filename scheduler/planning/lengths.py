@@ -1,6 +1,6 @@
 """How long prompts are: distributions of uncached input lengths, seen through their moments.
 
-Of a distribution, the throughput model needs only P, E[L] and E[L^2] up to a length; simulation
+The throughput model needs only P, E[L] and E[L^2] of a distribution up to a length; simulation
 draws samples. Lengths are tokens and may be fractional. No I/O, no clock; random draws come from a
 generator that the caller seeds.
 """

@@ -142,9 +142,7 @@ class Plan:
         return np.minimum(taken, len(upto) - 1)
 
     def kept_in(self, region: Region) -> Plan:
-        """The same routing and division in a region that has changed, as if nobody had planned
-        again.
-        """
+        """This plan's routing and division in a region that has changed, without a new plan."""
         old = self.assignment
         classes = Classes.at(region.traffic.lengths, old.classes.edges)
         middles = (classes.edges[:-1] + classes.edges[1:]) / 2

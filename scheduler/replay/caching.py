@@ -1,7 +1,8 @@
 """The prefix cache of one cluster during a replay: the most recently used blocks.
 
 It has the rule of `scheduler.planning.prefix_reuse`, with look-ups and additions at different
-times. The id of a block stands for the whole prefix up to it. Knows no bytes and no tiers.
+times. The id of a block stands for the whole prefix up to it. This file knows no bytes and no
+tiers.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from scheduler.replay.model import Slo
 LATE_RATIO = 2.0
 """A transfer is late when it is older than this many times its predicted time."""
 LATE_GRACE_S = 3.0
-"""For so long after a change of a link, nobody can know of it yet, seconds."""
+"""The time after a change of a link in which the scheduler cannot know of it yet, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class ReplayedRoleChange:
 class Lateness:
     """Ages of the oldest transfers over their predicted times, sample by sample, after the grace.
 
-    A late transfer that began before the end of the grace was predicted when nobody could know of
-    the change. `num_foreseeable` counts the others.
+    A late transfer that began before the end of the grace was predicted before the scheduler could
+    know of the change. `num_foreseeable` counts the others.
     """
 
     num_seen: int = 0

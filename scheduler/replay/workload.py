@@ -1,6 +1,7 @@
 """The requests of a replay, in the order of their arrival: drawn at random, or from a trace.
 
-They are plain lists, because the replay reads them one by one. Knows no clusters and no policy.
+They are plain lists, because the replay reads them one by one. This file knows no clusters and no
+policy.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 These are the curves of `scheduler.planning.curves`, evaluated in plain Python, at about a
 microsecond a value. A profile also carries what measurement has taught since: a factor on the time.
-Knows no queue and no link.
+This file knows no queue and no link.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The plan gives a base t. The present state of the link multiplies it by a factor
   asks for nothing and lets nothing fall: t stays where it was.
 
 A slower link or a worse state never lowers t, whatever came before (PrfaaS 3.4.3: "bandwidth- and
-cache-aware routing"). Pure; time is an argument. Knows no requests and no queues.
+cache-aware routing"). Pure; time is an argument. This file knows no requests and no queues.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Owns a connection to each agent that took part in a move, and every move under way. A route says
 what a prompt gets from another cluster (`scheduler.routing.candidates`), and the scheduler hears
-from here how moves between clusters ended. Does not know requests or how prefixes are found.
+from here how moves between clusters ended. This file does not know requests or how prefixes are
+found.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asks the directory and the node agents what the region has cached.
 
-Owns the directory's reader and a client of every agent that a report names. Does not know requests
-or what the answers are used for.
+Owns the directory's reader and a client of every agent that a report names. This file does not know
+requests or what the answers are used for.
 """
 
 from __future__ import annotations

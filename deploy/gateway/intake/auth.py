@@ -1,7 +1,7 @@
 """API keys: checks an Authorization header, and tells the tenant and whether it is an operator.
 
 Digests of keys are compared in constant time, and every key is compared, so that timing tells
-nothing about their number, length or content. Does not know which paths need a key.
+nothing about their number, length or content. This file does not know which paths need a key.
 """
 
 from __future__ import annotations

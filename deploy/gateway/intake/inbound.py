@@ -5,7 +5,7 @@ engine judges the types of fields: it coerces some and words its own errors. Wha
 here is served whole by one engine. As in the engine's own parser the last of duplicate keys counts,
 so the parameters that `with_kv_transfer_params` appends win over anything before them.
 
-Does not know routes, tokenizers or HTTP.
+This file does not know routes, tokenizers or HTTP.
 """
 
 from __future__ import annotations

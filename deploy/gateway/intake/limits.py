@@ -2,7 +2,8 @@
 
 A body counts as its bytes arrive, whatever its headers announce. A body that goes beyond a limit is
 given up at that byte, and its memory is free at once. A request beyond a limit is told when to come
-back; once the gateway drains, none is let in. Does not know what requests ask for or who sent them.
+back; once the gateway drains, none is let in. This file does not know what requests ask for or who
+sent them.
 """
 
 from __future__ import annotations

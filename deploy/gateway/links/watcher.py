@@ -1,6 +1,7 @@
 """Keeps the latest report of every cluster, so that routing never waits for one.
 
-A report that is too old counts as none. Does not know requests or what reports are used for.
+A report that is too old counts as none. This file does not know requests or what reports are used
+for.
 """
 
 from __future__ import annotations

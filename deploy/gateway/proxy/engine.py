@@ -2,7 +2,7 @@
 
 An answer has begun when its whole body has arrived, or the first event of its stream. Everything
 that goes wrong earlier is an `EngineLost`, so that the caller may try elsewhere: the client has
-seen nothing yet. Does not know routes, slots or clients.
+seen nothing yet. This file does not know routes, slots or clients.
 """
 
 from __future__ import annotations

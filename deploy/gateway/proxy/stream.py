@@ -1,7 +1,7 @@
 """Carries a stream from an engine to the client, byte for byte but for its usage.
 
 A stream that ends without `data: [DONE]` never looks whole: the client gets an SSE error event and
-then a broken connection instead of the end of the body. Does not know routes or records.
+then a broken connection instead of the end of the body. This file does not know routes or records.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A decode engine counts the tokens that a transfer brought as cached, although another engine
 computed them for this very request. Only the bytes of the number change; all others stay as the
-engine wrote them. Does not know how many tokens the prefill engine found cached.
+engine wrote them. This file does not know how many tokens the prefill engine found cached.
 """
 
 from __future__ import annotations

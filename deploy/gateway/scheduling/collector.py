@@ -1,7 +1,7 @@
 """Prometheus series of what scheduling rests on, computed when they are scraped.
 
 Labels are clusters, places and served models, so their number is bounded by the configuration. What
-is not known yet has no sample. Does not know requests.
+is not known yet has no sample. This file does not know requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What all steps of a request share: the request itself, its record, and the gateway's services.
 
 A step that learns something about the request tells its `Exchange`, which alone fills the record
-and counts the metrics. Does not know how requests are routed or relayed.
+and counts the metrics. This file does not know how requests are routed or relayed.
 """
 
 from __future__ import annotations

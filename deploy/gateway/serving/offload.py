@@ -11,10 +11,10 @@ with the first of these:
 - The prefill leg fails, or the landing does and the leg has `result_grace_s` to say why. The
   landing is given back, and the request goes to another prefill cluster or, without its KVCache,
   to the decode engine, which computes the prompt itself.
-- Nobody can say how the landing is doing. The decode request is posted at once: the engine takes
-  what has landed, waits for the rest, and computes the prompt itself when the landing is gone.
-  Only in this case the leg is watched until the answer begins, and its failure gives the landing
-  back.
+- The state of the landing cannot be found out. The decode request is posted at once: the engine
+  takes what has landed, waits for the rest, and computes the prompt itself when the landing is
+  gone. Only in this case the leg is watched until the answer begins, and its failure gives the
+  landing back.
 - `engine_silence_s` is over.
 
 `close` gives back whatever is still held: it cancels the prefill leg and releases the landing (a
@@ -321,8 +321,8 @@ class Offload:
 
     async def _cached_tokens(self, leg: _Leg) -> int | None:
         """How many tokens the prefill leg's engine found cached; None if the decode engine had to
-        compute the prompt. 0 if the leg does not say in time: clients are not told of a hit that
-        nobody reported.
+        compute the prompt. 0 if the leg does not say in time: clients are not told of a hit without
+        a report.
         """
         if self.decision is not self._routed:
             return None

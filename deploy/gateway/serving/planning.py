@@ -1,8 +1,8 @@
 """Plans a request: counts its prompt, looks up what is cached of it, and asks for its route.
 
 Counting costs a round trip to an engine, and looking up one to the directory. A prompt that is
-certain to stay in the PD cluster skips both. Does not know the client, nor how a plan is carried
-out.
+certain to stay in the PD cluster skips both. This file does not know the client, nor how a plan is
+carried out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What happened to a request: a record that fills up.
 
-Only `serving.exchange` fills records. Does not know HTTP. Time is an argument.
+Only `serving.exchange` fills records. This file does not know HTTP. Time is an argument.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Serves one request: plan, admit, open an answer, relay it, note how it ended.
 
 Until the first byte has gone to the client one more try is made elsewhere. After it, a failure ends
-the connection. Does not know authentication, limits, how a route is chosen or how a landing is
-filled.
+the connection. This file does not know authentication, limits, how a route is chosen or how a
+landing is filled.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _open_locked(path: Path) -> IO[str]:
             file.close()
             raise
         # Its owner removed it after we had opened it. The next launcher makes a new file, so this
-        # lock would keep nobody out.
+        # lock would keep no other process out.
         file.close()
 
 

@@ -1,7 +1,8 @@
 """Moves of cached prefixes between clusters: those under way, and what ended ones measured.
 
 Where a move between two clusters failed, or takes longer than any request waits, nothing is moved
-between them for a while. Pure; time is an argument. Does not know prefixes, nodes or routes.
+between them for a while. Pure; time is an argument. This file does not know prefixes, nodes or
+routes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Places are a prefill cluster's name, `HAND_OFF` and `ONE_ENGINE` (`scheduler.routing.decision`). A
 place with too few observations borrows the profile of the place with the most: the model is the
 same, and a route must compare sides before both were tried. Its own first prefills set the level of
-the borrowed profile. Pure; time is an argument. Does not know requests, reports or routes.
+the borrowed profile. Pure; time is an argument. This file does not know requests, reports or
+routes.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Kolmogorov-Smirnov test at the best cut between old and new), everything before 
 Constant traffic thus gets long windows and little noise, and a shift is seen within minutes.
 
 Prompts and outputs are followed apart, because the length of an output is known only at its end and
-either may change alone. Time is an argument; if it goes back, it stands still. Knows no clusters,
-no queues and no plan.
+either may change alone. Time is an argument; if it goes back, it stands still. This file knows no
+clusters, no queues and no plan.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class _Channel:
         self._num_used = min(NUM_SLICES, self._num_used + steps)
 
     def _since_change(self, rows: Rows) -> Rows:
-        """Those of `rows` that are not older than the clearest change, if there is one."""
+        """The part of `rows` that is not older than the clearest change, if there is one."""
         upto = np.cumsum(self._counts[rows], axis=0)
         newer = upto[:-1].sum(axis=1, dtype=np.float64)
         older = upto[-1:].sum() - newer
