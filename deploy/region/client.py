@@ -65,7 +65,7 @@ async def asked(
 
 
 def show(answer: T, as_json: bool, view: Callable[[Console, T], None]) -> None:
-    """Print the answer as JSON, or with its `view`."""
+    """Print the answer as JSON, or with `view`."""
     if as_json:
         print_json(answer)
     else:

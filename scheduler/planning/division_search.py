@@ -55,6 +55,7 @@ def best_within(region: Region, bounds: Bounds) -> Plan:
         other = math.floor(n) if nearest[name] > n else math.ceil(n)
         tried.append({**nearest, name: other})
     inside = [{name: int(np.clip(n, *bounds[name])) for name, n in d.items()} for d in tried]
+    # Bounds may make several of them equal.
     return best_at(region, [d for i, d in enumerate(inside) if d not in inside[:i]])
 
 

@@ -140,6 +140,7 @@ def _per(capacity: ArrayLike, need: ArrayLike) -> Floats:
 
 def mean_of(total: Floats, share: Floats) -> Floats:
     """total / share, or 0 where the share is 0 but for rounding."""
+    # Where only rounding is left of the share, the quotient would be noise.
     real = _share(share) > 0
     return np.divide(total, share, out=np.zeros(len(share)), where=real)
 

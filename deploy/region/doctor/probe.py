@@ -18,6 +18,7 @@ from transport import Endpoint
 from transport.rpc import RpcError
 
 POLL_S = 0.25
+# Each sample renews it. If the doctor is killed, both ends give up after this time.
 LEASE_S = 5.0
 RPC_TIMEOUT_S = 5.0
 REACH_S = 8.0

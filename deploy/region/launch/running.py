@@ -121,6 +121,7 @@ class RunningProcess:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
+        # Not to the guard, which reports the end of the command and kills what it left.
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -234,6 +234,7 @@ def _use(session: int) -> ProcessUse:
             process = psutil.Process(pid)
             memory_bytes += process.memory_info().rss
             started_s = min(started_s, process.create_time())
+        # A process may end while it is asked.
         except psutil.Error:
             continue
         num_processes += 1

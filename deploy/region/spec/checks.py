@@ -104,6 +104,7 @@ def _check_node(
 
 def _check_slots(at: KeyPath, instance: RegionInstance, model: ModelSpec) -> Iterator[Problem]:
     slots, limit = instance.decode_slots, model.max_num_batched_tokens
+    # vLLM does not start with more sequences than tokens in a step.
     if slots is not None and limit is not None and slots > limit:
         message = f"{slots} is more than max_num_batched_tokens of {model.name}, {limit}; lower it"
         yield Problem((*at, "decode_slots"), message)

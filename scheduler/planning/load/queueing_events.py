@@ -51,7 +51,7 @@ class _LinkState:
 
 
 class EventLoop:
-    """All rules, one event after the other. Each object is good for one `run`."""
+    """All rules, one event after the other. `run` may be called once."""
 
     def __init__(self, system: System, requests: Requests) -> None:
         rates, bursts_bytes = requests.emission()
@@ -107,7 +107,7 @@ class EventLoop:
         while queue and self._free_servers[station]:
             request = queue[0]
             pool, nbytes = self._pool[request], self._bytes[request]
-            # Those behind it wait too: rule 3 keeps the queue first come, first served.
+            # Later requests wait too: rule 3 keeps the queue first come, first served.
             if nbytes > self._free_bytes[pool]:
                 return
             queue.popleft()

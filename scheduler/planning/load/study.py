@@ -119,6 +119,7 @@ def highest_load_within(
     It is 0 if even an empty region is too slow. Bisection finds it to 0.5% of capacity.
     """
     capacity_rps = plan.system_rps(Mode.EXACT)
+    # The same requests at every load, or chance could make a higher load look better.
     system, drawn = system_of(plan), draw(plan, num_requests, seed)
 
     def is_kept(load: float) -> bool:
