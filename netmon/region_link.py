@@ -66,8 +66,7 @@ class LinkStep(msgspec.Struct, frozen=True):
     condition: LinkCondition
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkView:
+class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     """One direction between two clusters, as routing sees it.
 
     `available_bytes_per_s` is the rate that all its transfers get together when they ask for more;
@@ -86,11 +85,14 @@ class LinkView:
     is_floor: bool = False
 
     def __post_init__(self) -> None:
-        rates = self.available_bytes_per_s or 0.0, self.inflow_bytes_per_s
-        values = (*rates, self.rtt_s, self.backlog_bytes, self.age_s)
-        # One check of all values, since every routing decision makes several views. A sum keeps nan
-        # and inf.
-        if min(values) >= 0 and sum(values) < math.inf:
+        # One look at all of them, since every route makes some.
+        if (
+            0 <= (self.available_bytes_per_s or 0.0) < math.inf
+            and 0 <= self.inflow_bytes_per_s < math.inf
+            and 0 <= self.rtt_s < math.inf
+            and 0 <= self.backlog_bytes < math.inf
+            and 0 <= self.age_s < math.inf
+        ):
             return
         for name in ("rtt_s", "backlog_bytes", "inflow_bytes_per_s", "age_s"):
             _check(name, getattr(self, name))

@@ -28,9 +28,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+
+import msgspec
 
 from scheduler.live.tenants import TenantLedger
 from scheduler.routing.prediction import Prediction, release_s
@@ -96,8 +98,7 @@ class AdmissionConfig:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionRequest:
+class AdmissionRequest(msgspec.Struct, frozen=True):
     """A request as admission sees it.
 
     `prediction` is the prediction for the route it would take, `kv_bytes` its KVCache while it
@@ -110,21 +111,19 @@ class AdmissionRequest:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """Let in or refused, why, and after how many whole seconds to try again (0 when let in)."""
 
     admitted: bool
     reason: AdmissionReason
     retry_after_s: int = 0
-    numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
+    numbers: Mapping[str, int | float] = MappingProxyType({})
 
     def __str__(self) -> str:
         return str(self.reason) + "".join(f"; {key}={value}" for key, value in self.numbers.items())
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLoad:
+class DecodeLoad(msgspec.Struct, frozen=True):
     """A decode pool at one moment: the requests that decode or wait to, and their KVCache."""
 
     occupied: int

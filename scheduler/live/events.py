@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.live.admission import (
@@ -113,8 +114,7 @@ class ThresholdsAsked(Event[list[ThresholdNow]], frozen=True):
         return live.thresholds.overview()
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(msgspec.Struct, frozen=True):
     """A verdict, and the decode load that the request would meet (None: no slot is known)."""
 
     verdict: Verdict

@@ -13,15 +13,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
 from itertools import chain, takewhile
+
+import msgspec
 
 KEEP_ENDED_S = 30.0
 """How long ended legs are remembered, seconds. No report older than this is used."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLeg:
+class PrefillLeg(msgspec.Struct, frozen=True):
     """A prompt computed at `place` for decoding elsewhere.
 
     `place` is the name of a prefill cluster, or the hand-off inside the PD cluster. `lands_at_s` is
@@ -40,8 +40,7 @@ class PrefillLeg:
     instance: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DirectPrompt:
+class DirectPrompt(msgspec.Struct, frozen=True):
     """A prompt that was given to one engine, which has not begun to answer."""
 
     instance: str

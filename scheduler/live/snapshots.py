@@ -7,8 +7,10 @@ learnt profile of a place turns its work into seconds. Pure; time is an argument
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.live.decode_side import decode_view, decoding, landing_room_bytes
@@ -65,8 +67,7 @@ class _Job(NamedTuple):
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRequest:
+class PendingRequest(msgspec.Struct, frozen=True):
     """A request to be routed. `priority` is the client's."""
 
     shape: RequestShape
@@ -332,7 +333,7 @@ class SnapshotMaker:
             kv.token_part_bytes(job.uncached_tokens) / max(job.prefill_s, 1e-3)
             for job in heads.values()
         )
-        return replace(link, inflow_bytes_per_s=rate)
+        return msgspec.structs.replace(link, inflow_bytes_per_s=rate)
 
     def _landing_room_bytes(self, pd: Reported) -> float | None:
         if pd.report is None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, Literal
+
+import msgspec
 
 Route = Literal["prefill_cluster", "local", "direct"]
 Number = int | float
@@ -84,8 +85,7 @@ class MoveReason(StrEnum):
     TOO_LONG = "too_long"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheMove:
+class CacheMove(msgspec.Struct, frozen=True, kw_only=True):
     """A cached prefix that another cluster could send to where a prompt is computed.
 
     `source` is that cluster, "" if none has a longer prefix. Its prefix has `num_tokens`,
@@ -120,8 +120,7 @@ class CacheMove:
 NO_MOVE: Final = CacheMove(reason=MoveReason.NOTHING_SAVED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestShape:
+class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     """What routing needs to know of a request.
 
     `num_prompt_tokens` is exact if `is_exact`. Otherwise it is an estimate before rendering, and
@@ -145,9 +144,9 @@ class RequestShape:
     has_prompt_embeds: bool = False
     is_unusual: bool = False
     local_cached_tokens: int = 0
-    prefill_cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    prefill_cached_tokens: Mapping[str, int] = MappingProxyType({})
     landing_cached_tokens: int = 0
-    sendable_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    sendable_tokens: Mapping[str, int] = MappingProxyType({})
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:
@@ -170,8 +169,7 @@ class RequestShape:
         return max(0, self.num_prompt_tokens - self.prefill_cached_tokens.get(cluster, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """One routing result.
 
     `target` is the name of the prefill cluster, `ONE_ENGINE` or `HAND_OFF`. `numbers` are the
@@ -181,7 +179,7 @@ class Decision:
     route: Route
     target: str
     reason: Reason
-    numbers: Mapping[str, Number] = field(default_factory=lambda: MappingProxyType({}))
+    numbers: Mapping[str, Number] = MappingProxyType({})
 
     @property
     def needs_landing(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from scheduler.planning.curves import Curve
@@ -68,8 +69,7 @@ class PrefillProfile:
         return constant + num_tokens * (linear + num_tokens * square)
 
 
-@dataclass(frozen=True, slots=True)
-class KvProfile:
+class KvProfile(msgspec.Struct, frozen=True):
     """Bytes of a prompt's KVCache: fixed ones whatever its length, and some for each token."""
 
     fixed_bytes: float

@@ -30,6 +30,8 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
+import msgspec
+
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
@@ -99,8 +101,7 @@ class OrderConfig:
         return bisect_left(self._edges, uncached_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingJob(Generic[KeyT]):
+class WaitingJob(msgspec.Struct, Generic[KeyT], frozen=True):
     """A job as its order sees it. `key` is unique. The lower `priority`, the more urgent; 0 is
     most.
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -77,8 +76,7 @@ The order is from nearest to farthest.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class RouteDecision(Decision):
+class RouteDecision(Decision, frozen=True):
     """A routing result with the predictions it was taken from.
 
     `local` is None only for `direct`, `remote` (of the best candidate) where there is no candidate.

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+
+import msgspec
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
@@ -64,13 +66,12 @@ class ThresholdConfig:
             raise ValueError(f"return_s {self.return_s:g} and max_age_s must be above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class Threshold:
+class Threshold(msgspec.Struct, frozen=True):
     """t now, and why. `numbers` hold what the reason rests on."""
 
     tokens: float
     reason: ThresholdReason
-    numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
+    numbers: Mapping[str, int | float] = MappingProxyType({})
 
     def __str__(self) -> str:
         return str(self.reason) + "".join(f"; {key}={value}" for key, value in self.numbers.items())

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.routing.profiles import PrefillProfile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceView:
+class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. `node` is another name by which its cached prefixes may be known.
 
     `running_s` is the time until it has finished the prefills it runs, when a new one could begin.
@@ -33,8 +33,7 @@ class InstanceView:
         _check("num_requests", self.num_requests)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeView:
+class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
     """The decode side of a PD cluster as one pool of slots.
 
     A slot is a place in a batch that keeps the time per token within its objective. `decode_s` is
@@ -58,14 +57,22 @@ class DecodeView:
 
     def __post_init__(self) -> None:
         # A view is made for every route: one comparison usually, names only for the message.
-        counts = self.slots_total, self.slots_used, self.num_waiting
-        values = (*counts, self.step_s, self.decode_s or 0.0, self.kv_bytes, self.landing_kv_bytes)
-        if not (min(values) >= 0 and sum(values) < math.inf):
-            for name in ("slots_total", "slots_used", "num_waiting", "step_s"):
-                _check(name, getattr(self, name))
-            _check("decode_s", self.decode_s or 0.0)
-            for name in ("kv_bytes", "landing_kv_bytes"):
-                _check(name, getattr(self, name))
+        # One look at all of them, since every route makes one.
+        if (
+            self.slots_total >= 0
+            and self.slots_used >= 0
+            and self.num_waiting >= 0
+            and 0 <= self.step_s < math.inf
+            and 0 <= (self.decode_s or 0.0) < math.inf
+            and 0 <= self.kv_bytes < math.inf
+            and 0 <= self.landing_kv_bytes < math.inf
+        ):
+            return
+        for name in ("slots_total", "slots_used", "num_waiting", "step_s"):
+            _check(name, getattr(self, name))
+        _check("decode_s", self.decode_s or 0.0)
+        for name in ("kv_bytes", "landing_kv_bytes"):
+            _check(name, getattr(self, name))
 
     @property
     def is_empty(self) -> bool:
@@ -73,8 +80,7 @@ class DecodeView:
         return not (self.slots_used or self.num_waiting or self.landing_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterView:
+class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill cluster, or the prefill side of the PD cluster.
 
     `instances` may be left out where `free_s` is given. `queued_s` is the work in the common queue
@@ -92,22 +98,25 @@ class ClusterView:
     max_queued: int | None = None
     queued_s: float = 0.0
     link: LinkView | None = None
-    links_in: Mapping[str, LinkView] = field(default_factory=lambda: MappingProxyType({}))
+    links_in: Mapping[str, LinkView] = MappingProxyType({})
     threshold_tokens: float = 0.0
     plan_threshold_tokens: float | None = None
-    free_s: tuple[float, ...] = field(default=(), repr=False)
+    free_s: tuple[float, ...] = ()
     """The times until each usable instance has finished what it has, ascending. Computed once from
     `instances`, where there are any, because every route needs it.
     """
 
     def __post_init__(self) -> None:
-        values = self.num_queued, self.queued_s, self.threshold_tokens
-        if not (min(values) >= 0 and sum(values) < math.inf):
+        if not (
+            self.num_queued >= 0
+            and 0 <= self.queued_s < math.inf
+            and 0 <= self.threshold_tokens < math.inf
+        ):
             for name in ("num_queued", "queued_s", "threshold_tokens"):
                 _check(name, getattr(self, name))
         if self.instances:
             found = sorted(item.running_s for item in self.instances if item.is_usable)
-            object.__setattr__(self, "free_s", tuple(found))
+            msgspec.structs.force_setattr(self, "free_s", tuple(found))
 
     @property
     def takes_jobs(self) -> bool:
@@ -115,8 +124,7 @@ class ClusterView:
         return self.max_queued is None or self.num_queued < self.max_queued
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionSnapshot:
+class RegionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All that a route may depend on besides the request, as it was at `taken_s`.
 
     `local` is the prefill side of the PD cluster; if it has no instances, the decode engines

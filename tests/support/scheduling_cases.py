@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView

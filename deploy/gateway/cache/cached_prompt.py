@@ -162,7 +162,7 @@ class CachedPrompt:
         """`shape` with the cached tokens that are known here."""
         if not self.coverage:
             return shape
-        return replace(
+        return msgspec.structs.replace(
             shape,
             local_cached_tokens=self.local_tokens,
             prefill_cached_tokens=MappingProxyType(self.prefill_tokens),

@@ -6,7 +6,7 @@ takes no decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -66,7 +66,9 @@ class Feedback:
         if shape.is_exact:
             return shape
         lengths = self.scheduler.knowledge(model).lengths
-        return replace(shape, num_prompt_tokens=lengths.num_tokens(content, shape.bound_tokens))
+        return msgspec.structs.replace(
+            shape, num_prompt_tokens=lengths.num_tokens(content, shape.bound_tokens)
+        )
 
     def counted(self, model: str, content: PromptContent, num_tokens: int) -> None:
         """An engine rendered a prompt, or its answer said how long the prompt was."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -86,7 +86,9 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
     if services.caches is not None:
         places = services.places(inbound.model)
         cached = await services.caches.look_up(places, token_ids, inbound.cache_salt or "")
-    shape = cached.shape(replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True))
+    shape = cached.shape(
+        msgspec.structs.replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True)
+    )
     decision = services.scheduler.route(inbound.model, shape, priority=inbound.priority)
     return RequestPlan(decision, shape, token_ids, cached)
 

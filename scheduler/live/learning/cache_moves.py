@@ -7,8 +7,10 @@ routes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.routing.candidates import MAX_MOVE_S
@@ -85,7 +87,7 @@ class CacheMoveLedger:
         seen, rate = self._measured.get(pair), link.available_bytes_per_s
         if seen is None or now_s - seen.at_s > KEPT_S or (rate is not None and not link.is_floor):
             return link
-        return replace(
+        return msgspec.structs.replace(
             link,
             available_bytes_per_s=max(seen.nbytes / seen.seconds, rate or 0.0),
             is_floor=False,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
+from msgspec.structs import replace
 from steps import at_once
 
 from deploy.gateway.intake.inbound import InboundRequest, parsing_request

@@ -1,12 +1,12 @@
 """Admission: predicted against present decode load, empty regions, Retry-After, tenants."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scheduling_cases import decode_views, seconds, untimed
 
 from scheduler.live.admission import (

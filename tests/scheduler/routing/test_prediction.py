@@ -1,11 +1,11 @@
 """Predicted times: each part by hand, monotonicity over random regions, and learning."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scheduling_cases import (
     FAST,
     GOOD_LINK,

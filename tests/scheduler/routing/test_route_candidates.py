@@ -1,8 +1,9 @@
 """What can be had for one request: exact room, ages and rates, and when moving a cache pays."""
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
+from msgspec.structs import replace
 from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
 
 from netmon.estimate import LinkCondition
@@ -34,7 +35,7 @@ NO_STEP = DecodeView(slots_total=1)
 
 
 def config(**fields: object) -> RouteConfig:
-    return replace(CONFIG, **{"kv": KV, **fields})  # type: ignore[arg-type]
+    return dataclasses.replace(CONFIG, **{"kv": KV, **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("age_s", "taken_s", "now_s"), [(5.0, 0.0, 0.0), (2.0, 7.0, 10.0)])
