@@ -21,7 +21,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 
 import msgspec
 
@@ -67,11 +66,34 @@ class ThresholdConfig:
 
 
 class Threshold(msgspec.Struct, frozen=True):
-    """t now, and why. `numbers` hold what the reason rests on."""
+    """t now, and why. `target_factor` and `planned_bytes_per_s` are None where the link's state is
+    too old to ask for anything.
+    """
 
-    tokens: float
+    plan_tokens: float
+    factor: float
     reason: ThresholdReason
-    numbers: Mapping[str, int | float] = MappingProxyType({})
+    link: LinkView
+    target_factor: float | None = None
+    planned_bytes_per_s: float | None = None
+
+    @property
+    def tokens(self) -> float:
+        """t itself."""
+        return self.plan_tokens * self.factor
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """What the reason rests on."""
+        found = {
+            "plan_tokens": self.plan_tokens,
+            "factor": self.factor,
+            "target_factor": self.target_factor,
+            "planned_bytes_per_s": self.planned_bytes_per_s,
+            "available_bytes_per_s": self.link.available_bytes_per_s,
+            "link_age_s": self.link.age_s,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
         return str(self.reason) + "".join(f"; {key}={value}" for key, value in self.numbers.items())
@@ -102,7 +124,7 @@ class ThresholdController:
         self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)
         # An unknown state can neither raise t nor let it fall.
         if link.age_s > self._config.max_age_s:
-            return self._threshold(base_tokens, ThresholdReason.LINK_STALE, link)
+            return Threshold(base_tokens, self._factor, ThresholdReason.LINK_STALE, link)
         target, reason = self._target(link, planned_bytes_per_s)
         # Linear in the logarithm: half of the way back from 16 is 4, not 8.
         left = math.exp(-elapsed_s / self._config.return_s)
@@ -113,7 +135,7 @@ class ThresholdController:
         else:
             returning = target
         self._factor = returning
-        return self._threshold(base_tokens, reason, link, target, planned_bytes_per_s)
+        return Threshold(base_tokens, returning, reason, link, target, planned_bytes_per_s)
 
     def _target(self, link: LinkView, planned_bytes_per_s: float) -> tuple[float, ThresholdReason]:
         """The factor that the present view of the link asks for, without history."""
@@ -135,21 +157,3 @@ class ThresholdController:
             return 1.0, ThresholdReason.PLAN
         reason = ThresholdReason.RATE if by_rate > by_state else ThresholdReason.STATE
         return min(max(by_state, by_rate), config.max_factor), reason
-
-    def _threshold(
-        self,
-        base_tokens: float,
-        reason: ThresholdReason,
-        link: LinkView,
-        target: float | None = None,
-        planned_bytes_per_s: float | None = None,
-    ) -> Threshold:
-        numbers: dict[str, int | float] = {"plan_tokens": base_tokens, "factor": self._factor}
-        if target is not None:
-            numbers["target_factor"] = target
-        if planned_bytes_per_s is not None:
-            numbers["planned_bytes_per_s"] = planned_bytes_per_s
-        if link.available_bytes_per_s is not None:
-            numbers["available_bytes_per_s"] = link.available_bytes_per_s
-        numbers["link_age_s"] = link.age_s
-        return Threshold(base_tokens * self._factor, reason, MappingProxyType(numbers))
