@@ -112,7 +112,7 @@ class StationViews:
     def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
         """The decode pool. It does not tell how long answers will be, which no gateway knows."""
         pool, known = self._parts.pool, live.knowledge(model)
-        lands_at_s = sorted(leg.lands_at_s for leg in live.ledger.landing(model))
+        lands_at_s = sorted([leg.lands_at_s for leg in live.ledger.landing(model)])
         return DecodeView(
             slots_total=pool.slots_total,
             slots_used=pool.num_running,

@@ -229,6 +229,8 @@ def _with_best_cache(
     overhead_s = asked.config.overhead_s.get(target, 0.0)
     prediction = predict(task, cluster, asked.snapshot.decode, overhead_s)
     own = Candidate(target, cluster, prediction, task.cached_tokens)
+    if not asked.request.sendable_tokens:
+        return own
     others = [
         _with_cache_of(source, min(sendable, task.num_tokens), own, task, asked)
         for source, sendable in asked.request.sendable_tokens.items()

@@ -63,20 +63,16 @@ class KvMeter:
         """A landing of `nbytes` for `sent_tokens`, without the tokens that were there before."""
         if sent_tokens <= 0 or nbytes <= 0:
             return
+        old_tokens, old_bytes = self._sizes.popleft() if len(self._sizes) == NUM_SIZES else (0, 0)
         self._sizes.append((sent_tokens, nbytes))
-        self._count(sent_tokens, nbytes, 1)
-        if len(self._sizes) > NUM_SIZES:
-            self._count(*self._sizes.popleft(), -1)
-        self.profile = self._line()
-
-    def _count(self, tokens: int, nbytes: int, times: int) -> None:
         x, y, xx, xy = self._sums
         self._sums = (
-            x + times * tokens,
-            y + times * nbytes,
-            xx + times * tokens * tokens,
-            xy + times * tokens * nbytes,
+            x + sent_tokens - old_tokens,
+            y + nbytes - old_bytes,
+            xx + sent_tokens * sent_tokens - old_tokens * old_tokens,
+            xy + sent_tokens * nbytes - old_tokens * old_bytes,
         )
+        self.profile = self._line()
 
     def _line(self) -> KvProfile:
         num, (x, y, xx, xy) = len(self._sizes), self._sums
