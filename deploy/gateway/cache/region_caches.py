@@ -41,8 +41,8 @@ class RegionCaches:
         open_agent: Callable[[str], AgentClient],
         follow: Follow | None = None,
     ) -> None:
-        """`open_agent` makes a client of the agent at a control address, to be closed by whoever
-        opened it. `follow` is given by a directory that has to be told whom to ask.
+        """`open_agent` makes a client of the agent at a control address; the caller closes it.
+        `follow` is for a directory that must be told which nodes to ask.
         """
         self.directory = directory
         self.open_agent = open_agent

@@ -302,7 +302,7 @@ class Serving:
         return web.Response(status=answer.status, body=answer.body(), headers=headers)
 
     def _over(self, answer: EngineAnswer | None) -> None:
-        """Give back what the answer held, and tell everyone that it is over."""
+        """Give back what the answer held, and tell the scheduler that the request is over."""
         exchange = self._exchange
         if answer is not None:
             answer.close()

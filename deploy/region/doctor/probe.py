@@ -29,7 +29,7 @@ ReplyT = TypeVar("ReplyT")
 
 
 class CannotMeasure(Exception):
-    """There are no numbers: the message names what failed, where, and what helps."""
+    """The path could not be measured. The message names what failed, where, and what helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ProbeSample:
 
 @dataclass(frozen=True, slots=True)
 class ProbeRun:
-    """What was observed. `samples` begin with the first acknowledged byte; `endpoint` is
+    """The result of a probe. `samples` begin with the first acknowledged byte. `endpoint` is
     host:port.
     """
 

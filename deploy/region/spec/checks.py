@@ -148,7 +148,7 @@ def _check_emulation(at: KeyPath, rate: str) -> Iterator[Problem]:
     bytes_per_s = parse_rate(rate)
     # 1 Mbit/s; 0 stands for unlimited.
     if 0 < bytes_per_s < 125e3:
-        message = f"{rate} is below 1 Mbit, which no KVCache survives; write at least 1Mbit"
+        message = f"{rate} is below 1 Mbit, too slow for any KVCache; write at least 1Mbit"
         yield Problem((*at, "emulate", "rate"), message)
 
 
