@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paper_region import LENGTHS
 
 from scheduler.live.learning.measured_traffic import MIN_RECENT, MeasuredTraffic, TrafficMeter
-from scheduler.planning.lengths import LogNormalLengths, mean_tokens
-
-LENGTHS = LogNormalLengths(9.9, 1, 128, 131072)
+from scheduler.planning.lengths import mean_tokens
 
 
 def feed(

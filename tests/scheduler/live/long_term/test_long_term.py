@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paper_region import FAST, KV, LENGTHS, SLOW
 
 from scheduler.live.learning.measured_traffic import LengthSample, MeasuredTraffic, TrafficMeter
 from scheduler.live.long_term.conversion import ConversionWish, PdRole
@@ -13,12 +14,10 @@ from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, Step
 from scheduler.live.long_term.model_plan import ModelPlan
 from scheduler.live.long_term.running_region import Modelled
 from scheduler.planning.allocation import Allocation, measured_region
-from scheduler.planning.curves import Curve
 from scheduler.planning.division_search import best_at, best_within, thresholds_of
-from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
+from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.plan import best_plan, threshold_plan
 from scheduler.planning.region_model import (
-    KvSize,
     Link,
     PdClusterModel,
     PrefillClusterModel,
@@ -27,10 +26,6 @@ from scheduler.planning.region_model import (
 )
 from scheduler.planning.throughput import Mode
 
-FAST = Curve.quadratic(0.39180, 4.2061e-5, 9.937e-11)
-SLOW = Curve.quadratic(0.4488, 1.3177e-4, 2.7035e-10)
-KV = KvSize(Curve.quadratic(1.8e8, 17280), 1.8e8)
-LENGTHS = LogNormalLengths(9.9, 1, 128, 131072)
 PERIOD_S = 300.0
 OUTPUT = 1024
 
