@@ -49,9 +49,9 @@ logger = logging.getLogger("prfaas.local_pd")
 
 @dataclass(frozen=True, slots=True)
 class PdClusterConfig:
-    """All knobs of an embedded local PD cluster.
+    """The settings of an embedded local PD cluster.
 
-    `keep_leases` off: somebody else calls `renew`, as a stand-alone front's gateways do.
+    `keep_leases` off: another process calls `renew`, as the gateways of a stand-alone front do.
     """
 
     lease_s: float = 30.0
@@ -59,8 +59,8 @@ class PdClusterConfig:
     drain_poll_interval_s: float = 0.5
     max_prefill_attempts: int = 2
     affinity_slack: int = DEFAULT_AFFINITY_SLACK
-    """How many more requests than the least loaded instance one may have that is preferred for what
-    its node has cached.
+    """An instance whose node has part of the prompt cached is preferred while it has at most this
+    many requests more than the least loaded one.
     """
     keep_leases: bool = True
     instances: InstancesConfig = field(default_factory=lambda: InstancesConfig(poll_load=True))
@@ -129,6 +129,8 @@ class EmbeddedPdCluster:
         asked: set[str] = set()
         for name in candidates.names:
             instance = self._instances.by_name[name]
+            # Instances of one node share its memory, so one answer of its agent holds for all of
+            # them.
             if instance.spec.agent in asked:
                 continue
             asked.add(instance.spec.agent)
@@ -139,6 +141,7 @@ class EmbeddedPdCluster:
                     "%s: %s: no landing at %s: %s", request.request_id, self._name, name, error
                 )
                 if error.code in ("UNAVAILABLE", "TIMEOUT"):
+                    # Placement must not choose the node again before a probe reaches it.
                     self._instances.agent_lost(name, error.message)
                 (full if error.code == "NO_ROOM" else broken).append(f"{name}: {error.message}")
                 continue
@@ -174,7 +177,8 @@ class EmbeddedPdCluster:
         try:
             report = await self._landing_at(found, transfer_id, timeout_s)
         finally:
-            # Also when the caller has heard elsewhere: the decode request is on its way.
+            # Also when this call was cancelled, since the caller may know of the end from elsewhere
+            # and send the decode request.
             is_over = report is None or report.state != "open"
             if is_over and self._slots.landing_ended(transfer_id):
                 found.load.given()
@@ -232,7 +236,7 @@ class EmbeddedPdCluster:
         )
         return ClusterReport(
             name=self._name,
-            # One that drains serves what no other can.
+            # A draining instance counts: it serves requests that no other one can.
             healthy=not self._closed and any(view.serves for view in views),
             queue_depth=0,
             running=sum(view.num_requests for view in views),
@@ -244,8 +248,8 @@ class EmbeddedPdCluster:
     async def drain(self, instance: str) -> None:
         found = self._instances.known(instance)
         self._instances.set_draining(instance, draining=True)
-        # What an engine has to do is known from its metrics only; nothing signals it. A request may
-        # be on its way there while one look finds the engine idle, so two have to.
+        # Only an engine's metrics show whether it has work, and nothing signals a change. A request
+        # may be on its way while the engine looks idle, so two looks in a row must find it idle.
         num_idle = 0
         try:
             while found.serves and num_idle < 2:
@@ -331,7 +335,7 @@ class EmbeddedPdCluster:
             logger.warning("%s: landing %s not awaited: %s", instance.name, transfer_id, error)
             return LandingReport(state="unknown", error=str(error))
         except asyncio.CancelledError:
-            # Closing the agent's channel cancels its calls as if our task had been.
+            # Closing the agent's channel cancels its calls, as if this task had been cancelled.
             if cancel_requested():
                 raise
             return LandingReport(state="unknown", error=f"{self._name} is shutting down")
@@ -342,11 +346,11 @@ class EmbeddedPdCluster:
             reply = await instance.agent.cancel(transfer_id, reason, RPC_TIMEOUT_S)
             self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         except RpcError as error:
-            # An agent that is gone has no landing; one that is only slow has the lease.
+            # An agent that is gone has no landing any more; in a slow one the lease ends it.
             logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)
 
     def _num_requests(self, instance: Instance) -> int:
-        """All requests of an engine, also those that come once their KVCache has landed."""
+        """All requests of an engine, including those that follow once their KVCache has landed."""
         num_awaited = self._slots.num_awaited(instance.name, time.monotonic())
         return instance.load.num_requests + num_awaited
 

@@ -1,8 +1,8 @@
 """Prefill on one instance of a local PD cluster for decoding on another.
 
 The KVCache goes through the same transport as between sites, inside the host or the rack. There is
-no queue: a full prefill instance is the sign that the decode engine may as well compute the prompt.
-It does not choose the decode instance and does not know its landing beyond the address.
+no queue: when all prefill instances are full, the decode engine may just as well compute the
+prompt. It does not choose the decode instance, and of its landing it knows only the address.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger("prfaas.local_pd")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Try:
-    """A job on one instance, which has `uncached_tokens` of it to compute."""
+    """A job on one instance, which must compute `uncached_tokens` of it."""
 
     job: PrefillJob
     uncached_tokens: int
@@ -33,7 +33,7 @@ class _Try:
 
 @dataclass(slots=True)
 class Given:
-    """What this front gave one instance to prefill and has not heard the end of."""
+    """The prefills that this front has given to one instance and that are under way."""
 
     tries: list[_Try] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class LocalHandoff:
         return sum(given.num_tokens for given in self._given.values())
 
     def jobs(self) -> tuple[JobReport, ...]:
-        """All that run, each with the instance that it was given to last."""
+        """All running jobs, each with its present instance."""
         now_s = self._clock()
         return tuple(
             _reported(item, instance, now_s)
@@ -86,7 +86,7 @@ class LocalHandoff:
         )
 
     def given(self, instance: str) -> Given:
-        """What one instance has to do for us."""
+        """The prefills under way on one instance."""
         return self._given.setdefault(instance, Given())
 
     async def run(self, job: PrefillJob) -> PrefillResult:
@@ -102,10 +102,12 @@ class LocalHandoff:
         except asyncio.CancelledError:
             if cancel_requested():
                 raise
+            # `close` cancelled the job's task, not this one: the caller gets an error it can act
+            # on.
             raise self._shutting_down() from None
 
     async def close(self) -> None:
-        """End what runs with code "closed"; refuse what comes."""
+        """End running jobs with code "closed", and refuse new ones."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:

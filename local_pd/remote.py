@@ -1,8 +1,7 @@
 """A local PD cluster whose front runs in another process, reached over gRPC.
 
-To its user it is a `PdCluster` like the embedded one; the contract is written there. It keeps the
-leases of the slots it handed out, from this process, so that slots of a gateway that died run out.
-It does not know instances.
+It is a `PdCluster` like the embedded one. It renews the leases of its slots from this process, so
+that the slots of a gateway that died run out. It does not know instances.
 """
 
 import asyncio
@@ -39,7 +38,9 @@ logger = logging.getLogger("prfaas.local_pd")
 
 CALL_TIMEOUT_S: Final = 10.0
 DRAIN_TIMEOUT_S: Final = MAX_DRAIN_S + 10.0
-"""Whoever drains has a limit of its own, which must end first: it says what happened."""
+"""Longer than the caller's own limit for a drain, which must end first because its error says what
+happened.
+"""
 
 
 class RemotePdCluster:
@@ -98,7 +99,7 @@ class RemotePdCluster:
             logger.warning("%s: landing %s: %s", self._name, request.transfer_id, error)
             return LandingReport(state="unknown", error=str(error))
         except asyncio.CancelledError:
-            # A channel that closes cancels its calls, which looks like our task being cancelled.
+            # Closing the channel cancels its calls, as if this task had been cancelled.
             if cancel_requested():
                 raise
             return LandingReport(state="unknown", error=str(self._shutting_down()))
@@ -126,7 +127,7 @@ class RemotePdCluster:
 
     async def report(self) -> ClusterReport:
         report = await remote_report(self._client, self._name, REPORT_TIMEOUT_S)
-        # A front that cannot be reached tells of no instances: what it said before holds.
+        # A front that cannot be reached reports no instances; its last report still holds.
         if report.instances:
             self._has_prefill_instances = any(item.role == "prefill" for item in report.instances)
         return report
@@ -149,8 +150,7 @@ class RemotePdCluster:
                 raise UnknownInstance(self._name, instance) from error
             if error.code in ("UNAVAILABLE", "TIMEOUT"):
                 raise self._explain(error) from error
-            # Whatever else a front answers it will answer again; one of an older version knows no
-            # roles.
+            # Any other answer would come again. A front of an older version has no roles.
             raise RoleRefused(error.message) from error
         return reply.status
 

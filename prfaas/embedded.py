@@ -1,7 +1,7 @@
 """The front of a prefill cluster that runs inside its user's process.
 
-Decisions are in queue.py, one try on one instance in prfaas.engines.prefill_run; this file is
-the shell that owns the tasks between them. It does not know routing or decoding.
+queue.py decides, and prfaas.engines.prefill_run runs one try on one instance. This file is the
+shell that owns the tasks between them. It does not know routing or decoding.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _TICK_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PrefillClusterConfig:
-    """All knobs of an embedded prefill cluster."""
+    """The settings of an embedded prefill cluster."""
 
     queue: QueueConfig = field(default_factory=QueueConfig)
     instances: InstancesConfig = field(default_factory=InstancesConfig)
@@ -42,7 +42,7 @@ class PrefillClusterConfig:
 
 @dataclass(slots=True)
 class _Ticket:
-    """A submitted job: what its submitter awaits, and the task of its current try."""
+    """A submitted job: the future that its submitter awaits, and the task of its present try."""
 
     job: PrefillJob
     done: asyncio.Future[PrefillResult]
@@ -80,7 +80,7 @@ class EmbeddedPrefillCluster:
         self._runner = PrefillRunner(config.runner)
         self._instances = Instances(name, instances, config.instances, self._instance_changed)
         for spec in instances:
-            # Known in this order from the start; a probe will say when each is usable.
+            # The queue knows all instances from the start; probes will say when each is usable.
             self._queue.instance_changed(_view(spec, healthy=False, draining=False), 0.0)
         self._tickets: dict[str, _Ticket] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -176,7 +176,7 @@ class EmbeddedPrefillCluster:
             raise
 
     def _take_back(self, key: str, ticket: _Ticket) -> None:
-        """Out of the queue at once; off an instance as soon as its try has cleaned up."""
+        """Withdraw a job: from the queue at once, from an instance when its try has cleaned up."""
         if self._tickets.get(key) is not ticket:
             return
         if ticket.task is None:
@@ -212,13 +212,13 @@ class EmbeddedPrefillCluster:
             ),
             name=f"prefill {start.key}",
         )
-        # A callback, because a task cancelled before its first step runs no line of its own.
+        # A callback, because a task cancelled before its first step runs no code of its own.
         ticket.task.add_done_callback(lambda task: self._try_over(ticket, start, task))
 
     def _try_over(
         self, ticket: _Ticket, start: StartJob, task: asyncio.Task[PrefillResult]
     ) -> None:
-        """A try ended: the queue hears of it exactly once, and so does the submitter."""
+        """A try has ended. The queue and the submitter are each told exactly once."""
         ticket.task = None
         error = None if task.cancelled() else task.exception()
         if error is None:

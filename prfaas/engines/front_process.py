@@ -75,6 +75,7 @@ async def serve_front(
         loop.add_signal_handler(signum, stop.set)
     try:
         await front.start()
+        # The port opens only now: a caller that connects finds instances that have been probed.
         port = await server.start()
         metrics = start_http_server(metrics_port) if metrics_port else None
         ready = {

@@ -30,8 +30,9 @@ class ProbeTiming:
 class HealthTracker:
     """One instance's health; starts unhealthy.
 
-    A slow probe on a busy machine must not take an instance away, so several have to fail. A
-    request that lost its engine is proof and counts at once. One good probe brings it back.
+    Several probes in a row have to fail before the instance counts as unhealthy, because a probe
+    may be slow on a busy machine. A request that lost its engine is proof and counts at once. One
+    good probe makes it healthy again.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class HealthTracker:
 
     @property
     def gone(self) -> bool:
-        """Probes agree that it is unhealthy: work on it will not end by itself."""
+        """Whether enough probes failed in a row that work on it cannot be expected to end."""
         return not self.healthy and self._num_failed >= NUM_FAILURES
 
     def probe_succeeded(self) -> bool:

@@ -1,6 +1,6 @@
-"""One instance of a cluster as a front sees it: what it is, whether it is usable, how loaded it is.
+"""One instance of a cluster: what it is, whether it is usable, and how loaded it is.
 
-It asks and decides nothing; `instances.py` probes, and fronts place work.
+It asks and decides nothing: `instances.py` probes it, and fronts place work on it.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ class InstanceSpec(BaseModel):
     """One instance of a cluster: its engine's URL, its node agent's control address, its role.
 
     `name` is the one that the engine's connector is configured with (`EngineSpec.instance`).
-    With `engine` the front starts and supervises the engine itself; without it somebody else
-    does. `max_concurrent` bounds the prefill jobs given to it at a time; vLLM batches these.
-    `decode_slots` is how many requests its engine decodes at a time (vLLM's `max_num_seqs`).
-    `node` is what people call the agent's host.
+    With `engine` the front starts and supervises the engine itself; without it the engine is
+    started elsewhere. `max_concurrent` bounds the prefill jobs given to the instance at a time;
+    vLLM batches them. `decode_slots` is how many requests its engine decodes at a time (vLLM's
+    `max_num_seqs`). `node` names the agent's host in what people read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +55,7 @@ class InstanceSpec(BaseModel):
 
     @property
     def engine_url(self) -> str:
-        """Where its OpenAI server answers."""
+        """The base URL of the engine's OpenAI server."""
         return self.url or (self.engine.url if self.engine is not None else "")
 
     @property
@@ -78,21 +78,21 @@ class Instance:
         self.agent_health = HealthTracker()
         self.load = LoadEstimate()
         self.engine_load: EngineLoad | None = None
-        """What the engine's metrics said last; None where they are not read."""
+        """The engine's latest metrics; None where they are not read."""
         self.looked_at_s = 0.0
-        """When they were asked for (monotonic)."""
+        """When the request for these metrics began (monotonic seconds)."""
         self.kv_block_bytes = 0
         self.layout_fingerprint = ""
-        """Of its KVCache, as the agent said last; "": it has not yet."""
+        """The fingerprint of its KVCache layout, from the agent's latest status; "": none yet."""
         self.landing_cap_bytes: int | None = None
         self.landing_room_bytes: int | None = None
-        """As the agent said last."""
+        """The room left for landings at its node, from the agent's latest word."""
         self.cache: CacheModel | None = None
-        """How the engine's prompts are cached at its node, as the agent said last."""
+        """How its node caches the engine's prompts, from the agent's latest status."""
         self.draining = False
         self.gone = asyncio.Event()
-        """Set while the engine or its agent is gone for good: to give up work on it. One failed
-        request takes the instance out of placement, but is no reason to give up others."""
+        """Set while probes or the supervisor find engine or agent gone: work there is given up.
+        A single failed request takes the instance out of placement, but gives up no other work."""
         self.supervisor: Supervisor | None = None
 
     @property
@@ -107,7 +107,7 @@ class Instance:
 
     @property
     def transfers(self) -> bool:
-        """Whether engine and node agent are both there."""
+        """Whether the engine and its node agent both answer."""
         return self.engine_health.healthy and self.agent_health.healthy
 
     @property
@@ -120,11 +120,11 @@ class Instance:
         return ""
 
     def place(self) -> PrefillPlace:
-        """Where a prefill given to it runs."""
+        """The instance as the place of a prefill's try."""
         return PrefillPlace(self.name, self.http, self.agent, self.gone, self.spec.served_name)
 
     def report(self, running: int) -> InstanceReport:
-        """The instance in a cluster report; `running` is the front's own count."""
+        """The instance's part of a cluster report; `running` is the front's own count."""
         load = self.engine_load
         return InstanceReport(
             name=self.name,
@@ -152,7 +152,8 @@ class Instance:
         )
 
     def _kv_total_bytes(self) -> int | None:
-        """The engine says how many blocks it has, its agent how big they are."""
+        """The engine's KV memory; None until the engine and its agent have both told of it."""
+        # The engine's metrics tell how many blocks it has, the agent's status how big they are.
         num_blocks = 0 if self.engine_load is None else self.engine_load.num_kv_blocks
         # One of them is vLLM's null block, which holds nothing.
         return (num_blocks - 1) * self.kv_block_bytes or None if num_blocks else None

@@ -1,4 +1,4 @@
-"""The instances of a cluster as a front sees them: probed, their load estimated, drained, kept up.
+"""The instances of a cluster: probes them, estimates their load, drains them, supervises engines.
 
 It does not know jobs or requests, and it decides nothing about placement or roles: fronts read
 `Instance`, set roles and are told of changes.
@@ -42,8 +42,8 @@ class InstancesConfig:
     """How often engines and their node agents are asked whether they serve."""
     poll_load: bool = False
     drained_hold_s: float = 60.0
-    """An instance that has drained is given work again after so long without a word of whoever
-    drained it, seconds: they should say what comes next, and may have died.
+    """After an instance has drained, whoever asked for it should give it a new role or work again.
+    If nothing comes for this many seconds, the front gives it work again: the caller may have died.
     """
     log_dir: Path = Path("logs")
     """Directory for the logs of the engines that the front starts."""
@@ -72,7 +72,7 @@ class Instances:
         self._instances: dict[str, Instance] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._holds: dict[str, asyncio.TimerHandle] = {}
-        """The ends of drains that are over, by instance."""
+        """Timers that give drained instances work again, by instance."""
 
     @property
     def by_name(self) -> Mapping[str, Instance]:
@@ -142,11 +142,13 @@ class Instances:
                 self._on_change(instance)
 
     def landing_room_said(self, name: str, room_bytes: int | None) -> None:
-        """The instance's node agent said what one more landing can take there; None: it did not,
-        so that its next status has to.
+        """The instance's node agent told how many bytes one more landing can take there.
+
+        None: it did not tell; its next status does.
         """
         if room_bytes is None:
             return
+        # Instances that share an agent share its memory for landings.
         target = self._instances[name].spec.agent
         for instance in self._instances.values():
             if instance.spec.agent == target:
@@ -162,8 +164,9 @@ class Instances:
             self._on_change(instance)
 
     def drained(self, name: str) -> None:
-        """Nobody waits any more for the drain of a known instance: unless `set_draining` says
-        otherwise, it is back in placement after `drained_hold_s`.
+        """The wait for a known instance's drain is over.
+
+        The instance returns to placement after `drained_hold_s` unless `set_draining` comes first.
         """
         if not self._instances[name].draining:
             return
@@ -172,13 +175,13 @@ class Instances:
         self._holds[name] = loop.call_later(self._config.drained_hold_s, self._hold_over, name)
 
     def set_role(self, name: str, role: Role, epoch: int) -> None:
-        """Give the instance this role by the order of this epoch. Raises UnknownInstance."""
+        """Give the instance this role, ordered in this epoch. Raises UnknownInstance."""
         instance = self.known(name)
         instance.role, instance.role_epoch = role, epoch
         self._on_change(instance)
 
     async def look(self, name: str) -> None:
-        """Ask the engine of a known instance now, not at the next interval."""
+        """Probe the engine of a known instance now instead of at the next interval."""
         instance = self._instances[name]
         await self._judge(instance, self._probe_engine)
 
@@ -198,7 +201,7 @@ class Instances:
 
     def _hold_over(self, name: str) -> None:
         held_s = self._config.drained_hold_s
-        logger.warning("%s: given work again, nobody did after %g s without", name, held_s)
+        logger.warning("%s: drained %g s ago and no order came: it gets work again", name, held_s)
         self.set_draining(name, draining=False)
 
     def _supervise(self, instance: Instance, engine: EngineSpec) -> Supervisor:
@@ -230,10 +233,9 @@ class Instances:
     async def _judge(
         self, instance: Instance, probe: Callable[[Instance], Awaitable[bool]]
     ) -> None:
-        """What a probe changes is told at once: whoever sees that the instance transfers again may
-        give it work before the other probe has ended.
-        """
-        # Called here: a task that is cancelled before its first step must leave nothing unawaited.
+        """Run one probe and tell at once what it changed, without waiting for the other probe."""
+        # The probe is called here, not by the caller: a coroutine made for a task that is cancelled
+        # before its first step would never be awaited.
         changed = await probe(instance)
         if instance.transfers:
             instance.gone.clear()
@@ -266,7 +268,8 @@ class Instances:
             return instance.agent_health.probe_failed(error.message)
         engine = next((item for item in status.engines if item.instance == instance.name), None)
         if engine is None:
-            # Its KVCache could neither leave nor arrive, however well both are.
+            # Engine and agent may both be well, but without their connection no KVCache of the
+            # engine can leave or arrive.
             return instance.agent_health.probe_failed(
                 f"{instance.spec.agent} has no connection from an engine called {instance.name}"
             )

@@ -1,7 +1,7 @@
-"""The connections of one link: which carry DATA, what they owe, and which have fallen silent.
+"""The connections of one link: which carry DATA, what is unacknowledged, and which are silent.
 
-Pure state, guarded by the link that owns it; time is an argument. Knows what transfers have in
-flight, and neither their order nor their ends.
+Pure state, guarded by the link that owns it; time is an argument. It knows which transfers have
+bytes in flight, but not in which order they are sent or how they end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _Connection:
     peer: Hello
     progress_s: float
     heard_s: float
-    """When the receiver last said something here."""
+    """When the receiver last sent something on this connection."""
     kernel_queue_bytes: int = 0
     aborted: bool = False
     in_flight: set[bytes] = field(default_factory=set)
@@ -26,7 +26,7 @@ class _Connection:
 
 
 class LinkConnections:
-    """The connections that stand, by number. Those that do not are ignored."""
+    """The open connections by number. Calls about any other number do nothing."""
 
     def __init__(self, ack_timeout_s: float) -> None:
         self._ack_timeout_s = ack_timeout_s
@@ -45,11 +45,11 @@ class LinkConnections:
         self._connections.pop(connection, None)
 
     def peer(self, connection: int) -> Hello:
-        """What the receiver said in the handshake; KeyError when the connection does not stand."""
+        """The receiver's HELLO on this connection. Raises KeyError when it is not open."""
         return self._connections[connection].peer
 
     def may_send(self, connection: int) -> bool:
-        """Whether it stands and nobody has ordered it to close."""
+        """Whether it is open and not aborted."""
         state = self._connections.get(connection)
         return state is not None and not state.aborted
 
@@ -61,45 +61,47 @@ class LinkConnections:
         return connection in sorted(self._connections)[:width]
 
     def took(self, connection: int, transfer: OutgoingState, now_s: float) -> None:
-        """A chunk of the transfer is sent here, to be acknowledged."""
+        """A chunk of the transfer goes out on this connection and awaits its acknowledgement."""
         state = self._connections[connection]
-        # An idle connection owes no acknowledgement: its silence counts from here on.
+        # An idle connection awaits no acknowledgement, so its silence only counts from here on.
         if not state.in_flight:
             state.progress_s = now_s
         state.in_flight.add(transfer.spec.transfer_id)
 
     def settle(self, transfer: OutgoingState) -> None:
-        """Forget the transfer where nothing of it is in flight any more."""
+        """Forget the transfer on each connection that has none of its bytes in flight any more."""
         transfer_id = transfer.spec.transfer_id
         for connection, state in self._connections.items():
             if transfer.ended or not transfer.is_in_flight(connection):
                 state.in_flight.discard(transfer_id)
 
     def heard(self, connection: int, now_s: float) -> None:
-        """The receiver spoke here."""
+        """The receiver sent something on this connection."""
         state = self._connections.get(connection)
         if state is not None:
             state.progress_s = state.heard_s = now_s
 
     def kernel_queue(self, connection: int, num_bytes: int, now_s: float) -> None:
-        """How much the kernel still holds for this connection: any change is a sign of life."""
+        """The kernel's send queue of this connection holds `num_bytes`."""
         state = self._connections.get(connection)
+        # TCP acknowledgements shrink the queue, so a change shows that the path still works.
         if state is not None and state.kernel_queue_bytes != num_bytes:
             state.kernel_queue_bytes = num_bytes
             state.progress_s = now_s
 
     def abort(self, connection: int) -> bool:
-        """Give it nothing more to send; whether that is new."""
+        """Give it nothing more to send. False if that was so already."""
         if not self.may_send(connection):
             return False
         self._connections[connection].aborted = True
         return True
 
     def silent(self, now_s: float) -> Iterator[tuple[int, str]]:
-        """The connections to close, and why: those that wait too long for an acknowledgement, and
-        idle ones on which nothing was heard since one of these began to wait. What ended that one
-        mostly ended them too, and each would cost a timeout to find out.
+        """The connections to close, each with the reason: those that wait too long for an
+        acknowledgement, and idle ones that have heard nothing since such a wait began.
         """
+        # What breaks one connection of a path usually breaks the idle ones too. Without this, each
+        # of them would cost a timeout of its own when it is used next.
         for connection, state in self._connections.items():
             if not state.in_flight or now_s - state.progress_s < self._ack_timeout_s:
                 continue

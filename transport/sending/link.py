@@ -1,13 +1,14 @@
-"""All transfers to one endpoint over all connections to it: who sends what next, and what must end.
+"""All transfers to one endpoint over all connections to it: what each connection sends next, and
+which transfers and connections must end.
 
-Work stealing: a connection whose socket has room asks `take`; it gets a cancel, an OPEN, a digest,
-or the next chunk of the transfer whose turn it is (`dispatch`), as far as pacing and budgets let
-it. Nothing is assigned to a connection before it asks, so a slow path holds nothing back but the
-one frame it has. The first frame a connection sends of a transfer is preceded by OPEN on the same
-connection. Only the `width` oldest connections carry DATA; the others wait, ready to step in.
+A connection whose socket has room asks `take`. It gets a cancel, an OPEN, a digest, or the next
+chunk of the transfer whose turn it is (`dispatch`), as far as pacing and budgets allow. Nothing is
+assigned to a connection before it asks (work stealing), so a slow path delays only the one frame
+that it has. An OPEN precedes the first frame of a transfer on each connection. Only the `width`
+oldest connections carry DATA; the others stand by.
 
-Events come in as method calls under the owner's lock; what must be done outside of the lock comes
-out of `pop_effects`. Time is an argument. This file knows no socket, no thread and no ByteSpace.
+Events are method calls under the owner's lock. `pop_effects` returns what must be done outside of
+the lock. Time is an argument. This file knows no socket, no thread and no ByteSpace.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ logger = logging.getLogger("prfaas.transport")
 
 
 class LinkCore:
-    """What a link knows of its transfers and connections, and what its lanes send next."""
+    """The state of a link's transfers and connections. It decides what lanes send next."""
 
     def __init__(self, config: TransportConfig, name: str) -> None:
         self._config = config
@@ -48,8 +49,8 @@ class LinkCore:
         self.dispatch = Dispatch(config)
         self.acked_bytes = 0
         self.trouble = ""
-        """Why no connection stands, once one was lost or could not be made."""
-        self._acked_s = -math.inf  # when anything was acknowledged last
+        """Why no connection stands, after one was lost or could not be made."""
+        self._acked_s = -math.inf  # when the receiver last acknowledged anything
         self._transfers: dict[bytes, OutgoingState] = {}
         self._connections = LinkConnections(config.ack_timeout_s)
         self._effects: list[Effect] = []
@@ -90,10 +91,12 @@ class LinkCore:
         return gained
 
     def cancel(self, transfer: OutgoingState, error: LocalError, now_s: float) -> None:
-        """Ask the receiver to end it; `error` comes with its answer, or after ack_timeout_s."""
+        """Ask the receiver to end the transfer. It ends with `error` when the receiver answers, or
+        after ack_timeout_s.
+        """
         if transfer.state is not TransferState.OPEN:
             return
-        # The receiver never heard of it: there is nothing to cancel there.
+        # The receiver has never heard of the transfer, so it need not be asked.
         if not transfer.announced and not transfer.opened:
             self._end(transfer, TransferState.CANCELLED, error, now_s)
             return
@@ -103,7 +106,7 @@ class LinkCore:
         self.dispatch.note(transfer)
 
     def connected(self, connection: int, peer: Hello, now_s: float) -> None:
-        """The handshake is done. Transfers of an earlier life of the receiver cannot go on."""
+        """The handshake is done. Transfers that the receiver held before it restarted fail."""
         self._connections.add(connection, peer, now_s)
         self.trouble = ""
         for transfer in list(self._transfers.values()):
@@ -111,7 +114,7 @@ class LinkCore:
             # Another instance is another process: what the first one had received is gone.
             if known is None or known == peer.instance:
                 continue
-            # OPEN was on its way and is not answered: it may as well be meant for the new one.
+            # An OPEN that was not answered yet may just as well go to the new process.
             if not transfer.opened:
                 transfer.receiver_instance = None
             else:
@@ -119,7 +122,7 @@ class LinkCore:
                 self.fail(transfer, PeerError("receiver_restarted", message), now_s)
 
     def disconnected(self, connection: int, error: TransportError) -> None:
-        """The connection is gone, or never came up; its thread has let go of every ByteSpace."""
+        """The connection has ended, or never came up. Its thread holds no view of a ByteSpace."""
         self._last_error = error
         self._connections.remove(connection)
         if not self._connections:
@@ -129,10 +132,10 @@ class LinkCore:
             self.dispatch.note(transfer)
 
     def broken(self, error: TransportError, now_s: float, *, since_s: float = math.inf) -> None:
-        """No connection can work until somebody changes something: fail what is open at once.
+        """No connection can work until an operator changes something: fail open transfers at once.
 
-        `since_s`: when the connection that found it out was begun. The receiver may have been
-        replaced since; a transfer opened later waits for the answer to a later connection.
+        `since_s`: when the connection that showed this was begun. The receiver may have been
+        replaced since then, so a transfer that was opened later waits for a later connection.
         """
         for transfer in list(self._transfers.values()):
             if transfer.opened_s <= since_s:
@@ -144,8 +147,8 @@ class LinkCore:
             self._end(transfer, TransferState.FAILED, error, now_s)
 
     def take(self, connection: int, now_s: float) -> Work | None:
-        """What this connection sends next; None when there is nothing for it now (for how long at
-        most, `dispatch.delay_s` says). DATA and digests must end in `sent`.
+        """The next work of this connection; None when there is none now (`dispatch.delay_s` bounds
+        for how long). The caller must end DATA and digests with `sent`.
         """
         if not self._connections.may_send(connection):
             return None
@@ -157,14 +160,14 @@ class LinkCore:
     def _take_control(self, connection: int, now_s: float) -> Work | None:
         for transfer in self.dispatch.with_control():
             if transfer.needs_cancel:
-                # CANCEL must not come before the end of a frame that a lane still sends.
+                # A lane may still be sending a frame of it, and CANCEL must come after that.
                 if not transfer.pinned:
                     transfer.needs_cancel = False
                     self.dispatch.note(transfer)
                     return Work(transfer, self._announce(transfer, connection), cancels=True)
             elif transfer.needs_open:
                 opens = self._announce(transfer, connection)
-                # The first frame goes out with OPEN, in one write, unless another transfer is due.
+                # OPEN and the first frame share one write, unless another transfer is due.
                 data = None
                 turn = next(self.dispatch.in_turn(now_s), None)
                 if turn is transfer and self.carries_data(connection):
@@ -200,10 +203,10 @@ class LinkCore:
     def sent(
         self, connection: int, work: Work, now_s: float, *, whole: bool, coded: Coded = RAW_CODED
     ) -> None:
-        """The connection has let go of `work`; `whole` when the kernel took all of it."""
+        """The connection is done with `work`. `whole`: the kernel took all of it."""
         if work.data is not None:
             work.transfer.sent(connection, work.data, whole=whole, coded=coded)
-            # Pacing and budgets count what crosses the link: coding gives back what it has saved.
+            # Pacing counts bytes on the wire, so the bytes that coding saved are given back.
             if whole and coded.codec is not Codec.RAW:
                 self.dispatch.refund(work.data[1] - work.data[0] - coded.wire_bytes, now_s)
         if work.digests:
@@ -229,7 +232,7 @@ class LinkCore:
                 raise PeerError("protocol", "a second WELCOME")
 
     def acked(self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float) -> None:
-        """ACK; raises PeerError("protocol") for bytes that were never offered."""
+        """Process an ACK. Raises PeerError("protocol") for bytes that were never sent."""
         transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None:
             return
@@ -249,7 +252,9 @@ class LinkCore:
     def opened(
         self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float
     ) -> None:
-        """OPENED with what the receiver has already; PeerError("protocol") if out of range."""
+        """Process OPENED with the ranges that the receiver has already. Raises
+        PeerError("protocol") for ranges beyond the transfer.
+        """
         transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None:
             return
@@ -264,8 +269,10 @@ class LinkCore:
         self._connections.settle(transfer)
 
     def _is_scattered(self, transfer: OutgoingState, ranges: list[Range], now_s: float) -> bool:
-        """Whether a receiver may not list so many ranges, which cost memory here; then it fails."""
-        # Twice a receiver's limit: a list may repeat what is known, and come in another order.
+        """Fail the transfer if the receiver lists more ranges than it may, which cost memory here.
+        Returns whether it did.
+        """
+        # Twice a receiver's limit, because lists may repeat known ranges and come in any order.
         limit = 2 * self._config.max_ranges_per_transfer
         if len(transfer.acked) + len(ranges) <= limit:
             return False
@@ -281,11 +288,11 @@ class LinkCore:
             self._end(transfer, TransferState.COMPLETE, None, now_s)
 
     def refused(self, connection: int, transfer_id: bytes, error: PeerError, now_s: float) -> None:
-        """FAIL: the receiver does not take the transfer, or no longer has it."""
+        """Process FAIL: the receiver does not take the transfer, or no longer has it."""
         transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None or transfer.ended:
             return
-        # It fails there while it is being cancelled here: that is as good as an answer.
+        # The transfer failed there while it is being cancelled here, which also ends it.
         if transfer.state is TransferState.CANCELLING:
             self.cancel_acked(connection, transfer_id, now_s)
         else:
@@ -316,8 +323,8 @@ class LinkCore:
 
     def _expire_transfer(self, transfer: OutgoingState, now_s: float) -> None:
         if transfer.ended:
-            # Somebody still reads the ByteSpace. A healthy connection finishes its frame within the
-            # grace time; a stuck one is not waited for.
+            # A connection still reads the ByteSpace. A healthy one finishes its frame within the
+            # grace time; a stuck one is closed.
             if now_s - transfer.ended_s >= self._config.drop_grace_s:
                 for connection in transfer.pinned:
                     self._abort(connection, LinkError("lost", "its transfer ended in mid-frame"))
@@ -333,7 +340,7 @@ class LinkCore:
             self.fail(transfer, self._no_progress(), now_s)
 
     def _waits_its_turn(self, transfer: OutgoingState, now_s: float) -> bool:
-        """Whether only others that go first, or a budget, keep it from being sent."""
+        """Whether only a budget, or other transfers whose turn comes first, delay it."""
         if not transfer.is_only_queued:
             return False
         delay_s = self.dispatch.delay_s(now_s)
@@ -364,7 +371,7 @@ class LinkCore:
             self._effects.append(TransferEnded(transfer))
 
     def _announce(self, transfer: OutgoingState, connection: int) -> bool:
-        """Whether OPEN must be sent on this connection first; marks it as sent."""
+        """Whether OPEN must be sent first on this connection. Notes it as sent."""
         if connection in transfer.announced and not transfer.needs_open:
             return False
         transfer.announced.add(connection)
@@ -377,8 +384,8 @@ class LinkCore:
             self._effects.append(AbortConnection(connection, error))
 
     def _leave(self, transfer: OutgoingState) -> None:
-        """Close the connections that announced a transfer which is about to end without the
-        receiver's word: while one of them lives the receiver would keep memory for it.
+        """Close the connections that announced a transfer that ends without the receiver's answer:
+        while one of them lives, the receiver keeps memory for the transfer.
         """
         for connection in transfer.announced:
             self._abort(connection, LinkError("lost", "its transfer ended without an answer"))

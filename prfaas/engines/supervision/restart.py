@@ -9,17 +9,17 @@ from transport.backoff import Backoff
 
 FIRST_DELAY_S: Final = 1.0
 MAX_DELAY_S: Final = 60.0
-"""Delays double up to this. A process that was healthy for longer starts with a clean record."""
+"""Delays double up to this. After a longer healthy time they begin with the first one again."""
 
 
 class RestartPolicy:
-    """The record of one process. Feed it `healthy` and `process_ended`."""
+    """The record of one process, which gives the delay before each restart."""
 
     def __init__(self) -> None:
         self._healthy_since_s: float | None = None
         self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         self.num_failures = 0
-        """In a row, without a long healthy time between them."""
+        """Failures in a row, with no healthy time of more than `MAX_DELAY_S` between them."""
         self.num_restarts = 0
 
     def healthy(self, now_s: float) -> None:

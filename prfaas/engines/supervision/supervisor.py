@@ -1,7 +1,7 @@
 """Keeps one process running: start, wait until healthy, watch, restart with backoff, stop.
 
-It does not know what the process serves; health is a coroutine it is given. The policy of
-restarts is in restart.py, processes and signals in process.py.
+It does not know what the process serves: its caller gives it a probe. restart.py decides when to
+start again, process.py handles processes and signals.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ Probe = Callable[[], Awaitable[bool]]
 
 
 class ProcessState(StrEnum):
-    """What the supervisor is about."""
+    """The states of a supervised process."""
 
     STOPPED = "stopped"
     STARTING = "starting"
@@ -43,10 +43,10 @@ class ProcessState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SupervisorConfig:
-    """Probes, and patience with a start.
+    """Probe intervals, and the time limit of a start.
 
-    A process not healthy `start_timeout_s` after its start, or unhealthy for `HANG_TIMEOUT_S`
-    later, is killed and counts as failed.
+    A process that is not healthy `start_timeout_s` after its start, or that was healthy and then is
+    not for `HANG_TIMEOUT_S`, is killed and counts as failed.
     """
 
     start_timeout_s: float = 600.0
@@ -95,7 +95,7 @@ class Supervisor:
         return self._child.pid if self._child is not None else None
 
     def members(self) -> list[int]:
-        """Every process of the current run that lives."""
+        """The processes of the current run that still run."""
         return self._child.members() if self._child is not None else []
 
     def start(self) -> None:
@@ -147,7 +147,7 @@ class Supervisor:
             self._move(ProcessState.STARTING, f"restart {self._policy.num_restarts}")
 
     async def _run_once(self) -> str:
-        """One life of the process; why it ended. Nothing of it runs afterwards."""
+        """Run the process once and return why it ended. Nothing of it runs afterwards."""
         try:
             child = await ChildProcess.start(self.spec)
         except OSError as error:
