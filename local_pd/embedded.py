@@ -98,6 +98,7 @@ class EmbeddedPdCluster:
 
     @property
     def has_prefill_instances(self) -> bool:
+        # Before `start` only the specs are known.
         if not self._instances.by_name:
             return any(spec.role == "prefill" for spec in self._specs)
         return any(item.role == "prefill" for item in self._instances.by_name.values())
@@ -180,6 +181,7 @@ class EmbeddedPdCluster:
             # Also when this call was cancelled, since the caller may know of the end from elsewhere
             # and send the decode request.
             is_over = report is None or report.state != "open"
+            # From here on the decode request counts at the instance instead of the slot.
             if is_over and self._slots.landing_ended(transfer_id):
                 found.load.given()
         return report
@@ -203,6 +205,7 @@ class EmbeddedPdCluster:
         views, affinity = self._views(), self._affinity(request.prefer_nodes)
         left = [view for view in views if view.name not in request.exclude]
         choice = choose_direct(left, request.model, affinity)
+        # No other engine is left, and an excluded one may serve the request all the same.
         if choice.name is None:
             choice = choose_direct(views, request.model, affinity)
         if choice.name is None:
@@ -284,6 +287,7 @@ class EmbeddedPdCluster:
 
     async def close(self) -> None:
         self._closed = True
+        # Instances close last, because jobs that end and clean-ups still call engines and agents.
         await self._handoff.close()
         await self._leases.close()
         await self._runner.close()

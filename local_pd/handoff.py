@@ -94,6 +94,7 @@ class LocalHandoff:
         if self._closed:
             raise self._shutting_down()
         check_job(job)
+        # A task of its own, so that `close` can end the job without cancelling the caller.
         task = asyncio.create_task(self._run(job), name=f"local prefill {job.request_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

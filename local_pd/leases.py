@@ -50,6 +50,7 @@ class LeaseKeeper:
 
     async def _keep(self, key: str, interval_s: float, renew: Renew) -> None:
         try:
+            # Bounded, so that a slot that nobody releases does not hold memory for ever.
             for _ in range(max(1, int(self._max_hold_s / interval_s))):
                 await asyncio.sleep(interval_s)
                 if not await _renewed(key, renew):

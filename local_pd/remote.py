@@ -77,6 +77,8 @@ class RemotePdCluster:
         async def undo(slot: DecodeSlot) -> None:
             await self.release(slot, "the caller went away")
 
+        # A call cut off half-way could leave a slot that nobody knows; it would hold memory until
+        # its lease ends.
         call = self._client.call("Reserve", request, DecodeSlot, CALL_TIMEOUT_S)
         try:
             slot = await self._cleanups.acquire(call, undo)
@@ -92,6 +94,7 @@ class RemotePdCluster:
             transfer_id=slot.landing.transfer_id, instance=slot.instance, timeout_s=timeout_s
         )
         try:
+            # The front itself waits for `timeout_s`, so the call's own limit has to be later.
             return await self._client.call(
                 "AwaitLanding", request, LandingReport, timeout_s + CALL_TIMEOUT_S
             )
@@ -110,6 +113,7 @@ class RemotePdCluster:
 
     async def request_ended(self, instance: str) -> None:
         call = self._client.call("Ended", InstanceName(instance), Empty, CALL_TIMEOUT_S)
+        # The front's next look at the engine's metrics corrects its count.
         with contextlib.suppress(RpcError):
             await call
 
@@ -157,6 +161,7 @@ class RemotePdCluster:
     async def close(self) -> None:
         """Close the connection. Slots still held run out with their leases."""
         self._closed = True
+        # Clean-ups still call the front, so the connection closes last.
         await self._leases.close()
         await self._cleanups.close()
         await self._client.close()

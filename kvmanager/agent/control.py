@@ -106,6 +106,7 @@ class ControlService:
         token_digest = hex_bytes(request.token_digest, None, "token_digest")
         base = await self._base(request, fingerprint, layout)
         cached_tokens = base.cached_tokens if base is not None else 0
+        # Whoever knows id and token may write into the landing, so they must not be guessable.
         spec = LandingSpec(
             transfer_id=secrets.token_bytes(ID_BYTES),
             token=secrets.token_bytes(KEY_BYTES),

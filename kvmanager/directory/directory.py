@@ -107,6 +107,7 @@ class Directory:
         between, the node needs a snapshot.
         """
         if feed.is_snapshot:
+            # A snapshot names what the node holds, but not what it has dropped.
             self.forget(node)
         known = self._nodes.get(node)
         if known is None:
@@ -200,6 +201,7 @@ class Directory:
         after = self._sets.stepped(before, column, flags)
         changed = ~is_new & (after != before)
         self._table.put(places[changed], after[changed])
+        # A key that no node holds needs no place.
         is_new &= after != NOBODY
         self._table.insert(keys[is_new], after[is_new])
         if self._sets.is_crowded:

@@ -235,8 +235,10 @@ class BlockTable:
             return
         found = np.bincount(ids)
         if len(found) > len(self._counts):
+            # Doubled, so that many new values one by one do not copy the counts each time.
             self._counts = np.pad(self._counts, (0, 2 * len(found) - len(self._counts)))
         self._counts[: len(found)] += sign * found
+        # Free places are not counted, whether they were ever used or not.
         self._counts[: NOBODY + 1] = 0
 
     def _go_on(self, num_keys: int) -> None:
@@ -277,6 +279,7 @@ class BlockTable:
         live = np.flatnonzero(ids > NOBODY)
         meant = self._reads_as(ids[live])
         self._count(ids[live], -1)
+        # Not UNUSED, because a search that passes this bucket must not stop here.
         ids[live] = NOBODY
         live, meant = live[meant > NOBODY], meant[meant > NOBODY]
         self._count(meant, 1)

@@ -88,6 +88,7 @@ class PoolIndex:
         The caller must hold the arena's lock, which covers the index as well.
         """
         index = cls(path, header)
+        # O_NOFOLLOW: a symbolic link at this path could make the agent write into another file.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             index._fd = fd = os.open(path, flags, 0o600)
@@ -189,12 +190,14 @@ class PoolIndex:
         os.close(self._fd)
         self._fd = rewrite.fd
         self._rewrite = None
+        # The new file has these records already, as live ones or in its tail.
         self._buffer.clear()
         self._num_records = rewrite.num_records
         self._compact_at = _MIN_RECORDS_TO_COMPACT
 
     def _stop_rewrite(self, error: OSError) -> None:
         logger.warning("cannot write the index %s anew, it goes on: %s", self._path, error)
+        # Not with each flush: a rewrite that failed is tried again when the file has doubled.
         self._compact_at = 2 * self._num_records
         self._drop_rewrite()
 

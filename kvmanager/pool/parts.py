@@ -130,6 +130,7 @@ class PartBooks:
         part.num_pins += 1
         if part.num_pins > 1:
             return
+        # An unpinned window or state may be dropped with its block's KV; a pinned one keeps the KV.
         if not part.is_kv:
             part.node.num_needs += 1
         if part.runs:

@@ -61,6 +61,7 @@ from kvmanager.pool.shape import CacheShape
 from kvmanager.pool.spills import Spills
 from kvmanager.transfers.blocks import BlockAllocator, Run
 
+# A step runs on the agent's event loop, where other work may wait for milliseconds only.
 MAX_EVICTED_PER_STEP: Final = 128
 """Most arena blocks that one step of making room frees."""
 
@@ -330,6 +331,8 @@ class HybridPool:
         for node in nodes:
             if node is not None:
                 node.touch(self._num_uses, now_s)
+        # A base is never older than its part (rule 4), so the whole prefix before is touched as
+        # well.
         before = self._books.nodes.get(parent) if nodes else None
         while before is not None:
             before.touch(self._num_uses, now_s)

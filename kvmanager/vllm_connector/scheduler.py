@@ -179,6 +179,7 @@ class SchedulerSide:
         """Why these parameters do not belong to this request on this engine, or ''."""
         if not (self._produces if isinstance(params, ProducerParams) else self._consumes):
             return "this engine's kv_role excludes it"
+        # Pages of another layout would be copied to wrong places, and nothing later would notice.
         if params.layout_fingerprint != self._fingerprint:
             return (
                 f"KV layout {params.layout_fingerprint[:12]} is not this engine's "
@@ -197,6 +198,7 @@ class SchedulerSide:
         # vLLM must compute at least one token of a prompt, so a landing never has the last one.
         if len(tokens) != params.num_tokens + 1:
             return f"{len(tokens)} prompt tokens but the landing holds {params.num_tokens}"
+        # A caller that mixes up requests would otherwise decode with another prompt's KVCache.
         if token_digest(tokens[:-1]).hex() != params.token_digest:
             return "the landing holds other tokens than this prompt's"
         if params.cached_tokens and self._cache.is_stopped:
@@ -328,6 +330,8 @@ class SchedulerSide:
         self._cache.stop()
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        # vLLM's KVOutputAggregator names a request here once `get_finished` of every rank has named
+        # it.
         for request_id in output.finished_recving or ():
             self._landings.loaded(request_id)
             self._cache.loaded(request_id)

@@ -56,6 +56,7 @@ from kvmanager.pool.records import BlockPart, Slot, Tier
 from kvmanager.pool.shape import CacheShape, PartKind
 from kvmanager.transfers.records import EnginePeer
 
+# Late messages for these handles are no errors. The bound only limits the memory that they take.
 MAX_TAKEN_BACK: Final = 4096
 
 
@@ -102,10 +103,13 @@ class CacheRequests:
         for find_key in [key for key in self._finds if key[0] == conn_id]:
             find = self._finds.pop(find_key)
             if find.pin_id is not None:
+                # The workers of this instance may still be copying out of the pinned blocks.
                 left = Abandoned({conn_id, *workers}, now_s + self._drain_s)
                 self._left_pins.append((find.pin_id, left))
         del self._peers[conn_id], self._shapes[conn_id]
         for (instance, _), fill in self._fills.items():
+            # Without its scheduler nobody tells the workers that a fill ends, and a lost worker
+            # never sends its last message.
             silent = peer.role == "scheduler" or peer.tp_rank not in fill.done_ranks
             if instance == peer.instance and fill.abandoned is None and silent:
                 writing = {c for c, p in workers.items() if p.tp_rank not in fill.done_ranks}
@@ -179,6 +183,7 @@ class CacheRequests:
         self.use.queries += 1
         self.use.query_tokens += len(keys) * shape.block_tokens
         find = self._finds[find_key] = OpenFind(shape, keys, match.arena_blocks)
+        # A fetch pays only if parts on SSD make the usable prefix longer.
         if not self._has_slow_tier or match.num_blocks <= match.arena_blocks:
             return [self._answer(find_key, find, now_s)]
         parts = tuple(shape.resume_parts(match.num_blocks))
@@ -267,6 +272,8 @@ class CacheRequests:
         if message.tp_rank != peer.tp_rank:
             raise ProtocolError(f"rank {peer.tp_rank} speaks for rank {message.tp_rank}")
         if fill is None:
+            # The fill may have been taken back because another rank was lost, which this worker
+            # cannot know.
             if fill_key not in self._taken_back:
                 raise ProtocolError(f"no handle {message.handle} was given memory")
             return []
@@ -317,6 +324,7 @@ class CacheRequests:
 
     def _take_back(self, now_s: float) -> None:
         for fill_key, fill in list(self._fills.items()):
+            # Taking checksums reads the memory, so it is not freed before `sealed`.
             if (
                 fill.abandoned is not None
                 and fill.abandoned.is_over(now_s)

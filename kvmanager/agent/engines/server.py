@@ -102,6 +102,7 @@ class EngineServer:
         elif self._listener is not None:
             self._listener.close()
         with contextlib.suppress(OSError):
+            # Another agent may have replaced the file at this path.
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()
         for connection in list(self._connections.values()):
@@ -163,6 +164,7 @@ class _EngineConnection(asyncio.Protocol):
             return
         self._server.add(self)
         loop = asyncio.get_running_loop()
+        # A silent connection would hold one of MAX_CONNECTIONS for ever.
         self._hello_timer = loop.call_later(HELLO_TIMEOUT_S, self._refuse, "no Hello in time")
 
     def data_received(self, data: bytes) -> None:
@@ -220,6 +222,8 @@ class _EngineConnection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         transport.write(encode_frame(message))
+        # The event loop waits for no engine, so what a stuck one leaves unread would grow without
+        # bound.
         if transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             logger.warning("engine connection %d does not read; closing it", self.conn_id)
             transport.abort()

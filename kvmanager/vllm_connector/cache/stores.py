@@ -127,6 +127,7 @@ class CacheStores:
     def answered(self, slots: CacheSlots) -> None:
         """Take the agent's answer. Without any slot the handle is over."""
         store = self._stores.get(slots.handle)
+        # None: the request ended before the answer came, and its handle was cancelled.
         if store is None:
             return
         store.slots = deque(sorted(slots.slots, key=lambda slot: slot[:2]))
