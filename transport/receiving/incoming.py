@@ -20,7 +20,8 @@ from transport.errors import PeerError, TransportError
 from transport.interfaces import TransferState
 from transport.receiving.incoming_transfer import Destination, IncomingTransfer
 from transport.receiving.reception import Reception
-from transport.wire.frames import FrameHeader, FrameReader
+from transport.wire.frame_reader import FrameReader
+from transport.wire.frames import FrameHeader
 from transport.wire.handshake import takes_codec
 from transport.wire.ranges import Range
 

@@ -22,14 +22,13 @@ from transport.receiving.incoming import Discarded, IncomingData, Verified
 from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.incoming_transfers import OpenRequest
 from transport.receiving.reception import Reception
+from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     MAX_CONTROL_BYTES,
     MAX_RANGES_PER_FRAME,
     DataFlags,
     FrameHeader,
-    FrameReader,
     FrameType,
-    Step,
     decode_digest,
     decode_open,
     decode_reason,

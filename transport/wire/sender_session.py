@@ -9,14 +9,8 @@ from dataclasses import dataclass
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
-from transport.wire.frames import (
-    FrameHeader,
-    FrameReader,
-    FrameType,
-    Step,
-    decode_ranges,
-    decode_reason,
-)
+from transport.wire.frame_reader import FrameReader, Step
+from transport.wire.frames import FrameHeader, FrameType, decode_ranges, decode_reason
 from transport.wire.handshake import Hello, check_version, decode_hello, own_features, own_hello
 from transport.wire.ranges import Range
 
