@@ -14,7 +14,7 @@ Three policies differ in the moment whose decode load counts:
   swing against each other. This policy avoids that.
 - `present` (7.2): now, before the prefill begins. It is there for comparison.
 - `at_decode`: none. `admit_decode` asks once the prefill is over, and what it refuses was prefilled
-  in vain. It is there for comparison.
+  in vain. It is a baseline for `prfaas simulate`; no gateway can be set to it.
 
 While nothing decodes, waits to decode or is under way, nothing is refused unless there is no slot.
 Tenants have limits of their own (`scheduler.live.tenants`), which hold at any load. A refusal says
@@ -205,8 +205,8 @@ def tenant_refusal(
 def admit_decode(kv_bytes: float, decode: DecodeView, config: AdmissionConfig) -> Verdict:
     """Decide when the prefill is over, on the present load.
 
-    `decode` does not count this request among those that wait. Policy `at_decode` decides here, and
-    for the others it is a last check.
+    Only the simulator asks, for its baseline `at_decode`. `decode` does not count this request
+    among those that wait.
     """
     if decode.slots_total <= 0:
         return _refused(AdmissionReason.NO_DECODE_SLOTS, config.max_retry_s, config, {})
