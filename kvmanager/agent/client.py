@@ -344,6 +344,7 @@ async def move_cache(
     Raises RpcError: NO_ROOM, NOT_FOUND, INVALID as above, UNAVAILABLE when the transfer failed. On
     every error, cancellation included, the move is ended at both agents.
     """
+    # The destination comes first, because only its answer tells which parts are missing there.
     landing = await destination.reserve_cache_move(order, MOVE_LEASE_S)
     if not landing.parts:
         return CacheMoveResult(0, 0, 0)

@@ -1,6 +1,6 @@
 """The directory in a Redis server, for several gateways: a writer's sink and a reader.
 
-Does not know agents or gateways. What lies in Redis, under the user's prefix and `_FORMAT`:
+It does not know agents or gateways. These keys are in Redis, under the user's prefix and `_FORMAT`:
 
     PREFIX:2:k:KEY   (8 raw bytes) who holds a block: 6 bytes each, holder u32 and flags u16
     PREFIX:2:nodes   hash: "cluster/node" -> when it was last heard of (Redis's clock, ms) and a
@@ -10,16 +10,16 @@ Does not know agents or gateways. What lies in Redis, under the user's prefix an
     PREFIX:2:holders how many holder numbers were given out
     PREFIX:2:w:NODE  which writer follows this node, for as long as its lease lasts
 
-A snapshot is written under a new holder number, which becomes the node's when it is all there:
-readers see the old state, then the new one. A number that is not live means nothing, whichever way
-it ended: whoever writes a block drops all such numbers from it, so a block never has more than two
-for each node. A block that nobody writes goes with time: blocks live for `key_ttl_s`, and a writer
-takes a new snapshot of each node long before that. So the data of writers that are gone vanish by
-themselves, and nodes that nobody has heard of for `forget_s` do not count.
+A snapshot is written under a new holder number, which becomes the node's when the snapshot is
+complete. So readers see the old state and then the new one. A number that is not live means
+nothing. Each write of a block drops such numbers from it, so a block never has more than two for
+each node. A block that is not written any more expires: blocks live for `key_ttl_s`, and a writer
+takes a new snapshot of each node long before that. So the data of writers that are gone expire by
+themselves, and nodes without a report for `forget_s` do not count.
 
-Any number of writers may run: who holds a node's lease follows it, another one takes over when the
-lease ends. One server, not a cluster of them: scripts make up the names of blocks themselves, so
-that a prompt is one short message each way.
+Any number of writers may run. The writer that holds a node's lease follows the node, and another
+one takes over when the lease ends. Redis must be one server and not a cluster: scripts build the
+names of blocks themselves, so that a prompt takes one short message each way.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ class RedisDirectory:
 
 def connect(url: str, *, timeout_s: float = 0.25) -> Redis:
     """A client whose commands give up after `timeout_s`. ValueError: no such URL."""
+    # No retries: a request waits for the answer, and `Outage` pauses further questions after an
+    # error.
     return Redis.from_url(
         url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None
     )

@@ -157,6 +157,7 @@ class SsdStore:
         """
         _check_size(entry, views)
         header = encode_header(entry)
+        # Each write keeps its arena memory until it is done, so a slow disk must not collect many.
         if self._closing or not self._writes_left.acquire(blocking=False):
             return None
         future = self._submit(_CHANGE, entry.key, lambda: self._write(entry, header, views))
@@ -195,6 +196,7 @@ class SsdStore:
 
     def _submit(self, order: int, key: bytes, work: Callable[[], bool]) -> Future[bool]:
         future: Future[bool] = Future()
+        # All requests about one file go to the same thread, which keeps their order.
         jobs = self._queues[key[0] % len(self._queues)]
         with self._lock:  # no job may be queued behind the end marker, or its future never ends
             if not self._closing:
@@ -236,6 +238,7 @@ class SsdStore:
                 _write_whole(file.fileno(), [memoryview(header), *views])
             os.replace(new_path, path)
         except OSError:
+            # What was written so far would take room on a disk that may be full.
             with contextlib.suppress(OSError):
                 new_path.unlink()
             raise
@@ -286,6 +289,8 @@ def _claim(directory: Path) -> int:
     except OSError as error:
         raise SsdError(f"cannot keep cached parts in {directory}: {error}") from error
     try:
+        # The kernel drops a flock(2) with its process, so a killed agent leaves no stale lock
+        # behind.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)

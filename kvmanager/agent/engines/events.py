@@ -90,6 +90,7 @@ class EngineCaches:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # By default ZeroMQ waits without limit for unsent messages when a context ends.
         self._context.destroy(linger=0)
 
 
@@ -170,6 +171,7 @@ class _Follower:
             order = self._sequence.live(number)
         if order is MessageOrder.LOST:
             await self._catch_up()
+        # What a replay has brought may come once more on the live socket.
         if number < self._sequence.expected:
             return
         if number > self._sequence.expected:

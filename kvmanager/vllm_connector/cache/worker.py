@@ -154,6 +154,7 @@ class CacheWorker:
                 pages, last.block_ids, last.space, 0, lambda error: self._copied(step, error)
             )
         except BaseException:
+            # Copies that have begun still read the pages and write into the arena.
             copier.drain()
             with self._writing_lock:
                 writing.num_copying -= 1
@@ -212,6 +213,7 @@ class CacheWorker:
         for copy in self._copies(cached, arena):
             copier.load(self._pages[copy.layer], copy.block_ids, copy.space, 0)
             nbytes += copy.space.nbytes
+        # Checked again: if the connection broke meanwhile, the bytes may be another part's.
         self._check_connection(cached)
         self._stats().add_cache_loaded(nbytes, len({part.index for part in cached.parts}))
 
@@ -239,6 +241,8 @@ class CacheWorker:
                     skipped = extent.num_pages - count
                     ranges.append((space, extent.offset + skipped * page_bytes, count * page_bytes))
                 block_ids = [block for item in pages for block in item.blocks[group]]
+                # Block 0 is vLLM's null block, which stands for a page that the engine does not
+                # keep.
                 if 0 in block_ids:
                     raise ValueError(
                         f"the engine gave no block for a page that layer {extent.layer.name} needs"
