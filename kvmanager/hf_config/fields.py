@@ -1,6 +1,6 @@
 """Typed reading of a parsed Hugging Face config.json, with errors that name the field.
 
-Knows JSON values; what the fields mean is the families' business.
+It knows JSON values. The `*_families` know what the fields mean.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A config that does not say what its KVCache looks like. `field` is the path inside it."""
+    """A config from which the KVCache cannot be told. `field` is the path of a field inside it."""
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         shown = "missing" if value is None else f"is {_short(value)}"
@@ -18,9 +18,9 @@ class ConfigError(ValueError):
 
 
 class Fields:
-    """A config's fields. `defaults` stand in for keys that are not there at all; null is a value.
+    """A config's fields. `defaults` replace missing keys, but not keys with the value null.
 
-    `assumed` collects every default that was used, for the reader of the result.
+    `assumed` collects every default that was used, so that the result can name them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Fields:
         return self._values.get(name, self._defaults.get(name)) is not None
 
     def error(self, name: str, problem: str, value: object = None) -> ConfigError:
-        """To be raised; `value` when the field's own is not what is wrong."""
+        """An error to raise about the field. `value` replaces the field's own value in the text."""
         shown = self._values.get(name) if value is None else value
         return ConfigError(self._path + name, shown, problem)
 

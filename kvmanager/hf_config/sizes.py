@@ -1,7 +1,7 @@
 """Bytes of one layer's cache on one tensor-parallel rank, for every kind of layer.
 
-Pure arithmetic on dimensions; which layer has which dimensions is the families' business. The
-shapes are those vLLM allocates: attention in `Attention.get_kv_cache_spec`, recurrent states in
+Pure arithmetic on dimensions, which the `*_families` read for each layer. The shapes are those that
+vLLM allocates: attention in `Attention.get_kv_cache_spec`, recurrent states in
 `MambaStateShapeCalculator` and `MambaStateDtypeCalculator` (vllm/model_executor/layers/mamba/
 mamba_utils.py), without speculative tokens.
 """

@@ -171,6 +171,7 @@ class LinkWatch:
                 interface = self._interface(endpoint.host, interfaces)
                 is_news |= self._look_at(endpoint, watched, interface, now_s)
                 watched.due_s = self._next_look_s(watched, now_s)
+            # A link in use reconnects by itself; an idle one would stay down until it is needed.
             self._reconnect(endpoint, watched, now_s, is_idle=endpoint in activity and not is_used)
         is_news |= self._ask_for_probes(now_s)
         if is_news:
