@@ -429,6 +429,7 @@ def test_close_disconnects_and_may_be_called_from_a_callback(
     assert not client.connected
 
 
+@pytest.mark.alone
 def test_close_during_the_handshake_is_prompt(
     agent: StandIn, client: EngineClient, events: Events
 ) -> None:
