@@ -1,9 +1,6 @@
 """Chooses the codec that makes transfers over one link faster, while they run. Pure: time is an
-argument.
-
-Observations: how fast the link took bytes while it had a backlog (`observe_sent`), what encoding
-cost and saved (`observe_encoded`, for samples and for chunks really sent), and how many cores are
-idle (`observe_cpu`). Answers: `choose`, with numbers and a reason, and `wants_sample`.
+argument. It observes how fast the link takes bytes while it has a backlog, what encoding costs and
+saves, and how many cores are idle.
 
 Model. Encoding, sending and decoding overlap, so the slowest stage sets the time of a raw byte:
 
@@ -19,13 +16,11 @@ Three rules correct the model:
   that falls short by more than `guard_loss` is dropped for a back-off that doubles each time.
 - Refresh. While a codec is in use, its wire bytes give only a lower bound of the link's rate. Every
   `refresh_every_s` the link is measured for a moment without a codec.
-- Sampling. A sample that took c CPU seconds allows the next no sooner than 100 c later, which keeps
-  sampling at 1% of a core; while no codec comes near to paying, the interval doubles as well, and
-  a sample that differs from what was known starts it again.
+- Sampling. `sample_share` bounds the CPU time of samples. While no codec comes near to paying, the
+  interval between them doubles as well; a sample that differs from what was known starts it again.
 
 A link that slows down under a codec looks like a codec that fails; that costs one back-off without
-compression. The next refresh notices a link that has become faster. Knows no socket, thread or
-clock.
+compression. The next refresh notices a link that has become faster.
 """
 
 from __future__ import annotations
@@ -136,9 +131,7 @@ _CPU_MEMORY_S = 2.0
 
 
 class CodecChooser:
-    """Chooses the codec of one link. Not thread-safe. Name FP8 in `candidates` only where loss is
-    allowed; RAW needs no naming.
-    """
+    """One link's codec. Not thread-safe. Name FP8 only where loss is allowed; RAW is implied."""
 
     def __init__(self, candidates: Sequence[Codec], config: CodecConfig, now_s: float) -> None:
         self._config = config
@@ -201,9 +194,7 @@ class CodecChooser:
         self._next_sample_s = now_s + wait_s
 
     def observe_cpu(self, idle_share: float, num_cores: int, *, now_s: float) -> None:
-        """`idle_share` (0 to 1) of the `num_cores` that this process may use was idle since the
-        last call.
-        """
+        """Since the last call, `idle_share` (0 to 1) of this process's `num_cores` was idle."""
         elapsed_s = now_s - self._cpu_s
         if elapsed_s <= 0:
             return
@@ -243,9 +234,7 @@ class CodecChooser:
         return self._enter(now_s)
 
     def _interval_after(self, surprise: float) -> float:
-        """Seconds until the next sample. `surprise`: how far the last sample's share of bytes was
-        off.
-        """
+        """Seconds until the next sample. `surprise`: the last sample's error in wire share."""
         config = self._config
         is_learning = any(speed.num_samples < config.min_samples for speed in self._speeds.values())
         if surprise > _SURPRISE or is_learning:
