@@ -170,6 +170,7 @@ class Arena:
         last of them is gone.
         """
         if self._lock_fd >= 0:
+            # Removed while locked, or another agent could adopt a file that is about to go.
             if self.index_path is None:
                 _remove_all([self.path])
             elif not keep:
@@ -205,6 +206,7 @@ def remove_stale(directory: Path) -> list[Path]:
     """Remove the arenas without a name in `directory` whose agent is dead. Returns their paths."""
     removed = []
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
+        # A named arena waits for its next agent.
         if path.name.startswith(_KEPT_PREFIX):
             continue
         try:

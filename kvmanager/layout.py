@@ -118,6 +118,7 @@ class KVLayout(msgspec.Struct, frozen=True):
             layout = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise LayoutError(f"not a KV layout: {error}") from error
+        # Another process sent it, and sizes and places in the arena follow from its numbers.
         layout.validate()
         return layout
 

@@ -54,6 +54,7 @@ def find_records(url: str, request_id: str, *, key: str = "") -> list[RequestRec
     Raises `client.CannotAsk`, which names the newest ids if the gateway has no record of this id.
     """
     try:
+        # All of it is quoted: what a user types must not become another path or a query.
         return _records(url, f"/{quote(request_id, safe='')}", key)
     except client.CannotAsk as error:
         if error.status != 404:

@@ -137,6 +137,7 @@ def _print_record(console: Console, record: RequestRecord, now_s: float) -> None
 
 def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
     model, tenant = record.model or "the only model", record.tenant
+    # The record has the gateway's clock, which may be ahead of this host's.
     age = format_age(max(0.0, now_s - record.started_s))
     yield "request", f"{record.request_id}: {record.endpoint} for {model}, {age} ago"
     if tenant:
@@ -271,6 +272,7 @@ def _rest(record: RequestRecord) -> tuple[str, float] | None:
     """The name and seconds of the part of the TTFT that no other part explains."""
     parts = record.parts
     first_s, decode_s = parts.load_and_first_step_s, parts.load_and_decode_s
+    # Without a prefill of its own in the record, one engine did both within this time.
     word = "engine" if parts.prefill_s is None else "load"
     if first_s is not None:
         return f"{word}, first step", first_s

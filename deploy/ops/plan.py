@@ -119,6 +119,7 @@ def _settings_table(found: PlanOverview) -> Table:
 
 
 def _clusters_table(clusters: list[ClusterModel]) -> Table:
+    # The gateway gives the same lengths for every cluster.
     lengths = [tokens for tokens, _ in clusters[0].prefill_s] if clusters else []
     prefills = [f"prefill of\n{tokens:,}" for tokens in lengths]
     last = ("error", "prefills\nseen", "decode\nslots", "step")

@@ -244,6 +244,7 @@ class ControlService:
 
     def _find(self, transfer_id: bytes, kind: str) -> Key:
         table = self._agent.transfers.table
+        # One agent may have both ends of a transfer. Without a kind its outbox answers.
         if kind != "landing" and transfer_id in table.outboxes.records:
             return Kind.OUTBOX, transfer_id
         if kind != "outbox" and transfer_id in table.landings.records:

@@ -75,6 +75,7 @@ class MappedAllocator(BlockAllocator):
     def allocate(self, num_blocks: int) -> list[Run]:
         runs = super().allocate(num_blocks)
         for run in runs:
+            # Before anybody writes: a killed agent must leave no used block unmarked.
             self._used.set(run)
         return runs
 
@@ -158,6 +159,7 @@ def _with_books(arena: Arena, *, is_adopted: bool) -> KeptArena:
     allocator = MappedAllocator(arena.num_blocks, used)
     cached = [run for record in stored for run in record.runs]
     allocator.take(cached)
+    # Bytes of cached parts are final. The former agent's engines may still write the others.
     set_apart = _without(before, cached)
     allocator.take(set_apart)
     if is_adopted:

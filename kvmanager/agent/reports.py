@@ -36,6 +36,7 @@ def landing_report(landing: LandingRecord, progress: TransferProgress | None) ->
     """The report of a landing. `progress` None: no sender has come, or it was forgotten."""
     complete = REPORT_STATE[landing.state] == "complete"
     nbytes = landing.spec.nbytes
+    # A receiver knows of no bytes before they arrive, so all three counts are this one.
     arrived = progress.acked_bytes if progress else 0
     return TransferReport(
         transfer_id=landing.spec.transfer_id.hex(),

@@ -69,6 +69,7 @@ class SenderAdmission:
     ) -> ByteSpace:
         with self._lock:
             landing = self._open.get(transfer_id)
+        # The lock is not needed any more: a record never changes.
         if landing is None:
             raise self._refusal("no_landing", "no landing is reserved for this transfer")
         # In constant time: how long a refusal takes must not tell how much of a guess was right.

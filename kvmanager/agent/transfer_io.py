@@ -77,6 +77,7 @@ class TransferIo:
     async def stop(self) -> None:
         """Close both ends. Events of open transfers may or may not follow."""
         self._stopped = True
+        # On threads: closing waits for the transport's own threads.
         await asyncio.to_thread(self._sender.close)
         await asyncio.to_thread(self._receiver.close)
         self._droppers.shutdown()
@@ -190,6 +191,8 @@ class TransferIo:
 
     def _dropped(self, future: asyncio.Future[None], transfer_id: bytes) -> None:
         self._dropping.discard(future)
+        # A drop that failed raises here: its threads may still write, so the landing is not
+        # reported as dropped.
         if not future.cancelled():
             future.result()
         self._news.landing_dropped(transfer_id)

@@ -121,8 +121,10 @@ class Directory:
             part = slice(start, start + _SLICE_KEYS)
             self._enter(known.column, keys[part], flags[part])
             yield
+        # An answer without changes has no age.
         if len(keys):
             known.lag_s = feed.age_s
+        # With its first whole snapshot: afterwards `more` only means that further changes wait.
         known.complete = known.complete or not feed.more
         known.position = (feed.epoch, feed.seq)
 
@@ -154,6 +156,7 @@ class Directory:
             ids = ids[: holes[0]] if holes.size else ids
         if not ids.size:
             return []
+        # Neighbours that the same nodes hold make a run, whose last block speaks for all.
         ends = np.append(np.flatnonzero(ids[1:] != ids[:-1]), len(ids) - 1) + 1
         flags = self._sets.rows(ids[ends - 1])
         columns = np.flatnonzero(flags.any(axis=0))

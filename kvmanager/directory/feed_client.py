@@ -81,6 +81,7 @@ class DirectorySink:
         if not self._directory.accepts(node, feed):
             return False
         for _ in self._directory.applying(node, feed, self._clock()):
+            # A gateway's own directory shares the event loop with the requests that it serves.
             await asyncio.sleep(0)
         return True
 
@@ -114,6 +115,7 @@ class DirectoryFollower:
         for node, (target, _) in list(self._followed.items()):
             if agents.get(node) != target:
                 await self._leave(node)
+            # At another address it may be the same agent, so its state stays.
             if node not in agents:
                 await self._forget(node)
         for node, target in agents.items():
@@ -178,6 +180,7 @@ class _Following:
         except DirectoryError as error:
             return await self._failed(str(error))
         except RpcError as error:
+            # An agent without a prefix cache refuses the question itself.
             if error.code == "INVALID":
                 return await self._has_no_cache(error)
             return await self._failed(str(error))

@@ -62,6 +62,7 @@ class HolderSets:
             return self._free_columns.pop()
         if self._num_columns == self._rows.shape[1]:
             self._rows = np.pad(self._rows, ((0, 0), (0, self._num_columns)))
+            # A row is known by its bytes, which are more now.
             live = np.flatnonzero(self._is_current())
             self._ids = {self._rows[number].tobytes(): number for number in live.tolist()}
         self._num_columns += 1
@@ -75,14 +76,17 @@ class HolderSets:
         for number in changed.tolist():
             del self._ids[self._rows[number].tobytes()]
         self._rows[: self._num, column] = 0
+        # Rows that differed in this column only are equal now, and one number stands for all.
         for number in changed.tolist():
             self._current[number] = self._ids.setdefault(self._rows[number].tobytes(), number)
+        # Numbers that stood for a row that has just been merged must follow it.
         self._current = self._current[self._current]
 
     def drop_unused(self, used: npt.NDArray[np.bool_]) -> None:
         """Forget the sets that no block has. `used[number]`: some block has this number."""
         self._steps.clear()
         needed = used.copy()
+        # A block with an outdated number still means the row that counts for it.
         needed[self._current[np.flatnonzero(used)]] = True
         needed[: NOBODY + 1] = True
         for number in np.flatnonzero(~needed & (self._current[: self._num] != UNUSED)).tolist():
@@ -110,6 +114,7 @@ class HolderSets:
     def stepped(self, ids: SetIds, column: int, flags: npt.NDArray[np.uint16]) -> SetIds:
         """The sets that result from each of these when the node of `column` has `flags`."""
         codes = ids.astype(np.uint64) << np.uint64(16) | flags
+        # The blocks of one prompt are mostly held alike, and then need no sorting.
         if codes.size and (codes == codes[0]).all():
             one = self._step(int(ids[0]), column, int(flags[0]))
             return np.full(len(ids), one, dtype=np.uint32)

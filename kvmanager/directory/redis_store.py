@@ -211,6 +211,7 @@ def _row(value: bytes, columns: dict[int, int]) -> npt.NDArray[np.uint16]:
         raise StoreError(f"no list of holders: {value[:40]!r}")
     row: npt.NDArray[np.uint16] = np.zeros(len(columns), dtype=np.uint16)
     for holder, flags in np.frombuffer(value, dtype=_HOLDERS_TYPE).tolist():
+        # Another number is of a former or unfinished snapshot, or of a node not heard of lately.
         if holder in columns:
             row[columns[holder]] = flags
     return row
@@ -231,6 +232,7 @@ def _state(name: NodeName, record: NodeRecord, age_s: float) -> NodeState:
     return NodeState(
         name.cluster,
         name.node,
+        # Redis has blocks by key only: to count those of a node would be to read them all.
         num_blocks=-1,
         epoch=record.epoch,
         seq=record.seq,

@@ -106,6 +106,7 @@ class _Buckets:
             flat_keys[places], flat_ids[places] = keys[fits], ids[fits]
             rest = np.flatnonzero(~fits)
             following = (buckets[rest] + 1) & self._mask
+            # In order again: the bucket after the last one is the first.
             order = np.argsort(following, kind="stable")
             buckets, rest = following[order], rest[order]
             keys, ids = keys[rest], ids[rest]
@@ -256,6 +257,7 @@ class BlockTable:
     def _prepare_next(self, num_more: int) -> None:
         num_more = max(num_more, int((_MAX_LOAD - _PREPARE_LOAD) * self._new.num_places))
         needed = ceil((self.num_live + num_more) / (_NEW_LOAD * _WIDTH))
+        # A power of two, since the top bits of a key choose its bucket.
         self._next = _Buckets(max(_MIN_BUCKETS, 1 << (needed - 1).bit_length()))
         self._prepare(_LEAST_PLACES)
 

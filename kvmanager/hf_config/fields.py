@@ -44,6 +44,7 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """Whether the field has a value that is not null."""
+        # Not by `value`: a question must not count as the use of a default.
         return self._values.get(name, self._defaults.get(name)) is not None
 
     def error(self, name: str, problem: str, value: object = None) -> ConfigError:
@@ -56,6 +57,7 @@ class Fields:
         value = self.value(name)
         if value is None and default is not None:
             return default
+        # To Python, true is the integer 1.
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, "a whole number of at least 1 is needed")
         return value
@@ -92,6 +94,7 @@ class Fields:
         return list(enumerate(value))
 
     def _one_of(self, name: str, index: int, item: Any, allowed: Mapping[Any, object]) -> Any:
+        # true and 1.0 equal 1, and a list or an object cannot be looked up.
         if isinstance(item, bool | float | list | dict) or item not in allowed:
             known = ", ".join(
                 f"{word} ({meaning})" if meaning else str(word) for word, meaning in allowed.items()

@@ -89,6 +89,8 @@ class CheapestFirst:
         position_tokens = entry.index * entry.block_tokens
         cost = entry.recompute_tokens * (1 + position_tokens / self._quadratic_tokens)
         return (
+            # In log2 a worth that halves falls by 1. Instead, each use raises the scores of what
+            # it touches, so that the score of an idle part needs no update.
             math.log2(cost / entry.nbytes) + entry.last_used / self._half_life_uses,
             -entry.index,
         )
@@ -125,6 +127,7 @@ class EvictionQueue(Generic[E]):
         self._may_go = may_go
         self._heap: list[tuple[Score, int, E]] = []
         self._queued: set[E] = set()
+        # Decides between equal scores, because entries have no order.
         self._ticks = itertools.count()
 
     def __len__(self) -> int:
@@ -160,6 +163,7 @@ class EvictionQueue(Generic[E]):
         """Remove entries that may not go any more, if they may be most of the queue. Each of the
         `num_entries` that exist is queued at most once.
         """
+        # Rarely, because it visits the whole queue. The constant spares small queues.
         if len(self._heap) > 2 * num_entries + 1024:
             self._heap = [item for item in self._heap if self._may_go(item[2])]
             heapq.heapify(self._heap)

@@ -72,6 +72,7 @@ class Fills:
         """Make the part present, whose bytes and base are there, and the parts that waited for
         it.
         """
+        # A list and no recursion: as many blocks as a long prompt has may wait in a chain.
         settled = [part]
         while settled:
             part = settled.pop()

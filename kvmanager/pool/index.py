@@ -171,6 +171,7 @@ class PoolIndex:
         except OSError as error:
             self._stop_rewrite(error)
             return
+        # A copy: parts come and go between the calls of `flush` that write it.
         frames = list(self._live_frames())
         self._rewrite = _Rewrite(fd, iter(frames), len(frames))
 
@@ -222,6 +223,7 @@ class PoolIndex:
             logger.warning("the index %s is not used, the cache is empty: %s", self._path, error)
             return []
         if contents.nbytes < len(data):
+            # Reading stops at damage, so records appended behind it would be lost.
             num_cut = len(data) - contents.nbytes
             logger.warning("the index %s ends in %d damaged bytes: cut off", self._path, num_cut)
             os.ftruncate(fd, contents.nbytes)

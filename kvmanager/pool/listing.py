@@ -65,6 +65,7 @@ def prefixes(nodes: Mapping[bytes, Node], order: Order, limit: int, now_s: float
     first: list[tuple[float, int, Node]] = []
     num_visited = 0
     for number, leaf in enumerate(leaves):
+        # The last block alone says the size, which spares the walk down each prefix.
         own = list(_own(nodes, num_next, leaf)) if order != "size" else [leaf]
         # The unique number decides between equal ranks, and keeps nodes from being compared.
         heapq.heappush(first, (_rank(order, own), -number, leaf))
@@ -76,6 +77,7 @@ def prefixes(nodes: Mapping[bytes, Node], order: Order, limit: int, now_s: float
             yield
     found = []
     for _, _, leaf in sorted(first, reverse=True):
+        # The pool may have evicted it between two steps.
         if leaf.present:
             found.append(_prefix(nodes, num_next, leaf, now_s))
         num_visited += leaf.index + 1

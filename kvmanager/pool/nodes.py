@@ -53,6 +53,7 @@ class Geometry:
             is_usable = mask & state == state
             for number, (bit, reach) in enumerate(self.windows):
                 streaks[number] = streak = streaks[number] + 1 if mask & bit else 0
+                # A prefix shorter than the window needs it in all of its own blocks.
                 if streak < reach and streak < count:
                     is_usable = False
             if is_usable:
@@ -221,6 +222,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
 
     def put(self, number: int, part: Part | None) -> None:
         """Make `part` the part of that number; None: there is none any more."""
+        # A tuple again and no list, which the garbage collector would track.
         self.parts = (*self.parts[:number], part, *self.parts[number + 1 :])
 
     @property

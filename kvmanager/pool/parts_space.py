@@ -29,6 +29,7 @@ class PartsSpace:
         if offset < 0 or length < 0 or offset + length > self.nbytes:
             raise ValueError(f"[{offset}, {offset + length}) is outside of {self.nbytes} bytes")
         views: list[memoryview] = []
+        # To the right: an offset at the end of one space is the first byte of the next.
         index = bisect_right(self._ends, offset)
         while length:
             space = self._spaces[index]

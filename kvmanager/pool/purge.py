@@ -27,6 +27,7 @@ def drop_condemned(books: PartBooks) -> None:
     """Take one step: look at a few parts and drop the condemned copies that may go."""
     limit = MAX_LOST_PER_STEP
     while books.to_purge and limit > 0:
+        # The last one: `condemn_above` appends what builds on a part and must go before it.
         part = books.to_purge.pop()
         for tier in (Tier.SSD, Tier.ARENA):
             if part.is_condemned(tier) and books.may_leave(part, tier):

@@ -34,6 +34,7 @@ class Spills:
             part, _ = to_spill.popitem(last=False)
             if not self._books.may_go_to_ssd(part):
                 continue
+            # The lowest base first: a copy on SSD cannot stay without its base there.
             for each in reversed(list(_without_ssd_copy(part))[-(limit - len(chosen)) :]):
                 each.spill_id = next(self._ids)
                 to_spill.pop(each, None)

@@ -99,6 +99,7 @@ class BlockAllocator:
         """Give blocks back. Raises ValueError for a block that is free already or not ours."""
         wanted = sorted(runs)
         previous_end = 0
+        # All are checked before the first is given back, so that a refused call changes nothing.
         for run in wanted:
             if run.length < 1 or run.first < previous_end or run.end > self.num_blocks:
                 raise ValueError(f"cannot free {run}: outside the arena or twice in one call")

@@ -105,6 +105,7 @@ class BlockHolds:
         Engines that have not released them by `drained_at_s` count as done.
         """
         record = self._records.get(key)
+        # The first end counts: a later one must not give engines more time.
         if record is not None and record.drained_at_s is None:
             record.drained_at_s = drained_at_s
             self._free_if_possible(key, record)
@@ -116,6 +117,7 @@ class BlockHolds:
 
     def process_gone(self, holder: int) -> None:
         """Remove an engine whose process has ended."""
+        # A copy, because freeing removes records.
         for key, record in list(self._records.items()):
             if holder in record.holders:
                 record.holders.discard(holder)

@@ -37,6 +37,7 @@ class Classes:
     def at(cls, lengths: Lengths, edges: ArrayLike) -> Classes:
         """Classes between these lengths. The first and the last class take what is beyond."""
         inner = np.unique(np.asarray(edges, np.float64))
+        # The ends join below; edges at or beyond them would only make classes without weight.
         inner = inner[(inner > 0) & (inner < lengths.max_tokens)]
         full = np.concatenate([[0.0], inner, [lengths.max_tokens]])
         moments = np.diff(lengths.moments_to(full), axis=1)
@@ -105,6 +106,7 @@ class Assignment:
 
     def need(self, route: int, curve: Curve, lengths: Lengths, mode: Mode) -> float:
         """What requests on this route need of `curve`, per request of any route."""
+        # The paper puts all requests of a route at their mean length, l_long or l_short (3.4.1).
         if mode is Mode.PAPER:
             share = self.share(route)
             return share * float(curve(self.mean_tokens(route))) if share > 0 else 0.0
@@ -174,6 +176,7 @@ def resources_of(
     found: list[Resource] = []
     for cluster in region.clusters:
         routes = by_source.get(cluster.name, [])
+        # Equations 3 and 4. A prefill cluster has no N_p: all of its instances prefill.
         instances = num_prefill.get(cluster.name, cluster.num_instances)
         found.append(
             Resource(
@@ -181,6 +184,8 @@ def resources_of(
             )
         )
     for index, route in enumerate(assignment.routes):
+        # The second term of equation 3, B_out / S_kv. As a part of its own, so that a plan can name
+        # the link as its bottleneck.
         if route.link is not None:
             found.append(
                 Resource(

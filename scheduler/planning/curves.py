@@ -125,6 +125,7 @@ def interpolate(points: Sequence[tuple[float, float]]) -> FittedCurve:
         )
     slopes = np.diff(values) / np.diff(tokens)
     pieces = np.stack([values[:-1] - slopes * tokens[:-1], slopes, np.zeros(len(slopes))], axis=1)
+    # Constant below the first point: a line extended to shorter prompts may fall below zero.
     coefficients = np.concatenate([[[values[0], 0.0, 0.0]], pieces])
     return FittedCurve(
         Curve(coefficients, np.concatenate([[0.0], tokens[:-1]])), tokens, values, "interpolate"

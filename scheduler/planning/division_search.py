@@ -28,6 +28,7 @@ def best_at(region: Region, divisions: Sequence[Division]) -> Plan:
     """The plan with the highest throughput among these divisions. Raises `NoRouteError`."""
     if is_pair(region):
         pd = region.pd_clusters[0]
+        # The search over routes refuses this by itself; the search of a pair does not look.
         if pd.num_instances < 1:
             raise NoRouteError(f"{pd.name} has no instance: decode needs at least one")
         counts = [division[pd.name] for division in divisions]
@@ -71,5 +72,6 @@ def thresholds_of(plan: Plan) -> dict[str, float]:
     for index, route in enumerate(plan.assignment.routes):
         ranges = plan.lengths_of(index) if route.link is not None else []
         if ranges:
+            # A cluster may have several links; the shortest prompt over any of them counts.
             found[route.source.name] = min(found[route.source.name], ranges[0][0])
     return found

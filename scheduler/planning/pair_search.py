@@ -115,6 +115,8 @@ def best_of_pair(
     grid = threshold_grid(region) if thresholds is None else np.atleast_1d(thresholds)
     found = search_pair(region, mode, grid, splits)
     row, column = found.best
+    # One prefill term of equation 6 rises with t and the other falls (3.4.2), so the best
+    # threshold lies between the neighbours of the best row.
     for _ in range(_REFINEMENTS if thresholds is None else 0):
         finer = np.linspace(grid[max(row - 1, 0)], grid[min(row + 1, len(grid) - 1)], 101)
         grid = np.unique(finer)

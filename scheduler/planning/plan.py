@@ -111,6 +111,7 @@ class Plan:
                 kv_bytes = self.assignment.need(index, self.region.kv.size, lengths, Mode.EXACT)
                 mean_s += kv_bytes / route.link.bytes_per_s
         length = float(lengths.quantile([0.9])[0])
+        # Routes may share this class; P90 follows the one that takes most of it.
         at = int(np.searchsorted(self.assignment.classes.edges, length)) - 1
         route = self.assignment.routes[int(np.argmax(self.assignment.flow[:, at]))]
         p90_s = float(route.source.prefill(length))
@@ -122,6 +123,7 @@ class Plan:
         """The ranges of prompt lengths, (from, to], most of whose requests take this route."""
         flow, edges = self.assignment.flow, self.assignment.classes.edges
         mine = flow.argmax(axis=0) == route
+        # Where no request is, argmax names the first route.
         mine &= flow[route] > 0
         ranges: list[tuple[float, float]] = []
         for c in np.flatnonzero(mine):

@@ -75,6 +75,7 @@ def _divisions_near(region: Region, relaxed: Mapping[str, float]) -> list[dict[s
     every = [range(size + 1) for size in sizes.values()]
     if np.prod([len(options) for options in every]) > MAX_DIVISIONS:
         every = [
+            # One further than both roundings: the best whole division need not be one of them.
             range(max(0, int(relaxed[name]) - 1), min(size, int(relaxed[name]) + 2) + 1)
             for name, size in sizes.items()
         ]
@@ -187,6 +188,7 @@ class _Program:
                 capacity -= num_prefill
             rows[row, self._slowness] = -capacity
             if limit.kind in ("local", "decode") and limit.name in free:
+                # The variable is U N_p: what the cluster's prefill gains by it, its decode loses.
                 rows[row, free[limit.name]] = 1 if limit.kind == "decode" else -1
         return rows.tocsr()
 
@@ -207,6 +209,7 @@ class _Program:
         cost = np.zeros(self._slowness + 1 + num_free)
         cost[self._slowness] = 1
         for index, route in enumerate(self._routes):
+            # The second term gives the longer prompts to later routes, so that each has few ranges.
             taste = float(route.link is not None) - index * longer / len(self._routes)
             cost[index * self._num_classes : (index + 1) * self._num_classes] = _TASTE * taste
         return cost

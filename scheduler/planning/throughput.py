@@ -86,6 +86,7 @@ def system_rps(
 ) -> Floats:
     """Equation 6: the slowest stage, given the fraction of requests that is offloaded."""
     share = np.asarray(offload, np.float64)
+    # A prefill stage sees its share of the requests only, while every request is decoded.
     prefill = np.minimum(_per(prefill_cluster, share), _per(pd_prefill, 1 - share))
     slowest: Floats = np.minimum(prefill, np.asarray(pd_decode, np.float64))
     return slowest
@@ -117,6 +118,7 @@ def offloaded_mean(mode: Mode, curve: Curve, lengths: Lengths, split: Split) -> 
     """What an offloaded request needs of `curve` on average; 0 where nothing is offloaded."""
     if mode is Mode.PAPER:
         return np.where(split.offload_fraction > 0, curve(split.mean_offloaded_tokens), 0.0)
+    # E[curve(L); L > t], which the division by P(L > t) makes conditional.
     longer = curve.mean(lengths) - curve.sum_to(lengths, split.threshold_tokens)
     return mean_of(longer, split.offload_fraction)
 

@@ -150,6 +150,7 @@ def _read_model(ends: _Ends, options: dict[str, Any]) -> ModelKv:
         ends.fail(str(error))
     try:
         return read_model_kv(config, **options)
+    # A ConfigError is a ValueError too. It blames the file, any other ValueError the options.
     except ConfigError as error:
         ends.fail(str(error))
     except ValueError as error:
@@ -188,6 +189,7 @@ def _seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
+        # Refused below, together with times that are not above zero.
         value = 0.0
     if not 0.0 < value < float("inf"):
         raise ValueError(f"{text!r} is not a time in seconds above zero; write 0.44,1.84")

@@ -232,6 +232,7 @@ def _kv_cache(config: Path | None, ends: _Ends) -> KvCacheSize | None:
         kv = read_model_kv(read_config(path))
     except ValueError as error:
         ends.fail(f"--config {path}: {error}", 2)
+    # Windows are full at this length, so all but the part per token is fixed.
     fixed_bytes = kv.bytes_for(_LONG_TOKENS) - _LONG_TOKENS * kv.bytes_per_token
     return KvCacheSize(fixed_bytes=fixed_bytes, bytes_per_token=kv.bytes_per_token)
 

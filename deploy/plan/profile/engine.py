@@ -291,6 +291,7 @@ class ProfiledEngine:
                 method, self.url + path, data=body, headers=headers, timeout=timeout
             ) as response:
                 yield response
+        # A ClientError too, so it comes first: nothing listens, which needs other advice.
         except aiohttp.ClientConnectorError as error:
             raise ProfilingError(
                 f"no engine answers at {self.url}: {error}; is it running, and is --url right?"

@@ -190,6 +190,7 @@ def study_command(
         fail(f"no study {name!r}{suggestion(name, STUDIES)}", 2)
     if trace is not None and name != "overload":
         fail("--trace is for the study overload", 2)
+    # Before the study, which may take minutes.
     if plot is not None:
         check_plot(plot, ".png", ".svg")
     study = _overload(trace, seed, scale) if trace is not None else STUDIES[name](seed, scale)

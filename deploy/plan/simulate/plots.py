@@ -128,6 +128,7 @@ def _sent_panel(axes: Axes, outcome: Outcome, style: dict[str, Any]) -> None:
 
 
 def _rate_panel(axes: Axes, outcome: Outcome, style: dict[str, Any]) -> None:
+    # First, so that what each policy saw is drawn on top of it.
     for values in _each(outcome, "link_rate:"):
         axes.plot(outcome.series.at_s, values / GBIT_PER_S, color="#a0a0a0", linewidth=3.5)
     for values in _each(outcome, "link_seen:"):

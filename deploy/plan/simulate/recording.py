@@ -137,6 +137,7 @@ def _rows(name: str, pairs: Counter[tuple[str, str]]) -> Iterator[OutcomeRow]:
 
 
 def _play_file(path: Path, resettle: Resettle | None, played: Played) -> None:
+    # Frames are read while they are played, so reading may fail anywhere in here.
     try:
         with path.open("rb") as stream:
             frames = frames_in(stream)

@@ -119,4 +119,5 @@ def _seconds(name: str, found: Percentiles) -> dict[str, float | None]:
 
 
 def _known(value: float) -> float | None:
+    # JSON has neither infinity nor NaN.
     return value if math.isfinite(value) else None

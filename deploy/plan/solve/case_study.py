@@ -144,6 +144,7 @@ def figures(plan: Plan, mode: Mode, homogeneous_rps: float) -> dict[str, float |
     ttft = plan.empty_ttft()
     theta_remote = egress_gbps = None
     if remote is not None and link is not None:
+        # Equation 3: prefill and egress are parts of their own here.
         theta_remote = min(remote.theta_rps, link.theta_rps)
         per_offloaded = link.need / link.share if link.share else 0.0
         egress_gbps = theta_remote * per_offloaded / GBIT_PER_S

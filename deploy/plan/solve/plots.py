@@ -271,5 +271,6 @@ def _page(figure: Figure, solution: Solution) -> str:
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>prfaas plan</title>'
         '<body style="font-family: sans-serif; max-width: 75em; margin: 1em auto">'
+        # Only the element: a page cannot hold the XML declaration and doctype before it.
         f"<h1>Plan of a region</h1>{svg[svg.index('<svg') :]}{numbers}</body></html>\n"
     )

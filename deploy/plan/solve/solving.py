@@ -334,6 +334,7 @@ class Today:
                 if self.traffic_with_cache is None:
                     raise ValueError("cache_tokens needs a trace; sweep hit_ratio instead")
                 found = self.traffic_with_cache(value)
+                # The trace brings its own mean output, and a sweep may have changed this region's.
                 found = replace(found, output_tokens=traffic.output_tokens)
                 return replace(region, traffic=found)
             case "output_tokens":

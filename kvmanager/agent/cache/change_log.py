@@ -92,5 +92,6 @@ class ChangeLog:
         self._pages[left : left + 2] = [pages[0] | pages[1]]
         del self._first_seqs[left + 1]
         if left == len(self._pages) - 1:
+            # The room left was that of the former last page; the next change begins a new one.
             self._room = 0
         return True

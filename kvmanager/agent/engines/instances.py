@@ -63,6 +63,7 @@ class InstanceBook:
                 f"tp_size {hello.tp_size}, but the layout is for {layout.tp_size} ranks"
             )
         fingerprint = layout.fingerprint()
+        # Before the instance is entered: a refused connection must leave nothing behind.
         self._check_namespace(hello, fingerprint)
         instance = self._instances.setdefault(
             hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))

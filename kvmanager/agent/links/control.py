@@ -107,6 +107,7 @@ class LinkControl:
         if progress.first_sent_s is None:
             return SendLinkProbeReply(0, 0.0, error or "nothing was sent")
         until_s = self._clock_s() if progress.completed_s is None else progress.completed_s
+        # The estimator of the link divides by it.
         duration_s = max(1e-6, until_s - progress.first_sent_s)
         result = ProbeResult(acked_bytes=progress.acked_bytes, duration_s=duration_s)
         self._watch.probed(endpoint, result)

@@ -176,6 +176,7 @@ class AgentProbes:
             )
             listener = SendListener(self._io, self._send_ended, clock_s)
             probe.outgoing = self._io.open_probe(spec, probe.space, listener)
+        # Also when cancelled: the placeholder must not count as a probe.
         except BaseException:
             self._sends.pop(transfer_id, None)
             raise
@@ -214,6 +215,7 @@ class AgentProbes:
 
     def end(self, transfer_id: bytes, reason: str, now_s: float) -> bool:
         """End both roles of this probe here. Returns whether one was alive."""
+        # A list: `any` of a generator would stop at the first role that was alive.
         ended = [self._cancel(role, transfer_id, reason, now_s) for role in _ROLES]
         return any(ended)
 
@@ -279,6 +281,7 @@ class AgentProbes:
         if probe.outgoing is not None:
             probe.done_bytes = probe.outgoing.progress().acked_bytes
         if probe.state != "open":
+            # It was cancelled; only now do the sender's threads read the memory no more.
             probe.space = None
         elif error is None:
             self._over(probe, "complete", "", now_s)

@@ -109,6 +109,7 @@ def simulate(system: System, requests: Requests, *, warmup: float = 0.1) -> Simu
     timeline = timeline_in_stages(system, requests)
     if _overruns_a_limit(system, requests, timeline):
         timeline = EventLoop(system, requests).run()
+    # At least one request is kept: there are no quantiles of none.
     kept = slice(min(int(warmup * len(requests)), len(requests) - 1), None)
     arrivals_s = requests.arrivals_s[kept]
     step_s = np.array([pool.step_s for pool in system.pools])[requests.pool[kept]]
@@ -182,6 +183,7 @@ def fluid_backlog(
     t less rate * t, the backlog is X(t) less the lowest X(s-) of all s <= t (reflection at 0).
     """
     elapsed_s = np.diff(times_s, prepend=times_s[:1])
+    # Without the change at this time: until now the inflow before it has filled the link.
     inflow = np.cumsum(inflow_changes) - inflow_changes
     in_bytes = np.cumsum(inflow * elapsed_s + bursts_bytes)
     net_bytes = in_bytes - bytes_per_s * (times_s - times_s[:1])

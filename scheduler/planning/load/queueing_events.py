@@ -44,6 +44,7 @@ class _LinkState:
         landed.
         """
         grown = (self._inflow - self._link.bytes_per_s) * (now_s - self._clock_s)
+        # The link may have run empty on the way, and it sends nothing ahead of its emission.
         self._backlog_bytes = max(0.0, self._backlog_bytes + grown) + burst_bytes
         self._inflow += inflow_change
         self._clock_s = now_s
@@ -85,6 +86,7 @@ class EventLoop:
         events = self._events
         arriving, num_requests = 0, len(arrivals_s)
         while events or arriving < num_requests:
+            # Strictly before: at one instant, ends come before an arrival (rule 4).
             if arriving < num_requests and (not events or arrivals_s[arriving] < events[0][0]):
                 queues[stations[arriving]].append(arriving)
                 self._start_prefills(stations[arriving], arrivals_s[arriving])

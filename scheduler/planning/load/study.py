@@ -161,6 +161,7 @@ def system_of(plan: Plan) -> System:
             )
             for pd in region.pd_clusters
         ),
+        # Bytes are under way in one direction: half a round trip.
         links=tuple(QueueingLink(link.bytes_per_s, link.rtt_s / 2) for link in region.links),
     )
 
