@@ -1,6 +1,6 @@
 # make demo   set everything up and run the main job
 # make test   set everything up and run the tests
-# make test-fast    without vLLM engines, timed faults, whole benches and studies
+# make test-fast    without vLLM engines, timed faults, regions of processes, whole benches and studies
 # make test-engine  only the tests with vLLM engines
 # make test-long    all tests without engines, with many more examples for property tests
 # make lint   ruff, mypy (also of test doubles and benches), import rule

@@ -26,6 +26,8 @@ from prfaas.engines.instances import InstancesConfig
 from prfaas.metrics import PrefillMetrics
 from prfaas.remote import RemotePrefillCluster
 
+pytestmark = pytest.mark.slow
+
 ROOT = str(Path(__file__).resolve().parents[2])
 MODULES = {"prefill": ("prfaas.cli", "prefill_command"), "pd": ("local_pd.cli", "pd_command")}
 

@@ -38,6 +38,8 @@ from transport.rpc import RpcError
 from transport.wire.frames import FrameType
 from transport.wire.handshake import MAGIC, own_hello
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Takes the place of vLLM's API server: found first on PYTHONPATH. Like it, it has a child; like our

@@ -27,6 +27,8 @@ from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.metrics import PrefillMetrics
 
+pytestmark = pytest.mark.slow
+
 PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.2, start_interval_s=0.1), poll_load=True)
 BODY = {"model": "tiny", "prompt": "x" * 300}
 
