@@ -121,7 +121,7 @@ class LiveScheduler:
         self.tenants.set_limits(settings.default_tenant, settings.tenants)
 
     def knowledge(self, model: str) -> ModelKnowledge:
-        """What was learnt of a served model."""
+        """The profiles and traffic learnt of a served model."""
         found = self._knowledge.get(model)
         if found is None:
             found = self._knowledge[model] = ModelKnowledge()

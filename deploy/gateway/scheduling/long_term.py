@@ -214,7 +214,7 @@ class LongTermService:
         return found
 
     def _done(self, step: PlanStep) -> list[str]:
-        """What was done, or would be done; empty if there is nothing to do."""
+        """Sentences on what the step did, or advises; empty if there is nothing to do."""
         if self._section.mode != "act":
             wishes = [f"convert an instance of {wish}" for wish in step.conversions]
             return [f"advice: {text}" for text in [*wishes, *_in_words(step.changes)]]

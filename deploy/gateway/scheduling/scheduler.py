@@ -106,7 +106,7 @@ class RegionScheduler:
         return self.live.thresholds.base_tokens()
 
     def knowledge(self, model: str) -> ModelKnowledge:
-        """What was learnt of a served model, for reading only."""
+        """The profiles and traffic learnt of a served model, for reading only."""
         return self.live.knowledge(model)
 
     def models(self) -> Mapping[str, ModelKnowledge]:

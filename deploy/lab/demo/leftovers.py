@@ -1,4 +1,4 @@
-"""What a stopped region must not leave behind: processes, sockets, shared memory.
+"""Looks for what a stopped region left behind: processes, sockets, shared memory.
 
 It knows where they would be, not who made them.
 """

@@ -76,7 +76,7 @@ class RateClock:
         return self._idle_at_s
 
     def turn_over(self, *, starved: bool) -> None:
-        """The caller stops admitting for now. `starved`: it had more bytes than there was room."""
+        """The caller's turn ends. `starved` says that it had more bytes than there was room."""
         self._starved = starved
 
     def room_at_s(self, now_s: float, nbytes: int) -> float:

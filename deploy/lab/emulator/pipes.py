@@ -93,7 +93,7 @@ class LinkDirection:
         return self._clock.room_at_s(now_s, self.quantum_bytes // 2 + 1)
 
     def turn_over(self, *, starved: bool) -> None:
-        """No more is read for now. `starved`: there were more bytes than room."""
+        """Reading ends for this turn. `starved` says that there were more bytes than room."""
         self._clock.turn_over(starved=starved)
 
     def admit(self, now_s: float, nbytes: int) -> float:

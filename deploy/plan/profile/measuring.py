@@ -80,7 +80,7 @@ class ProfilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for. Where it is empty or None, the engine's limits decide."""
+    """The values that the user asked for. If one is empty or None, the engine's limits decide."""
 
     lengths: tuple[int, ...] = ()
     repeats: int = 5

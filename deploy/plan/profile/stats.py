@@ -76,7 +76,7 @@ class DecodeSample:
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured so far, in whole samples. The measuring shell appends to it."""
+    """The whole samples measured so far. The measuring shell appends to it."""
 
     prefill: list[PrefillSample] = field(default_factory=list)
     decode: list[DecodeSample] = field(default_factory=list)

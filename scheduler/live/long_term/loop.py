@@ -3,8 +3,8 @@ for.
 
 A `LongTermQuestion` has the measured traffic, the region's profiles and links, the present t and
 division, and when each PD cluster had its last conversion. The answer is a `LongTermDecision`: t
-for now, t for after the conversions, the conversions, the plan that they lead to, and the reason,
-also for doing nothing. The same question has the same answer, whoever computes it and when.
+until the conversions have ended, t after them, the conversions, the plan that they lead to, and the
+reason, also for doing nothing. The same question has the same answer, whoever computes it and when.
 
 Rules:
 
